@@ -1,0 +1,1 @@
+"""A typed client for Nessie's REST API v2."""
