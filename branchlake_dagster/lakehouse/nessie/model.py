@@ -237,3 +237,21 @@ class Entry:
     type: str
     content_id: str
     content: Content | None
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What the server says about itself. `no_ancestor_hash` is the hash before any commit."""
+
+    default_branch: str
+    spec_version: str
+    max_supported_api_version: int
+    no_ancestor_hash: str
+
+
+@dataclass(frozen=True)
+class ContentsAt:
+    """Contents read together, and the reference pinned to the hash at which they were read."""
+
+    reference: Reference
+    contents: Mapping[ContentKey, Content] = field(hash=False)
