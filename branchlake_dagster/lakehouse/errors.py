@@ -101,6 +101,14 @@ class ConfigurationError(BranchlakeError, Terminal):
     """A setting is missing or wrong; the text names it and a value that would do."""
 
 
+class ReadOnlyReference(BranchlakeError, Terminal):
+    """A change was asked for on a tag or a fixed hash; only branches can change."""
+
+
+class Unsupported(BranchlakeError, Terminal, NotImplementedError):
+    """The operation is refused on principle; the text says why and what to do instead."""
+
+
 class NessieError(BranchlakeError):
     """A call to Nessie did not succeed.
 

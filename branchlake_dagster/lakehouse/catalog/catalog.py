@@ -1,0 +1,324 @@
+"""`NessieCatalog`: Iceberg tables on one Nessie reference, for PyIceberg."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyiceberg.catalog import LOCATION, WAREHOUSE_LOCATION, Catalog
+from pyiceberg.exceptions import (
+    CommitFailedException,
+    NoSuchIcebergTableError,
+    NoSuchTableError,
+    TableAlreadyExistsError,
+)
+from pyiceberg.io import FileIO
+from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.serializers import FromInputFile
+from pyiceberg.table import CommitTableResponse, StagedTable, Table, TableProperties
+from pyiceberg.table.locations import load_location_provider
+from pyiceberg.table.metadata import TableMetadata, new_table_metadata
+from pyiceberg.table.sorting import UNSORTED_SORT_ORDER, SortOrder
+from pyiceberg.table.update import AddSnapshotUpdate, AssertCreate, TableRequirement, TableUpdate
+from pyiceberg.typedef import EMPTY_DICT, Identifier, Properties
+
+from branchlake_dagster.lakehouse.catalog import options
+from branchlake_dagster.lakehouse.catalog.namespaces import (
+    NamespaceOperations,
+    namespace_key,
+    require_namespace,
+)
+from branchlake_dagster.lakehouse.catalog.store import ReferenceStore
+from branchlake_dagster.lakehouse.catalog.views import NoViews
+from branchlake_dagster.lakehouse.errors import NessieConflict, Unsupported
+from branchlake_dagster.lakehouse.nessie import NessieClient
+from branchlake_dagster.lakehouse.nessie.model import (
+    Content,
+    ContentKey,
+    ContentsAt,
+    Delete,
+    IcebergTable,
+    Operation,
+    Put,
+)
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+GC_ENABLED = "gc.enabled"
+NO_SNAPSHOT = -1
+
+
+def table_content(content_id: str | None, location: str, metadata: TableMetadata) -> IcebergTable:
+    """What Nessie stores for a table, with the ids as Iceberg's own NessieCatalog sets them."""
+    snapshot = metadata.current_snapshot_id
+    return IcebergTable(
+        content_id=content_id,
+        metadata_location=location,
+        snapshot_id=NO_SNAPSHOT if snapshot is None else snapshot,
+        schema_id=metadata.current_schema_id,
+        spec_id=metadata.default_spec_id,
+        sort_order_id=metadata.default_sort_order_id,
+    )
+
+
+def _require_table(key: ContentKey, found: Content | None) -> IcebergTable:
+    if found is None:
+        raise NoSuchTableError(f"Table does not exist: {key}")
+    if not isinstance(found, IcebergTable):
+        raise NoSuchIcebergTableError(f"Table does not exist: {key} is something else ({found})")
+    return found
+
+
+def _message(key: ContentKey, updates: Sequence[TableUpdate]) -> str:
+    """A commit message such as "Update table a.b: append"."""
+    done = []
+    for update in updates:
+        summary = update.snapshot.summary if isinstance(update, AddSnapshotUpdate) else None
+        done.append(summary.operation.value if summary else update.action)
+    return f"Update table {key}: {', '.join(dict.fromkeys(done))}"
+
+
+def _response(table: Table) -> CommitTableResponse:
+    data = {"metadata": table.metadata, "metadata-location": table.metadata_location}
+    return CommitTableResponse.model_validate(data)
+
+
+class NessieCatalog(NoViews, NamespaceOperations):
+    """The Iceberg tables of one Nessie reference.
+
+    Properties: `uri` (Nessie's API v2), `ref` (branch, tag, `name@hash` or hash; default `main`),
+    `warehouse` (where new tables go), `token`, `ssl.verify` (`true`, `false` or a CA bundle),
+    `commit.author`, `commit.property.<name>` (goes with every commit); all others configure FileIO.
+    Tags and hashes are read-only. Every created table gets a location of its own, because two branches
+    may create the same table, and `gc.enabled=false`, because other references may need its files.
+    """
+
+    def __init__(self, name: str, client: NessieClient | None = None, **properties: str) -> None:
+        # FileIO implementations receive these properties: Nessie's token is none of their business.
+        super().__init__(name, **{key: value for key, value in properties.items() if key != options.TOKEN})
+        self._owns_client = client is None
+        self._store = ReferenceStore(
+            client or options.connect(properties),
+            properties.get(options.REF) or options.DEFAULT_REF,
+            author=properties.get(options.AUTHOR) or options.DEFAULT_AUTHOR,
+            properties=options.commit_properties(properties),
+        )
+
+    @classmethod
+    def from_client(
+        cls, client: NessieClient, ref: str, warehouse: str, *, name: str = "nessie", **properties: str
+    ) -> NessieCatalog:
+        """A catalogue on `ref` that shares `client`'s connections and does not close them."""
+        return cls(name, client, **{**properties, options.REF: ref, WAREHOUSE_LOCATION: warehouse})
+
+    @property
+    def ref(self) -> str:
+        """The reference argument this catalogue was opened on."""
+        return self._store.ref
+
+    def close(self) -> None:
+        """Close the connections, unless they belong to a client that was passed in."""
+        if self._owns_client:
+            self._store.client.close()
+
+    # -- tables: reading -------------------------------------------------------------------------------
+
+    def _key(self, identifier: str | Identifier) -> ContentKey:
+        return ContentKey(Catalog.identifier_to_tuple(identifier))
+
+    def _load(self, key: ContentKey, content: IcebergTable) -> Table:
+        location = content.metadata_location
+        metadata = FromInputFile.table_metadata(self._load_file_io(location=location).new_input(location))
+        return Table(
+            identifier=key.elements,
+            metadata=metadata,
+            metadata_location=location,
+            io=self._load_file_io(metadata.properties, location),
+            catalog=self,
+        )
+
+    def load_table(self, identifier: str | Identifier) -> Table:
+        """The table; NoSuchTableError, also for a namespace or view of that name.
+
+        A missing reference is ReferenceNotFound, never "no such table".
+        """
+        key = self._key(identifier)
+        return self._load(key, _require_table(key, self._store.read(key).contents.get(key)))
+
+    def table_exists(self, identifier: str | Identifier) -> bool:
+        """Whether the name holds an Iceberg table; reads no file."""
+        key = self._key(identifier)
+        return isinstance(self._store.read(key).contents.get(key), IcebergTable)
+
+    def list_tables(self, namespace: str | Identifier) -> list[Identifier]:
+        """The tables directly in `namespace`."""
+        key = namespace_key(namespace)
+        require_namespace(self._store.read(key), key)
+        return [entry.key.elements for entry in self._store.children(key.elements, "ICEBERG_TABLE")]
+
+    # -- tables: creating ------------------------------------------------------------------------------
+
+    def _new_location(self, key: ContentKey, seen: ContentsAt, table_uuid: uuid.UUID) -> str:
+        """`<namespace's location or warehouse/levels>/<table>_<uuid>`, as Iceberg's Java catalogue does."""
+        base = require_namespace(seen, ContentKey(key.parent)).properties.get(LOCATION)
+        if not base:
+            warehouse = self.properties.get(WAREHOUSE_LOCATION)
+            if not warehouse:
+                raise ValueError("No default path is set, please specify a location when creating a table")
+            base = "/".join([warehouse.rstrip("/"), *key.parent])
+        return f"{base.rstrip('/')}/{key[-1]}_{table_uuid}"
+
+    def _create_staged_table(
+        self,
+        identifier: str | Identifier,
+        schema: Schema | pa.Schema,
+        location: str | None = None,
+        partition_spec: PartitionSpec = UNPARTITIONED_PARTITION_SPEC,
+        sort_order: SortOrder = UNSORTED_SORT_ORDER,
+        properties: Properties = EMPTY_DICT,
+    ) -> StagedTable:
+        """A table that exists in memory only; PyIceberg's create transactions start from it too."""
+        key = self._key(identifier)
+        namespace = namespace_key(key.parent)
+        values: dict[str, Any] = {GC_ENABLED: "false", **properties}
+        version = int(values.get(TableProperties.FORMAT_VERSION, TableProperties.DEFAULT_FORMAT_VERSION))
+        iceberg_schema = self._convert_schema_if_needed(schema, version)  # type: ignore[arg-type]
+        seen = self._store.read(key, namespace)
+        self._store.require_branch(seen.reference)
+        require_namespace(seen, namespace)
+        if key in seen.contents:
+            raise TableAlreadyExistsError(f"Table {key} already exists")
+        table_uuid = uuid.uuid4()
+        place = location.rstrip("/") if location else self._new_location(key, seen, table_uuid)
+        metadata_location = load_location_provider(place, values).new_table_metadata_file_location()
+        metadata = new_table_metadata(
+            iceberg_schema, partition_spec, sort_order, place, values, table_uuid=table_uuid
+        )
+        io = self._load_file_io(metadata.properties, metadata_location)
+        return StagedTable(key.elements, metadata, metadata_location, io, self)
+
+    def create_table(
+        self,
+        identifier: str | Identifier,
+        schema: Schema | pa.Schema,
+        location: str | None = None,
+        partition_spec: PartitionSpec = UNPARTITIONED_PARTITION_SPEC,
+        sort_order: SortOrder = UNSORTED_SORT_ORDER,
+        properties: Properties = EMPTY_DICT,
+    ) -> Table:
+        """Create an empty table; TableAlreadyExistsError, NoSuchNamespaceError."""
+        staged = self._create_staged_table(
+            identifier, schema, location, partition_spec, sort_order, properties
+        )
+        self._write_metadata(staged.metadata, staged.io, staged.metadata_location)
+        self._put_new(staged.name(), staged.metadata_location, staged.metadata, "Create table")
+        return self._table(staged)
+
+    def _table(self, staged: StagedTable) -> Table:
+        return Table(staged.name(), staged.metadata, staged.metadata_location, staged.io, self)
+
+    def _put_new(
+        self,
+        identifier: Identifier,
+        location: str,
+        metadata: TableMetadata,
+        verb: str,
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        """Let `identifier` hold the metadata file at `location`; over an existing table if told so."""
+        key = ContentKey(identifier)
+        namespace = namespace_key(key.parent)
+
+        def plan(seen: ContentsAt) -> Sequence[Operation]:
+            require_namespace(seen, namespace)
+            found = seen.contents.get(key)
+            if found is not None and not (overwrite and isinstance(found, IcebergTable)):
+                raise TableAlreadyExistsError(f"Table {key} already exists")
+            return [Put(key, table_content(found.content_id if found else None, location, metadata))]
+
+        self._store.change([key, namespace], plan, f"{verb} {key}")
+
+    def register_table(
+        self, identifier: str | Identifier, metadata_location: str, overwrite: bool = False
+    ) -> Table:
+        """Let a name hold an existing metadata file, instead of what it held when `overwrite`."""
+        key = self._key(identifier)
+        io = self._load_file_io(location=metadata_location)
+        metadata = FromInputFile.table_metadata(io.new_input(metadata_location))
+        self._put_new(key.elements, metadata_location, metadata, "Register table", overwrite=overwrite)
+        return self.load_table(key.elements)
+
+    # -- tables: changing ------------------------------------------------------------------------------
+
+    def commit_table(
+        self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
+    ) -> CommitTableResponse:
+        """Write the next metadata file and swap it in, if the table is still what it was.
+
+        Raises CommitFailedException when it is not (nothing was changed), CommitStateUnknownException
+        when nobody can say (the files stay), TableAlreadyExistsError and NoSuchTableError.
+        """
+        key = ContentKey(table.name())
+        self._store.require_branch()
+        seen = self._store.read(key)
+        found = seen.contents.get(key)
+        creates = any(isinstance(requirement, AssertCreate) for requirement in requirements)
+        current = None if found is None and creates else self._load(key, _require_table(key, found))
+        staged = self._update_and_stage_table(current, key.elements, requirements, updates)
+        if current and staged.metadata == current.metadata:
+            return _response(current)
+        self._write_metadata(staged.metadata, staged.io, staged.metadata_location)
+        if found is None:
+            self._put_new(key.elements, staged.metadata_location, staged.metadata, "Create table")
+        else:
+            content = table_content(found.content_id, staged.metadata_location, staged.metadata)
+            try:
+                self._store.commit(seen.reference, [Put(key, content)], _message(key, updates))
+            except NessieConflict as conflict:
+                raise CommitFailedException(
+                    f"Table has been updated by another process: {key}. {conflict}"
+                ) from conflict
+        return _response(staged)
+
+    @staticmethod
+    def _delete_old_metadata(io: FileIO, base: TableMetadata, metadata: TableMetadata) -> None:
+        """Never: another branch, a tag or an older hash may still read that metadata file."""
+
+    def drop_table(self, identifier: str | Identifier) -> None:
+        """Remove the name from this branch; no file is touched."""
+        key = self._key(identifier)
+
+        def plan(seen: ContentsAt) -> Sequence[Operation]:
+            _require_table(key, seen.contents.get(key))
+            return [Delete(key)]
+
+        self._store.change([key], plan, f"Drop table {key}")
+
+    def purge_table(self, identifier: str | Identifier) -> None:
+        """Refused: only a collector that knows every reference can tell which files are unused."""
+        key = self._key(identifier)
+        raise Unsupported(
+            f"Purging {key} would delete files that other branches, tags and hashes may still need.",
+            table=key.name,
+            branch=self.ref,
+            hint="Use drop_table and leave the files to the collector.",
+        )
+
+    def rename_table(self, from_identifier: str | Identifier, to_identifier: str | Identifier) -> Table:
+        """Move a table to another name in one commit; its content id and files stay."""
+        source, target = self._key(from_identifier), self._key(to_identifier)
+        namespace = namespace_key(target.parent)
+
+        def plan(seen: ContentsAt) -> Sequence[Operation]:
+            content = _require_table(source, seen.contents.get(source))
+            require_namespace(seen, namespace)
+            if target in seen.contents:
+                raise TableAlreadyExistsError(f"Table {target} already exists")
+            return [Delete(source), Put(target, content)]
+
+        self._store.change([source, target, namespace], plan, f"Rename table {source} to {target}")
+        return self.load_table(target.elements)

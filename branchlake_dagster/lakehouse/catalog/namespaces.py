@@ -1,0 +1,126 @@
+"""Namespaces of the catalogue: explicit contents in Nessie, nested to any depth, with properties."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from pyiceberg.catalog import Catalog, MetastoreCatalog, PropertiesUpdateSummary
+from pyiceberg.exceptions import (
+    NamespaceAlreadyExistsError,
+    NamespaceNotEmptyError,
+    NoSuchNamespaceError,
+)
+from pyiceberg.typedef import EMPTY_DICT, Identifier, Properties
+from pyiceberg.types import transform_dict_value_to_str
+
+from branchlake_dagster.lakehouse.catalog.store import ReferenceStore
+from branchlake_dagster.lakehouse.errors import NessieConflict
+from branchlake_dagster.lakehouse.nessie.model import (
+    ContentKey,
+    ContentsAt,
+    Delete,
+    Namespace,
+    Operation,
+    Put,
+)
+
+
+def namespace_key(namespace: str | Identifier) -> ContentKey:
+    """The content key of a namespace; raises NoSuchNamespaceError for an empty or blank one."""
+    Catalog.namespace_to_string(namespace, NoSuchNamespaceError)
+    return ContentKey(Catalog.identifier_to_tuple(namespace))
+
+
+def require_namespace(seen: ContentsAt, key: ContentKey) -> Namespace:
+    """The namespace under `key`; raises NoSuchNamespaceError."""
+    found = seen.contents.get(key)
+    if not isinstance(found, Namespace):
+        # "exists" is PyIceberg's own wording in its other catalogues, which callers match on.
+        raise NoSuchNamespaceError(f"Namespace {key} does not exists at {seen.reference.name or 'this hash'}")
+    return found
+
+
+class NamespaceOperations(MetastoreCatalog, ABC):
+    """The namespace half of `NessieCatalog`."""
+
+    _store: ReferenceStore
+
+    def namespace_exists(self, namespace: str | Identifier) -> bool:
+        """Whether the namespace exists; NoSuchNamespaceError for an empty name."""
+        key = namespace_key(namespace)
+        return isinstance(self._store.read(key).contents.get(key), Namespace)
+
+    def create_namespace(self, namespace: str | Identifier, properties: Properties = EMPTY_DICT) -> None:
+        """Create a namespace; its parent must exist.
+
+        Raises NamespaceAlreadyExistsError also when a table has that name, NoSuchNamespaceError for a
+        missing parent.
+        """
+        key = namespace_key(namespace)
+        values = transform_dict_value_to_str(properties)
+        parents = [ContentKey(key.parent)] if key.parent else []
+
+        def plan(seen: ContentsAt) -> Sequence[Operation]:
+            if key in seen.contents:
+                raise NamespaceAlreadyExistsError(f"Namespace {key} already exists")
+            for parent in parents:
+                require_namespace(seen, parent)
+            return [Put(key, Namespace(None, key.elements, values))]
+
+        self._store.change([key, *parents], plan, f"Create namespace {key}")
+
+    def drop_namespace(self, namespace: str | Identifier) -> None:
+        """Drop an empty namespace; NamespaceNotEmptyError when tables, views or namespaces are in it."""
+        key = namespace_key(namespace)
+
+        def plan(seen: ContentsAt) -> Sequence[Operation]:
+            require_namespace(seen, key)
+            return [Delete(key)]
+
+        seen = self._store.read(key)
+        self._store.require_branch(seen.reference)
+        operations = plan(seen)
+        try:
+            self._store.commit(seen.reference, operations, f"Drop namespace {key}")
+        except NessieConflict as conflict:
+            kinds = {item.kind for item in conflict.conflicts}
+            if "NAMESPACE_NOT_EMPTY" not in kinds:
+                raise
+            raise NamespaceNotEmptyError(f"Namespace {key} is not empty.") from conflict
+
+    def list_namespaces(self, namespace: str | Identifier = ()) -> list[Identifier]:
+        """The namespaces directly under `namespace`; those at the top for an empty one."""
+        if not namespace:
+            return [entry.key.elements for entry in self._store.children((), "NAMESPACE")]
+        key = namespace_key(namespace)
+        require_namespace(self._store.read(key), key)
+        return [entry.key.elements for entry in self._store.children(key.elements, "NAMESPACE")]
+
+    def load_namespace_properties(self, namespace: str | Identifier) -> Properties:
+        """A copy of the namespace's properties."""
+        key = namespace_key(namespace)
+        properties: dict[str, Any] = dict(require_namespace(self._store.read(key), key).properties)
+        return properties
+
+    def update_namespace_properties(
+        self, namespace: str | Identifier, removals: set[str] | None = None, updates: Properties = EMPTY_DICT
+    ) -> PropertiesUpdateSummary:
+        """Remove and set properties in one commit; ValueError when a key is in both."""
+        key = namespace_key(namespace)
+        values = transform_dict_value_to_str(updates)
+        summary: list[PropertiesUpdateSummary] = []
+
+        def plan(seen: ContentsAt) -> Sequence[Operation]:
+            current = require_namespace(seen, key)
+            told, after = self._get_updated_props_and_update_summary(
+                dict(current.properties), removals, values
+            )
+            summary[:] = [told]
+            unchanged = after == dict(current.properties)
+            return [] if unchanged else [Put(key, replace(current, properties=after))]
+
+        self._store.change([key], plan, f"Update properties of namespace {key}")
+        return summary[0]

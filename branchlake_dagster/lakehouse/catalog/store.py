@@ -1,0 +1,137 @@
+"""One reference as a place to read contents from and to change them by compare-and-swap."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
+
+from branchlake_dagster.lakehouse.errors import (
+    NessieConflict,
+    NessieError,
+    NessieOutcomeUnknown,
+    ReadOnlyReference,
+)
+from branchlake_dagster.lakehouse.nessie import NessieClient
+from branchlake_dagster.lakehouse.nessie.model import (
+    ContentKey,
+    ContentsAt,
+    Entry,
+    IcebergTable,
+    Operation,
+    Put,
+    Reference,
+    ReferenceType,
+)
+from branchlake_dagster.lakehouse.nessie.refs import parse_ref
+
+_ATTEMPTS = 4
+
+
+class ReferenceStore:
+    """Reads `ref` at its head and commits to it, if it is a branch.
+
+    `author` and `properties` go with every commit. Errors of the client pass through unchanged, but for
+    commits: there they become PyIceberg's *failed* and *state unknown*, because PyIceberg deletes the
+    files of a failed commit and keeps those of an unknown one.
+    """
+
+    def __init__(self, client: NessieClient, ref: str, *, author: str, properties: Mapping[str, str]) -> None:
+        self.client = client
+        self.ref = ref
+        self._fixed = parse_ref(ref).hash is not None
+        self._author = author
+        self._properties = dict(properties)
+
+    def read(self, *keys: ContentKey) -> ContentsAt:
+        """The contents of `keys` and the hash they were read at."""
+        return self.client.contents_at(self.ref, keys)
+
+    def children(self, namespace: tuple[str, ...], content_type: str) -> Iterator[Entry]:
+        """The entries directly under `namespace` (empty: at the top) of one content type."""
+        terms = [f"entry.contentType == '{content_type}'"]
+        if not any("." in element for element in namespace):
+            # CEL takes JSON's string escapes. It sees namespaces dotted, so one whose elements have dots
+            # is left to the comparison below, which decides in every case.
+            terms.append(f"entry.namespace == {json.dumps('.'.join(namespace), ensure_ascii=False)}")
+        for entry in self.client.entries(self.ref, filter=" && ".join(terms)):
+            if entry.key.parent == namespace:
+                yield entry
+
+    def require_branch(self, reference: Reference | None = None) -> None:
+        """Raise ReadOnlyReference unless `ref` can be committed to.
+
+        `reference` is what the server said `ref` is; without it only what the argument itself tells.
+        """
+        if self._fixed or (reference and reference.type is not ReferenceType.BRANCH):
+            kind = "a fixed hash" if self._fixed else "a tag"
+            raise ReadOnlyReference(
+                f"{self.ref} is {kind} and cannot be changed.",
+                branch=self.ref,
+                hint="Open the catalogue on a branch.",
+            )
+
+    def commit(self, base: Reference, operations: Sequence[Operation], message: str) -> None:
+        """Commit `operations` if their keys are unchanged since `base`.
+
+        Raises NessieConflict when they are not, CommitStateUnknownException when nobody can say.
+        """
+        self.require_branch(base)
+        unknown: NessieOutcomeUnknown
+        try:
+            self.client.commit(
+                base.name,
+                expected_hash=base.hash,
+                operations=operations,
+                message=message,
+                properties=self._properties,
+                author=self._author,
+            )
+            return
+        except NessieOutcomeUnknown as lost:
+            unknown = lost
+        if not self._arrived(operations):
+            raise CommitStateUnknownException(str(unknown)) from unknown
+
+    def _arrived(self, operations: Sequence[Operation]) -> bool:
+        """Whether the tables already stand as `operations` would put them.
+
+        Metadata files have unique names, so finding ours proves the commit. Not finding it proves
+        nothing: the request may still be on its way, or others may have committed on top of it.
+        """
+        wanted = {
+            operation.key: operation.content.metadata_location
+            for operation in operations
+            if isinstance(operation, Put) and isinstance(operation.content, IcebergTable)
+        }
+        if not wanted:
+            return False
+        try:
+            found = self.read(*wanted).contents
+        except NessieError:
+            return False
+        current = {key: value for key, value in found.items() if isinstance(value, IcebergTable)}
+        return all(
+            key in current and current[key].metadata_location == location for key, location in wanted.items()
+        )
+
+    def change(
+        self, keys: Sequence[ContentKey], plan: Callable[[ContentsAt], Sequence[Operation]], message: str
+    ) -> None:
+        """Read `keys`, let `plan` answer with operations (or raise), and commit them.
+
+        When one of the keys moved in between, it is done again from the new state, so that a lost race
+        ends in the error that `plan` has for it, such as "already exists".
+        """
+        for _ in range(_ATTEMPTS):
+            seen = self.read(*keys)
+            self.require_branch(seen.reference)
+            operations = plan(seen)
+            if not operations:
+                return None
+            try:
+                return self.commit(seen.reference, operations, message)
+            except NessieConflict as conflict:
+                last = conflict
+        raise CommitFailedException(f"{message}: others kept changing the same keys. {last}") from last
