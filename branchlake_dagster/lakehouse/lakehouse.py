@@ -1,0 +1,61 @@
+"""The lake as one object: its settings, its Nessie client, its tables at a reference, its Spark sessions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from branchlake_dagster.lakehouse.catalog import NessieCatalog
+from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers, Endpoints
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.lakehouse.spark import open_session
+from branchlake_dagster.settings import Settings
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+MAIN = "main"
+"""The branch that readers of the lake see."""
+
+
+class Lakehouse:
+    """Connections of one process to the lake. Embedded servers are started when first needed."""
+
+    def __init__(self, settings: Settings | None = None, *, say: Callable[[str], None] = lambda _: None) -> None:
+        self.settings = settings or Settings()
+        self.servers = EmbeddedServers(self.settings, say=say)
+        self._lock = threading.Lock()
+        self._client: NessieClient | None = None
+
+    def endpoints(self, *, spark: bool = True) -> Endpoints:
+        """Where the servers answer; starts embedded ones that do not run."""
+        return self.servers.endpoints(spark=spark)
+
+    @property
+    def nessie(self) -> NessieClient:
+        """The client for references, contents, commits and merges. Needs no Spark."""
+        with self._lock:
+            uri = self.endpoints(spark=False).nessie_uri
+            if self._client is None or self._client.uri != uri:
+                token = self.settings.nessie_token
+                self._client = NessieClient(
+                    uri,
+                    token=token.get_secret_value() if token else None,
+                    verify=self.settings.nessie_verify_tls,
+                )
+            return self._client
+
+    def catalog(self, ref: str = MAIN, *, properties: Mapping[str, str] | None = None) -> NessieCatalog:
+        """PyIceberg's view of the tables at `ref`: a branch, a tag, or `name@hash` (then read-only)."""
+        return NessieCatalog.from_client(
+            self.nessie,
+            ref,
+            self.settings.warehouse_uri,
+            **self.settings.file_io_properties(),
+            **(properties or {}),
+        )
+
+    def spark_session(self, ref: str = MAIN, *, conf: Mapping[str, str] | None = None) -> SparkSession:
+        """A Spark session of its own whose catalogue `nessie` stands at `ref`."""
+        return open_session(self.settings, self.endpoints(), ref=ref, conf=conf or {})

@@ -1,0 +1,86 @@
+"""Spark sessions that stand on one Nessie reference.
+
+The session carries the reference (`spark.sql.catalog.nessie.ref`), so user code never names a branch and
+two runs in one process stay apart: each has a session of its own, never `getOrCreate()`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from branchlake_dagster.lakehouse.embedded.jars import NESSIE_SERVER
+from branchlake_dagster.lakehouse.embedded.servers import (
+    EmbeddedServers,
+    Endpoints,
+    catalog_conf,
+    s3_environment,
+)
+from branchlake_dagster.lakehouse.errors import ConfigurationError
+from branchlake_dagster.settings import Settings
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_SERVER_SIDE = ("spark.sql.extensions",)
+_classic_start = threading.Lock()
+
+
+def open_session(
+    settings: Settings, endpoints: Endpoints, *, ref: str, conf: Mapping[str, str]
+) -> SparkSession:
+    """A new session at `ref`; `conf` (for instance from dagster-pyspark) wins over our defaults.
+
+    Connect: 15 ms against a running server. Classic: the first one in a process starts a JVM (11-18 s),
+    later ones share it but not its settings.
+    """
+    settled = {**catalog_conf(settings, endpoints.nessie_uri, ref=ref), **_authentication(settings), **conf}
+    if settings.session_kind == "classic":
+        return _open_classic(settings, settled)
+    return _open_connect(endpoints, settled)
+
+
+def _open_connect(endpoints: Endpoints, conf: dict[str, str]) -> SparkSession:
+    from pyspark.sql import SparkSession
+
+    remote = conf.pop("spark.remote", None) or endpoints.spark_remote
+    if remote is None:
+        raise ConfigurationError("No Spark Connect server is known.", hint="Set BRANCHLAKE_SPARK_REMOTE.")
+    if endpoints.spark_token and "token=" not in remote:
+        remote = f"{remote.rstrip('/')}/;token={endpoints.spark_token}"
+    session = SparkSession.builder.remote(remote).create()
+    for key, value in conf.items():
+        if key not in _SERVER_SIDE:
+            session.conf.set(key, value)
+    return session
+
+
+def _open_classic(settings: Settings, conf: dict[str, str]) -> SparkSession:
+    from pyspark.sql import SparkSession
+
+    with _classic_start:
+        # pyspark refuses a classic session while these point to a Connect server.
+        for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED"):
+            os.environ.pop(name, None)
+        os.environ.update(s3_environment(settings))
+        builder = SparkSession.builder.master(settings.spark_master).appName("branchlake")
+        jars = EmbeddedServers(settings).fetch_jars()
+        paths = ",".join(str(path) for jar, path in jars.items() if jar is not NESSIE_SERVER)
+        builder = builder.config("spark.jars", paths).config("spark.ui.enabled", "false")
+        builder = builder.config("spark.driver.memory", settings.spark_driver_memory)
+        builder = builder.config("spark.sql.extensions", conf["spark.sql.extensions"])
+        session = builder.getOrCreate().newSession()
+    for key, value in conf.items():
+        if session.conf.isModifiable(key):
+            session.conf.set(key, value)
+    return session
+
+
+def _authentication(settings: Settings) -> dict[str, str]:
+    """The bearer token for Spark's own Nessie client, set per session so that no command line shows it."""
+    if settings.nessie_token is None:
+        return {}
+    prefix = "spark.sql.catalog.nessie.authentication"
+    return {f"{prefix}.type": "BEARER", f"{prefix}.token": settings.nessie_token.get_secret_value()}

@@ -1,0 +1,92 @@
+"""One settings object: the embedded lakehouse or remote servers, every knob with its unit.
+
+Each field is read from the environment as `BRANCHLAKE_<FIELD>` (`BRANCHLAKE_NESSIE_URI=…`). Without
+`nessie_uri` and `spark_remote` the embedded servers are started on demand inside `state_dir`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+RUN_BRANCH_PREFIX = "run-"
+"""Branches we own start with this (seed 000); clean-up never looks at any other."""
+
+
+class Settings(BaseSettings):
+    """Where the lake is and how its machinery behaves. Times are seconds unless the name says otherwise."""
+
+    model_config = SettingsConfigDict(env_prefix="BRANCHLAKE_", extra="forbid", frozen=True)
+
+    state_dir: Path = Field(
+        Path(".branchlake"), description="Folder of the embedded lakehouse: data, logs, process records."
+    )
+
+    nessie_uri: str | None = Field(None, description="Nessie REST v2 endpoint; unset: embedded server.")
+    nessie_token: SecretStr | None = Field(None, description="Bearer token for Nessie.")
+    nessie_verify_tls: bool | str = Field(True, description="Verify TLS; or the path of a CA bundle.")
+    nessie_port: int = Field(0, ge=0, le=65535, description="Port of the embedded Nessie; 0: any free one.")
+
+    warehouse: str | None = Field(
+        None, description="Root of the Iceberg tables (file://… or s3://…); unset: a folder in state_dir."
+    )
+    s3_endpoint: str | None = Field(None, description="S3-compatible endpoint; unset: AWS.")
+    s3_region: str = Field("us-east-1", description="S3 region.")
+    s3_access_key_id: SecretStr | None = Field(None, description="S3 access key; unset: the default chain.")
+    s3_secret_access_key: SecretStr | None = Field(None, description="S3 secret key.")
+
+    session_kind: Literal["connect", "classic"] = Field(
+        "connect", description="Spark Connect, or a classic Spark session in the step's own process."
+    )
+    spark_remote: str | None = Field(None, description="Spark Connect URL (sc://host:port); unset: embedded.")
+    spark_token: SecretStr | None = Field(None, description="Token for a remote Spark Connect server.")
+    spark_master: str = Field("local[*]", description="Master of a classic session and the embedded server.")
+    spark_driver_memory: str = Field("3g", description="Heap of the embedded Spark server.")
+    spark_port: int = Field(0, ge=0, le=65535, description="Port of embedded Spark Connect; 0: any free one.")
+
+    ivy_settings: Path | None = Field(None, description="Your ivysettings.xml (mirrors, proxies); unset: Ivy's.")
+    startup_timeout_s: float = Field(90.0, gt=0, description="How long an embedded server may take to start.")
+
+    default_namespace: str = Field(
+        "lake", pattern=r"^\w+$", description="Iceberg namespace of assets without a key prefix."
+    )
+    require_checks: bool = Field(
+        True, description="Block a run that wrote an asset for which no check is defined."
+    )
+    publish_interval_s: int = Field(5, ge=1, description="Seconds between ticks of the publication sensor.")
+    reap_interval_min: int = Field(60, ge=1, le=60, description="Minutes between runs of the reaper (seed 000).")
+    orphan_max_age_h: float = Field(6.0, gt=0, description="Age at which a run branch is reaped (seed 000).")
+
+    @field_validator("state_dir")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        # Dagster starts run workers with their own working directory.
+        return value.expanduser().absolute()
+
+    @property
+    def warehouse_uri(self) -> str:
+        """The warehouse, with the embedded default filled in."""
+        return self.warehouse or f"file://{self.state_dir}/warehouse"
+
+    @property
+    def embedded_nessie(self) -> bool:
+        """Whether we start Nessie ourselves."""
+        return self.nessie_uri is None
+
+    @property
+    def embedded_spark(self) -> bool:
+        """Whether we start a Spark Connect server ourselves."""
+        return self.session_kind == "connect" and self.spark_remote is None
+
+    def file_io_properties(self) -> dict[str, str]:
+        """PyIceberg's FileIO properties for the warehouse; secrets included, so never log them."""
+        found = {"s3.region": self.s3_region}
+        if self.s3_endpoint:
+            found |= {"s3.endpoint": self.s3_endpoint, "s3.force-virtual-addressing": "false"}
+        if self.s3_access_key_id and self.s3_secret_access_key:
+            found["s3.access-key-id"] = self.s3_access_key_id.get_secret_value()
+            found["s3.secret-access-key"] = self.s3_secret_access_key.get_secret_value()
+        return found if self.warehouse_uri.startswith("s3") else {}
