@@ -1,0 +1,1 @@
+"""The Space Domain Awareness starter graph: catalogue, observations, fused tracks, conjunctions."""
