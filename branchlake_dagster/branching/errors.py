@@ -1,0 +1,39 @@
+"""What can go wrong when a run reads or writes its branch."""
+
+from __future__ import annotations
+
+from branchlake_dagster.lakehouse.errors import BranchlakeError, Terminal
+
+# ruff: noqa: N818 - outcomes, named as in lakehouse/errors.py
+
+
+class RunBranchGone(BranchlakeError, Terminal):
+    """The run's branch was deleted under it: the run was fenced, nothing of it will be published."""
+
+
+class RetryNeedsFullRun(BranchlakeError, Terminal):
+    """A retry of single steps would read `main` where it expects its parent's unpublished outputs."""
+
+
+class SchemaMismatch(BranchlakeError, Terminal):
+    """The written frame does not fit the table, and not only by new nullable columns."""
+
+
+class PartitionMismatch(BranchlakeError, Terminal):
+    """The written frame holds rows outside the partitions of the run."""
+
+
+class UpsertKeyInvalid(BranchlakeError, Terminal):
+    """An upsert's keys are missing from the frame, or rows of one write share a key."""
+
+
+class TableMissing(BranchlakeError, Terminal):
+    """An asset is loaded that has no table on the run's branch."""
+
+
+class UnsupportedType(BranchlakeError, Terminal):
+    """The IO manager does not know how to write or load this Python type."""
+
+
+class ForeignSession(BranchlakeError, Terminal):
+    """A Spark frame belongs to a session that does not stand on the run's branch."""

@@ -1,0 +1,107 @@
+"""The lake and the run's branch as Dagster resources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dagster import ConfigurableResource, InitResourceContext
+from dagster_pyspark import PySparkResource
+from pydantic import PrivateAttr
+from pyspark.sql import SparkSession
+
+from branchlake_dagster.branching.errors import RetryNeedsFullRun
+from branchlake_dagster.branching.run_branch import RunBranch
+from branchlake_dagster.lakehouse.catalog import NessieCatalog
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.settings import Settings
+
+
+class LakehouseResource(ConfigurableResource[Any]):
+    """The lake, and inside a run the run's branch of it.
+
+    Its settings come from the environment (`BRANCHLAKE_…`) and `settings` overrides single fields.
+    Outside a run (a sensor, a notebook) it stands on `main`.
+    """
+
+    settings: dict[str, Any] = {}  # noqa: RUF012 - a pydantic field, copied per instance
+
+    _lakehouse: Lakehouse | None = PrivateAttr(default=None)
+    _run_branch: RunBranch | None = PrivateAttr(default=None)
+
+    def setup_for_execution(self, context: InitResourceContext) -> None:
+        """Bind to the run. Touches neither Nessie nor Spark: a run that uses no table gets no branch."""
+        run, instance = context.run, context.instance
+        if run is None or instance is None or instance.get_run_by_id(run.run_id) is None:
+            return
+        if run.parent_run_id and run.step_keys_to_execute:
+            raise RetryNeedsFullRun(
+                "A retry of single steps cannot see its parent's outputs, which were on the parent's branch.",
+                run_id=run.run_id,
+                hint="Re-execute all steps instead.",
+            )
+        run_id = run.run_id
+
+        def tags() -> Mapping[str, str]:
+            found = instance.get_run_by_id(run_id)
+            return found.tags if found else {}
+
+        def remember(new: Mapping[str, str]) -> None:
+            instance.add_run_tags(run_id, dict(new))
+
+        self._run_branch = RunBranch(lambda: self.lakehouse.nessie, run_id, tags=tags, remember=remember)
+
+    @property
+    def lakehouse(self) -> Lakehouse:
+        """The connections of this process."""
+        if self._lakehouse is None:
+            self._lakehouse = Lakehouse(Settings(**self.settings))
+        return self._lakehouse
+
+    @property
+    def run_branch(self) -> RunBranch | None:
+        """The branch of the current run; None outside a run."""
+        return self._run_branch
+
+    def ref(self) -> str:
+        """Where reads and writes go now: the run's branch, made if needed, or `main` outside a run."""
+        return self._run_branch.open() if self._run_branch else MAIN
+
+    def catalog(self) -> NessieCatalog:
+        """PyIceberg's catalogue on `ref()`."""
+        return self.lakehouse.catalog(self.ref())
+
+
+class BranchSparkResource(PySparkResource):
+    """dagster-pyspark's session resource, with a session per run that stands on the run's branch.
+
+    `spark_config` is dagster-pyspark's (nested or dotted Spark settings, `spark.remote` included).
+    The base class calls `getOrCreate()`: two runs in one process would share a session and its branch.
+    """
+
+    lakehouse: LakehouseResource
+    spark_config: dict[str, Any] = {}  # noqa: RUF012 - a pydantic field, copied per instance
+
+    def setup_for_execution(self, context: InitResourceContext) -> None:
+        """Nothing yet: the session and the branch are made at their first use."""
+
+    def teardown_after_execution(self, context: InitResourceContext) -> None:  # noqa: ARG002 - Dagster's signature
+        """Give the session's memory on the server back."""
+        session, self._spark_session = self._spark_session, None
+        if session is not None and self.lakehouse.lakehouse.settings.session_kind == "connect":
+            session.stop()
+
+    @property
+    def spark_session(self) -> SparkSession:
+        """The session of this run; `spark.sql(…)` in it reads and writes the run's branch."""
+        if self._spark_session is None:
+            conf = {key: str(value) for key, value in _flatten(self.spark_config)}
+            self._spark_session = self.lakehouse.lakehouse.spark_session(self.lakehouse.ref(), conf=conf)
+        session: SparkSession = self._spark_session
+        return session
+
+
+def _flatten(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    from dagster_spark.utils import flatten_dict
+
+    return list(flatten_dict(dict(config)))

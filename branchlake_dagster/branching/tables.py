@@ -1,0 +1,119 @@
+"""How an asset says what its table looks like: metadata on the asset, read back as a `TableSpec`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from dagster import AssetKey
+
+from branchlake_dagster.lakehouse.errors import ConfigurationError
+
+WriteMode = Literal["replace_partitions", "replace_table", "append", "upsert"]
+
+WRITE_MODE = "branchlake/write_mode"
+KEYS = "branchlake/keys"
+REQUIRE_CHECKS = "branchlake/require_checks"
+PARTITION_EXPR = "partition_expr"
+"""Dagster's own name for it in its database IO managers."""
+
+
+def table_metadata(
+    *,
+    write_mode: WriteMode | None = None,
+    keys: Sequence[str] = (),
+    partition_by: str | Mapping[str, str] | None = None,
+    require_checks: bool | None = None,
+) -> dict[str, Any]:
+    """Asset metadata for `@dg.asset(metadata=…)`.
+
+    `write_mode`: default `replace_partitions` when the asset is partitioned by a column, else
+    `replace_table`. `keys`: the columns an `upsert` matches on. `partition_by`: the column that holds the
+    partition, or for multi-dimensional partitions `{dimension: column}`; a time window needs a timestamp
+    or date column, other partitions a string column equal to the partition key. `require_checks`: whether
+    a run that writes this table without any check is blocked (default: the setting of that name).
+    """
+    found: dict[str, Any] = {}
+    if write_mode is not None:
+        found[WRITE_MODE] = write_mode
+    if keys:
+        found[KEYS] = list(keys)
+    if partition_by is not None:
+        found[PARTITION_EXPR] = partition_by if isinstance(partition_by, str) else dict(partition_by)
+    if require_checks is not None:
+        found[REQUIRE_CHECKS] = require_checks
+    return found
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """Where an asset is stored and how a materialisation changes it.
+
+    `identifier` is (namespace…, table). `columns_by_dimension` maps a partition dimension to its column;
+    a one-dimensional partition has the empty string as its dimension.
+    """
+
+    identifier: tuple[str, ...]
+    write_mode: WriteMode
+    keys: tuple[str, ...] = ()
+    columns_by_dimension: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The dotted name without the catalogue."""
+        return ".".join(self.identifier)
+
+    @property
+    def spark_name(self) -> str:
+        """The name Spark SQL knows, catalogue included."""
+        return ".".join(["nessie", *(f"`{part}`" for part in self.identifier)])
+
+
+def identifier_of(key: AssetKey, default_namespace: str) -> tuple[str, ...]:
+    """The table of an asset: its key path; a key without prefix goes to the default namespace."""
+    return tuple(key.path) if len(key.path) > 1 else (default_namespace, *key.path)
+
+
+def table_spec(
+    key: AssetKey, metadata: Mapping[str, Any], *, default_namespace: str, partitioned: bool
+) -> TableSpec:
+    """The spec of an asset from its definition metadata; raises ConfigurationError when it contradicts itself."""
+    identifier = identifier_of(key, default_namespace)
+    name = ".".join(identifier)
+    expression = _plain(metadata.get(PARTITION_EXPR))
+    columns = _columns(expression, name)
+    keys = tuple(_plain(metadata.get(KEYS)) or ())
+    mode = _plain(metadata.get(WRITE_MODE)) or ("replace_partitions" if columns else "replace_table")
+    if mode not in get_args(WriteMode):
+        raise ConfigurationError(
+            f"Unknown write mode {mode!r}.", table=name, hint=f"Use one of {', '.join(get_args(WriteMode))}."
+        )
+    if mode == "upsert" and not keys:
+        raise ConfigurationError("An upsert needs keys.", table=name, hint="table_metadata(keys=[…])")
+    if mode == "replace_partitions" and not columns:
+        raise ConfigurationError(
+            "Replacing partitions needs a partition column.", table=name, hint="table_metadata(partition_by=…)"
+        )
+    if partitioned and mode == "replace_table":
+        raise ConfigurationError(
+            "A partitioned asset that replaces its whole table would keep only its last partition.",
+            table=name,
+            hint="Name the column with table_metadata(partition_by=…), or choose append or upsert.",
+        )
+    return TableSpec(identifier, mode, keys, columns)
+
+
+def _plain(value: Any) -> Any:
+    """Dagster wraps metadata given on a definition; the plain value is inside."""
+    return getattr(value, "value", value)
+
+
+def _columns(expression: Any, table: str) -> Mapping[str, str]:
+    if expression is None:
+        return {}
+    if isinstance(expression, str):
+        return {"": expression}
+    if isinstance(expression, Mapping):
+        return {str(dimension): str(column) for dimension, column in expression.items()}
+    raise ConfigurationError(f"partition_expr is {expression!r}.", table=table, hint="A column or {dimension: column}.")
