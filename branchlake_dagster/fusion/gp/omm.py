@@ -1,8 +1,8 @@
-"""Orbit Mean-Elements Messages (CCSDS 502.0-B-3): JSON and CSV as CelesTrak and Space-Track serve them,
-XML (NDM/XML, 505.0-B) and KVN.
+"""Orbit Mean-Elements Messages (CCSDS 502.0-B-3) in their four encodings.
 
-Each encoding is first brought to one frame of keyword columns, all text; one function then reads those, so
-that the encodings cannot disagree about a rule.
+JSON and CSV are read as CelesTrak and Space-Track serve them, XML by NDM/XML (505.0-B), and KVN. Each
+encoding is first brought to one frame of keyword columns, all text; one function then reads those, so that
+the encodings cannot disagree about a rule.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import xml.etree.ElementTree as ET
 import polars as pl
 
 from branchlake_dagster.fusion.gp.records import (
-    ELEMENT_COLUMNS,
+    CANDIDATE_COLUMNS,
     REJECTED_COLUMNS,
     RejectReason,
     UnreadableCatalogueError,
@@ -38,7 +38,11 @@ _OPTIONAL_COUNTERS = {
     "ELEMENT_SET_NO": "element_set_no",
     "REV_AT_EPOCH": "rev_at_epoch",
 }
-_TEXTS = {"OBJECT_NAME": "object_name", "OBJECT_ID": "object_id", "CLASSIFICATION_TYPE": "classification_type"}
+_TEXTS = {
+    "OBJECT_NAME": "object_name",
+    "OBJECT_ID": "object_id",
+    "CLASSIFICATION_TYPE": "classification_type",
+}
 _FIXED = {
     "CENTER_NAME": ("EARTH",),
     "REF_FRAME": ("TEME",),
@@ -64,6 +68,7 @@ def parse_omm_json(text: str, source: str) -> tuple[pl.DataFrame, pl.DataFrame]:
 
     Raises:
         UnreadableCatalogueError: the text is not JSON, or is no array of objects.
+
     """
     try:
         # Decimals stay text: the columns below convert all of them at once, and exactly once.
@@ -96,6 +101,7 @@ def parse_omm_csv(text: str, source: str) -> tuple[pl.DataFrame, pl.DataFrame]:
 
     Raises:
         UnreadableCatalogueError: no CSV, or the header lacks the keywords.
+
     """
     try:
         frame = pl.read_csv(io.StringIO(text), infer_schema=False, truncate_ragged_lines=True)
@@ -111,6 +117,7 @@ def parse_omm_xml(text: str, source: str) -> tuple[pl.DataFrame, pl.DataFrame]:
 
     Raises:
         UnreadableCatalogueError: the text is not well-formed XML or declares entities.
+
     """
     if "<!DOCTYPE" in text or "<!ENTITY" in text:
         # Entities are the way to blow up an XML parser, and no NDM message needs them.
@@ -200,11 +207,15 @@ def _judge(parsed: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         (
             RejectReason.CATALOGUE_NUMBER,
             (~pl.col("sat_no").is_between(1, MAX_SAT_NO)).fill_null(True),
-            pl.format("NORAD_CAT_ID {} is no number of at most nine digits", pl.col("NORAD_CAT_ID").fill_null("")),
+            pl.format(
+                "NORAD_CAT_ID {} is no number of at most nine digits", pl.col("NORAD_CAT_ID").fill_null("")
+            ),
         ),
         (
             RejectReason.EPHEMERIS_TYPE,
-            ((pl.col("ephemeris_type") == SGP4_XP) | (pl.col("MEAN_ELEMENT_THEORY") == "SGP4-XP")).fill_null(False),
+            ((pl.col("ephemeris_type") == SGP4_XP) | (pl.col("MEAN_ELEMENT_THEORY") == "SGP4-XP")).fill_null(
+                False
+            ),
             pl.lit("SGP4-XP elements: a plain SGP4 would propagate them wrongly"),
         ),
         *foreign,
@@ -234,5 +245,5 @@ def _judge(parsed: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         pl.col(c).fill_null(0)
         for c in ("mean_motion_dot", "mean_motion_ddot", "ephemeris_type", "element_set_no", "rev_at_epoch")
     )
-    elements = good.select(pl.col(c).cast(t) for c, t in ELEMENT_COLUMNS.items())
+    elements = good.select(pl.col(c).cast(t) for c, t in CANDIDATE_COLUMNS.items())
     return elements, rejected.select(list(REJECTED_COLUMNS))

@@ -22,12 +22,15 @@ def decode(content: bytes, source: str) -> str:
 
     Raises:
         UnreadableCatalogueError: the gzip stream is cut short or damaged.
+
     """
     if content.startswith(_GZIP_MAGIC):
         try:
             content = gzip.decompress(content)
         except (EOFError, OSError, zlib.error) as error:
-            raise UnreadableCatalogueError(source, f"damaged gzip ({error})", "Fetch the file again.") from error
+            raise UnreadableCatalogueError(
+                source, f"damaged gzip ({error})", "Fetch the file again."
+            ) from error
     return content.decode("utf-8-sig", errors="replace").replace("\ufffd", "?")
 
 
@@ -42,6 +45,7 @@ def read_catalogue(content: bytes, source: str) -> ParsedCatalogue:
         EmptyCatalogueError: the file holds no record.
         UnreadableCatalogueError: the file is damaged as a whole. A damaged record never raises; it becomes
             a row of ``rejected``.
+
     """
     text = decode(content, source)
     start = text.lstrip()[:200]

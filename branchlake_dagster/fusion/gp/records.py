@@ -35,6 +35,9 @@ ELEMENT_COLUMNS: dict[str, pl.DataType] = {
 }
 """Columns of ``ParsedCatalogue.elements``; angles in degrees, mean motion in rev/day and its derivatives."""
 
+CANDIDATE_COLUMNS: dict[str, pl.DataType] = {**ELEMENT_COLUMNS, "raw_text": pl.String()}
+"""What the format parsers return: every readable record, duplicates included, with its text."""
+
 REJECTED_COLUMNS: dict[str, pl.DataType] = {
     "line_number": pl.Int32(),
     "sat_no": pl.Int64(),
@@ -117,10 +120,11 @@ def latest_per_object(candidates: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFr
     ordered = candidates.sort("sat_no", "epoch", "line_number")
     is_latest = pl.col("sat_no") != pl.col("sat_no").shift(-1)
     kept = ordered.filter(is_latest.fill_null(True))
+    elements = kept.select(list(ELEMENT_COLUMNS))
     repeated = ordered.filter(~is_latest.fill_null(True)).join(
         kept.select("sat_no", kept_line="line_number"), on="sat_no", how="left"
     )
-    return kept, rejections(
+    return elements, rejections(
         repeated,
         reason=RejectReason.DUPLICATE_OBJECT,
         message=pl.format(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import polars as pl
 
 from branchlake_dagster.fusion.gp.records import (
-    ELEMENT_COLUMNS,
+    CANDIDATE_COLUMNS,
     REJECTED_COLUMNS,
     RejectReason,
     rejections,
@@ -138,8 +138,9 @@ def parse_tle(text: str) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Parse TLE text with or without name lines.
 
     Returns:
-        Candidates with ``ELEMENT_COLUMNS`` (duplicates still in) and rejected rows with
+        Candidates with ``CANDIDATE_COLUMNS`` (duplicates still in) and rejected rows with
         ``REJECTED_COLUMNS``. Never raises for what the text holds.
+
     """
     sets, orphans = pair_lines(text)
     rejected_orphans = rejections(
@@ -148,7 +149,7 @@ def parse_tle(text: str) -> tuple[pl.DataFrame, pl.DataFrame]:
         message="the line belongs to no complete pair of element lines 1 and 2",
     )
     if sets.height == 0:
-        return pl.DataFrame(schema=ELEMENT_COLUMNS), rejected_orphans
+        return pl.DataFrame(schema=CANDIDATE_COLUMNS), rejected_orphans
     ascii_safe = [pl.col(c).str.replace_all(r"[^\x20-\x7e]", "?").alias(c) for c in ("l1", "l2")]
     sets = sets.with_columns(ascii_safe)
     sums = {f"sum{n}": checksums(sets[f"l{n}"]) for n in (1, 2)}
@@ -242,5 +243,5 @@ def _judge(parsed: pl.DataFrame, orphans: pl.DataFrame) -> tuple[pl.DataFrame, p
         judged.filter(pl.col("reason").is_not_null()), reason=pl.col("reason"), message=pl.col("message")
     )
     good = judged.filter(pl.col("reason").is_null())
-    elements = good.select(pl.col(c).cast(t) for c, t in ELEMENT_COLUMNS.items())
+    elements = good.select(pl.col(c).cast(t) for c, t in CANDIDATE_COLUMNS.items())
     return elements, pl.concat([orphans, rejected]).select(list(REJECTED_COLUMNS)).sort("line_number")
