@@ -23,12 +23,14 @@ def partition_spec(
 
     Every Dagster partition is a union of Iceberg partitions, so replacing it removes whole files.
     """
-    fields = []
+    fields: list[PartitionField] = []
     for dimension, column in columns.items():
         try:
             field = schema.find_field(column)
         except ValueError as error:
-            raise SchemaMismatch(f"Partition column {column} is missing from the frame.", table=table) from error
+            raise SchemaMismatch(
+                f"Partition column {column} is missing from the frame.", table=table
+            ) from error
         transform, suffix = _transform(_dimension(definition, dimension), field.field_type)
         fields.append(
             PartitionField(field.field_id, _FIRST_FIELD_ID + len(fields), transform, f"{column}{suffix}")

@@ -1,4 +1,4 @@
-"""The lake and the run's branch as Dagster resources."""
+"""The lake and the run's branch as a Dagster resource."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dagster import ConfigurableResource, InitResourceContext
-from dagster_pyspark import PySparkResource
 from pydantic import PrivateAttr
-from pyspark.sql import SparkSession
 
 from branchlake_dagster.branching.errors import RetryNeedsFullRun
 from branchlake_dagster.branching.run_branch import RunBranch
@@ -70,38 +68,3 @@ class LakehouseResource(ConfigurableResource[Any]):
     def catalog(self) -> NessieCatalog:
         """PyIceberg's catalogue on `ref()`."""
         return self.lakehouse.catalog(self.ref())
-
-
-class BranchSparkResource(PySparkResource):
-    """dagster-pyspark's session resource, with a session per run that stands on the run's branch.
-
-    `spark_config` is dagster-pyspark's (nested or dotted Spark settings, `spark.remote` included).
-    The base class calls `getOrCreate()`: two runs in one process would share a session and its branch.
-    """
-
-    lakehouse: LakehouseResource
-    spark_config: dict[str, Any] = {}  # noqa: RUF012 - a pydantic field, copied per instance
-
-    def setup_for_execution(self, context: InitResourceContext) -> None:
-        """Nothing yet: the session and the branch are made at their first use."""
-
-    def teardown_after_execution(self, context: InitResourceContext) -> None:  # noqa: ARG002 - Dagster's signature
-        """Give the session's memory on the server back."""
-        session, self._spark_session = self._spark_session, None
-        if session is not None and self.lakehouse.lakehouse.settings.session_kind == "connect":
-            session.stop()
-
-    @property
-    def spark_session(self) -> SparkSession:
-        """The session of this run; `spark.sql(…)` in it reads and writes the run's branch."""
-        if self._spark_session is None:
-            conf = {key: str(value) for key, value in _flatten(self.spark_config)}
-            self._spark_session = self.lakehouse.lakehouse.spark_session(self.lakehouse.ref(), conf=conf)
-        session: SparkSession = self._spark_session
-        return session
-
-
-def _flatten(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    from dagster_spark.utils import flatten_dict
-
-    return list(flatten_dict(dict(config)))

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Mapping
 
 from branchlake_dagster.branching.errors import RunBranchGone
-from branchlake_dagster.lakehouse.errors import NessieAlreadyExists, ReferenceNotFound
+from branchlake_dagster.lakehouse.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import Reference
+from branchlake_dagster.lakehouse.nessie.model import ContentKey, Namespace, Put, Reference
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX
 
 BRANCH_TAG = "branchlake/branch"
@@ -24,6 +24,26 @@ def branch_name(run_id: str) -> str:
 def run_id_of(branch: str) -> str:
     """The run a run branch belongs to."""
     return branch.removeprefix(RUN_BRANCH_PREFIX)
+
+
+def main_with_history(client: NessieClient) -> str:
+    """The head of `main`, after giving an empty `main` its first commit.
+
+    A branch made from an empty `main` can never be merged: Nessie finds no common ancestor.
+    """
+    head = client.reference(MAIN).hash
+    if head != client.config().no_ancestor_hash:
+        return head
+    key = ContentKey(["branchlake"])
+    try:
+        return client.commit(
+            MAIN,
+            expected_hash=head,
+            operations=[Put(key, Namespace(None, key.elements, {"comment": "made so that branches have a common ancestor"}))],
+            message="First commit: branches need a common ancestor",
+        ).hash
+    except NessieConflict:  # another run was first
+        return client.reference(MAIN).hash
 
 
 class RunBranch:
@@ -75,7 +95,7 @@ class RunBranch:
 
     def _create(self) -> str:
         client = self._client()
-        base = client.reference(MAIN).hash
+        base = main_with_history(client)
         try:
             client.create_branch(self.name, from_ref=MAIN, from_hash=base)
         except NessieAlreadyExists:
@@ -89,7 +109,7 @@ class RunBranch:
             return self._client().reference(self.name)
         except ReferenceNotFound as error:
             raise RunBranchGone(
-                "The run's branch was deleted while the run was using it, so nothing of the run can be published.",
+                "The run's branch was deleted while the run was using it; nothing of the run can be published.",
                 branch=self.name,
                 run_id=self.run_id,
                 hint="Launch the run again; it will start from today's main.",

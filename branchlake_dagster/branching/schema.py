@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pyarrow as pa
 from pyiceberg.catalog import MetastoreCatalog
-from pyiceberg.schema import Schema
+from pyiceberg.schema import Schema, assign_fresh_schema_ids
 from pyiceberg.table import Table
 from pyiceberg.types import NestedField
 
 from branchlake_dagster.branching.errors import SchemaMismatch
 
-_FORMAT_VERSION = 2
+_FORMAT_VERSION: Literal[2] = 2
 
 
 def normalised(schema: pa.Schema) -> pa.Schema:
@@ -37,9 +39,9 @@ def _stored(kind: pa.DataType) -> pa.DataType:
         return pa.struct([pa.field(f.name, _stored(f.type), nullable=True) for f in kind])
     if pa.types.is_map(kind):
         return pa.map_(_stored(kind.key_type), _stored(kind.item_type))
-    if pa.types.is_unsigned_integer(kind) and kind.bit_width < 64:  # noqa: PLR2004
-        return pa.int64() if kind.bit_width == 32 else pa.int32()  # noqa: PLR2004
-    if pa.types.is_integer(kind) and kind.bit_width < 32:  # noqa: PLR2004
+    if pa.types.is_unsigned_integer(kind) and kind.bit_width < 64:
+        return pa.int64() if kind.bit_width == 32 else pa.int32()
+    if pa.types.is_integer(kind) and kind.bit_width < 32:
         return pa.int32()
     return pa.float32() if pa.types.is_float16(kind) else kind
 
@@ -48,7 +50,7 @@ def iceberg_schema(schema: pa.Schema) -> Schema:
     """An Iceberg schema with fresh field ids for a normalised Arrow schema."""
     converted = MetastoreCatalog._convert_schema_if_needed(schema, _FORMAT_VERSION)
     assert isinstance(converted, Schema)  # noqa: S101 - an Arrow schema always gives one
-    return converted
+    return assign_fresh_schema_ids(converted)
 
 
 def evolve(table: Table, wanted: pa.Schema, *, name: str) -> Table:
@@ -65,7 +67,8 @@ def evolve(table: Table, wanted: pa.Schema, *, name: str) -> Table:
     for column, field in incoming.items():
         if column in current and not _same_type(current[column], field):
             raise SchemaMismatch(
-                f"Column {column} is {current[column].field_type} in the table and {field.field_type} in the frame.",
+                f"Column {column} is {current[column].field_type} in the table"
+                f" and {field.field_type} in the frame.",
                 table=name,
                 hint="Cast the column in the asset; only adding nullable columns evolves a table.",
             )

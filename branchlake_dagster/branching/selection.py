@@ -83,7 +83,9 @@ def select(
         else:
             last = rest[0]
             slices.setdefault(conditions, []).append(rest[1])
-    found = [(*part, Values(last, tuple(sorted(set(values))))) if last else part for part, values in slices.items()]
+    found = [
+        (*part, Values(last, tuple(sorted(set(values))))) if last else part for part, values in slices.items()
+    ]
     return Selection(tuple(_join_neighbours(found)))
 
 
@@ -176,7 +178,9 @@ def to_sql(selection: Selection, schema: Schema) -> str:
         if isinstance(condition, Values):
             if not isinstance(schema.find_type(condition.column), StringType):
                 raise SchemaMismatch(f"Partition column {condition.column} is not a string.")
-            quoted = ", ".join("'" + v.replace("\\", "\\\\").replace("'", "\\'") + "'" for v in condition.values)
+            quoted = ", ".join(
+                "'" + v.replace("\\", "\\\\").replace("'", "\\'") + "'" for v in condition.values
+            )
             return f"{name} IN ({quoted})"
         kind = schema.find_type(condition.column)
         word = words.get(type(kind), "TIMESTAMP")
@@ -198,9 +202,9 @@ def rows_outside(selection: Selection, frame: pa.Table) -> int:
         return pc.and_kleene(pc.greater_equal(column, start), pc.less(column, end))
 
     if not selection.slices:
-        return frame.num_rows
+        return int(frame.num_rows)
     inside = reduce(pc.or_kleene, (reduce(pc.and_kleene, map(one, part)) for part in selection.slices))
-    return frame.num_rows - (pc.sum(pc.fill_null(inside, False)).as_py() or 0)
+    return int(frame.num_rows - (pc.sum(pc.fill_null(inside, False)).as_py() or 0))
 
 
 def _scalar(moment: datetime, kind: pa.DataType) -> pa.Scalar:

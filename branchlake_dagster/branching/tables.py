@@ -78,13 +78,13 @@ def identifier_of(key: AssetKey, default_namespace: str) -> tuple[str, ...]:
 def table_spec(
     key: AssetKey, metadata: Mapping[str, Any], *, default_namespace: str, partitioned: bool
 ) -> TableSpec:
-    """The spec of an asset from its definition metadata; raises ConfigurationError when it contradicts itself."""
+    """The spec of an asset from its metadata; raises ConfigurationError when that contradicts itself."""
     identifier = identifier_of(key, default_namespace)
     name = ".".join(identifier)
     expression = _plain(metadata.get(PARTITION_EXPR))
     columns = _columns(expression, name)
     keys = tuple(_plain(metadata.get(KEYS)) or ())
-    mode = _plain(metadata.get(WRITE_MODE)) or ("replace_partitions" if columns else "replace_table")
+    mode: Any = _plain(metadata.get(WRITE_MODE)) or ("replace_partitions" if columns else "replace_table")
     if mode not in get_args(WriteMode):
         raise ConfigurationError(
             f"Unknown write mode {mode!r}.", table=name, hint=f"Use one of {', '.join(get_args(WriteMode))}."
@@ -93,7 +93,9 @@ def table_spec(
         raise ConfigurationError("An upsert needs keys.", table=name, hint="table_metadata(keys=[…])")
     if mode == "replace_partitions" and not columns:
         raise ConfigurationError(
-            "Replacing partitions needs a partition column.", table=name, hint="table_metadata(partition_by=…)"
+            "Replacing partitions needs a partition column.",
+            table=name,
+            hint="table_metadata(partition_by=…)",
         )
     if partitioned and mode == "replace_table":
         raise ConfigurationError(
@@ -116,4 +118,6 @@ def _columns(expression: Any, table: str) -> Mapping[str, str]:
         return {"": expression}
     if isinstance(expression, Mapping):
         return {str(dimension): str(column) for dimension, column in expression.items()}
-    raise ConfigurationError(f"partition_expr is {expression!r}.", table=table, hint="A column or {dimension: column}.")
+    raise ConfigurationError(
+        f"partition_expr is {expression!r}.", table=table, hint="A column or {dimension: column}."
+    )

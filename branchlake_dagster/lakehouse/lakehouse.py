@@ -22,7 +22,9 @@ MAIN = "main"
 class Lakehouse:
     """Connections of one process to the lake. Embedded servers are started when first needed."""
 
-    def __init__(self, settings: Settings | None = None, *, say: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self, settings: Settings | None = None, *, say: Callable[[str], None] = lambda _: None
+    ) -> None:
         self.settings = settings or Settings()
         self.servers = EmbeddedServers(self.settings, say=say)
         self._lock = threading.Lock()

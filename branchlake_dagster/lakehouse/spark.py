@@ -50,7 +50,7 @@ def _open_connect(endpoints: Endpoints, conf: dict[str, str]) -> SparkSession:
         raise ConfigurationError("No Spark Connect server is known.", hint="Set BRANCHLAKE_SPARK_REMOTE.")
     if endpoints.spark_token and "token=" not in remote:
         remote = f"{remote.rstrip('/')}/;token={endpoints.spark_token}"
-    session = SparkSession.builder.remote(remote).create()
+    session: SparkSession = SparkSession.builder.remote(remote).create()
     for key, value in conf.items():
         if key not in _SERVER_SIDE:
             session.conf.set(key, value)

@@ -55,7 +55,8 @@ def ivy_module(jars: Sequence[Jar]) -> str:
         )
     return (
         '<ivy-module version="2.0" xmlns:m="http://ant.apache.org/ivy/maven">'
-        '<info organisation="branchlake" module="jars"/><configurations><conf name="default"/></configurations>'
+        '<info organisation="branchlake" module="jars"/>'
+        '<configurations><conf name="default"/></configurations>'
         f"<dependencies>{''.join(rows)}</dependencies></ivy-module>"
     )
 
@@ -115,5 +116,9 @@ def _check_room(folder: Path) -> None:
 
 
 def _reason(output: str) -> str:
-    lines = [line.strip() for line in output.splitlines() if "not found" in line or "ERROR" in line or "refused" in line]
+    lines = [
+        line.strip()
+        for line in output.splitlines()
+        if "not found" in line or "ERROR" in line or "refused" in line
+    ]
     return "; ".join(dict.fromkeys(lines[:3])) or output.strip()[-300:] or "no output"

@@ -66,7 +66,9 @@ def _start_from_ps(pid: int) -> int | None:
     # Systems without /proc (macOS).
     if Path("/proc/self/stat").exists():
         return None
-    done = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
+    )
     text = done.stdout.strip()
     return int(time.mktime(time.strptime(text, "%a %b %d %H:%M:%S %Y"))) if text else None
 

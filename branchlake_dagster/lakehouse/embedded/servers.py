@@ -75,9 +75,7 @@ class EmbeddedServers:
         jars = [ICEBERG_SPARK, NESSIE_SERVER]
         if self._settings.warehouse_uri.startswith("s3"):
             jars.append(ICEBERG_AWS)
-        return resolve(
-            jars, self._root / "jars", ivy_settings=self._settings.ivy_settings, say=self._say
-        )
+        return resolve(jars, self._root / "jars", ivy_settings=self._settings.ivy_settings, say=self._say)
 
     def status(self) -> dict[str, ProcessRecord | None]:
         """The record of each server that runs, None for one that does not."""
@@ -158,7 +156,9 @@ class EmbeddedServers:
             wanted = last.port
         return process.choose_port(wanted, setting=f"BRANCHLAKE_{name.upper()}_PORT")
 
-    def _launch_nessie(self, jars: dict[Jar, Path], port: int) -> tuple[ProcessRecord, subprocess.Popen[bytes]]:
+    def _launch_nessie(
+        self, jars: dict[Jar, Path], port: int
+    ) -> tuple[ProcessRecord, subprocess.Popen[bytes]]:
         self._say("Starting Nessie …")
         store = self._root / "nessie"
         store.mkdir(parents=True, exist_ok=True)
@@ -252,7 +252,10 @@ def catalog_conf(settings: Settings, nessie_uri: str, *, ref: str = "main") -> d
         f"{prefix}.cache-enabled": "false",
     }
     if settings.warehouse_uri.startswith("s3"):
-        conf |= {f"{prefix}.io-impl": "org.apache.iceberg.aws.s3.S3FileIO", f"{prefix}.client.region": settings.s3_region}
+        conf |= {
+            f"{prefix}.io-impl": "org.apache.iceberg.aws.s3.S3FileIO",
+            f"{prefix}.client.region": settings.s3_region,
+        }
         if settings.s3_endpoint:
             conf |= {f"{prefix}.s3.endpoint": settings.s3_endpoint, f"{prefix}.s3.path-style-access": "true"}
     return conf

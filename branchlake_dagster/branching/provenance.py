@@ -1,0 +1,80 @@
+"""What each snapshot says about its origin, and what each materialisation says about its snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dagster import MetadataValue, OutputContext, TableColumn, TableColumnConstraints, TableSchema
+from pyiceberg.table import Table
+
+from branchlake_dagster.branching.run_branch import RunBranch
+from branchlake_dagster.branching.tables import TableSpec
+
+PREFIX = "branchlake."
+_MANY = 20
+
+
+def snapshot_properties(
+    *,
+    spec: TableSpec,
+    asset: str,
+    partitions: tuple[str, ...],
+    code_version: str | None,
+    run: RunBranch | None,
+    root_run_id: str | None,
+) -> dict[str, str]:
+    """The entries our writes add to an Iceberg snapshot's summary, all prefixed `branchlake.`."""
+    listed = ",".join(partitions[:_MANY]) + (
+        f",… {len(partitions)} in all" if len(partitions) > _MANY else ""
+    )
+    found = {"asset": asset, "write_mode": spec.write_mode, "partition": listed, "code_version": code_version}
+    if run is not None:
+        found |= {"run_id": run.run_id, "root_run_id": root_run_id or run.run_id, "base_hash": run.base_hash}
+    return {f"{PREFIX}{key}": value for key, value in found.items() if value}
+
+
+def materialisation_metadata(
+    table: Table, spec: TableSpec, run: RunBranch | None, *, partitioned: bool
+) -> dict[str, Any]:
+    """Dagster's standard table metadata plus branch, base hash and snapshot id; read from table metadata only."""
+    snapshot = table.current_snapshot()
+    summary: Mapping[str, str] = (
+        snapshot.summary.additional_properties if snapshot and snapshot.summary else {}
+    )
+    found: dict[str, Any] = {
+        "dagster/table_name": spec.name,
+        "dagster/column_schema": _column_schema(table),
+        "dagster/uri": MetadataValue.path(table.location()),
+        "dagster/storage_kind": "iceberg",
+        "dagster/row_count": MetadataValue.int(int(summary.get("total-records", 0))),
+        "branchlake/write_mode": spec.write_mode,
+    }
+    if partitioned:
+        found["dagster/partition_row_count"] = MetadataValue.int(int(summary.get("added-records", 0)))
+    if snapshot is not None:
+        # As text: the ids exceed what the browser's numbers hold.
+        found["branchlake/snapshot_id"] = MetadataValue.text(str(snapshot.snapshot_id))
+    if run is not None:
+        found["branchlake/branch"] = MetadataValue.text(run.name)
+        found["branchlake/base_hash"] = MetadataValue.text(run.base_hash)
+    return found
+
+
+def _column_schema(table: Table) -> TableSchema:
+    return TableSchema(
+        columns=[
+            TableColumn(
+                name=field.name,
+                type=str(field.field_type),
+                description=field.doc,
+                constraints=TableColumnConstraints(nullable=field.optional),
+            )
+            for field in table.schema().fields
+        ]
+    )
+
+
+def asset_partitions(context: OutputContext) -> tuple[str, ...]:
+    """The partition keys this output covers; empty when the asset is not partitioned."""
+    return tuple(context.asset_partition_keys) if context.has_asset_partitions else ()
