@@ -1,0 +1,1 @@
+"""Sensor network, measurement models and the simulation of native measurements."""
