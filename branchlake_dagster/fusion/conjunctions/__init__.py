@@ -1,0 +1,1 @@
+"""Screening of the whole catalogue for close approaches."""

@@ -1,0 +1,1 @@
+"""Batch estimation of object states from native measurements."""
