@@ -1,0 +1,57 @@
+"""Row-wise rules of one's own that pandera can run and that our compiler can see through.
+
+A `@pandera.pyspark.check` or `@dataframe_check` method answers with True or False for a whole frame, so
+all that can be done with it is to call it: one Spark job each, no counts. Under `@row_predicate` the
+method answers with a Spark condition instead. pandera still gets the boolean it wants; the compiler takes
+the condition and puts it into the contract's one query.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from pandera.api.checks import Check
+from pyspark.sql import Column, DataFrame
+
+Predicate = Callable[[Any, DataFrame], Column]
+
+
+def row_predicate(method: Predicate) -> Callable[[Any, Any], bool]:
+    """Let a pandera check method return the Spark condition that every good row satisfies.
+
+    Goes below pandera's decorator; a null condition counts as satisfied::
+
+        @dataframe_check
+        @row_predicate
+        def ends_after_start(cls, rows):
+            return F.col("window_end") > F.col("window_start")
+
+    `rows` is the whole frame, under `@check("a")` as well: pandera 0.35 hands a column check without
+    arguments the frame and not, as its documents say, an object with the column's name.
+    """
+
+    @functools.wraps(method)
+    def whole_frame(model: Any, checked: Any) -> bool:
+        rows: DataFrame = checked if isinstance(checked, DataFrame) else checked.dataframe
+        return rows.filter(~method(model, rows)).isEmpty()
+
+    whole_frame.__dict__["row_predicate"] = method
+    return whole_frame
+
+
+def predicate_of(check: Check) -> Callable[[DataFrame], Column] | None:
+    """The condition builder behind `check` when its method is a `row_predicate`, else None."""
+    # pandera wraps the method in a closure over the model class and its own record of the check. A
+    # pandera that wraps otherwise loses us the fast way only: the check then runs through pandera.
+    function: Any = check._check_fn
+    if not inspect.isfunction(function):
+        return None
+    bound = inspect.getclosurevars(function).nonlocals
+    method = getattr(getattr(bound.get("self"), "check_fn", None), "row_predicate", None)
+    model = bound.get("model_cls")
+    if method is None or model is None:
+        return None
+    return lambda rows: method(model, rows)
