@@ -9,6 +9,7 @@ from typing import Any
 
 from pyiceberg.catalog import Catalog, MetastoreCatalog, PropertiesUpdateSummary
 from pyiceberg.exceptions import (
+    CommitFailedException,
     NamespaceAlreadyExistsError,
     NamespaceNotEmptyError,
     NoSuchNamespaceError,
@@ -43,6 +44,13 @@ def require_namespace(seen: ContentsAt, key: ContentKey) -> Namespace:
     return found
 
 
+def _texts(properties: Properties) -> dict[str, str]:
+    """Properties as texts; ValueError for a missing value or a name that is none."""
+    if not all(isinstance(name, str) and name for name in properties):
+        raise ValueError(f"Property names must be non-empty texts, not {list(properties)}")
+    return transform_dict_value_to_str(dict(properties))
+
+
 class NamespaceOperations(MetastoreCatalog, ABC):
     """The namespace half of `NessieCatalog`."""
 
@@ -54,21 +62,26 @@ class NamespaceOperations(MetastoreCatalog, ABC):
         return isinstance(self._store.read(key).contents.get(key), Namespace)
 
     def create_namespace(self, namespace: str | Identifier, properties: Properties = EMPTY_DICT) -> None:
-        """Create a namespace; its parent must exist.
+        """Create a namespace, and in the same commit those of its parents that are missing.
 
-        Raises NamespaceAlreadyExistsError also when a table has that name, NoSuchNamespaceError for a
-        missing parent.
+        PyIceberg's other catalogues take parents for granted; Nessie wants each to exist.
+        NamespaceAlreadyExistsError, also when a table has that name; NoSuchNamespaceError when a parent
+        is a table.
         """
         key = namespace_key(namespace)
-        values = transform_dict_value_to_str(properties)
-        parents = [ContentKey(key.parent)] if key.parent else []
+        values = _texts(properties)
+        parents = [ContentKey(key[:depth]) for depth in range(1, len(key))]
 
         def plan(seen: ContentsAt) -> Sequence[Operation]:
             if key in seen.contents:
                 raise NamespaceAlreadyExistsError(f"Namespace {key} already exists")
-            for parent in parents:
+            missing = [parent for parent in parents if parent not in seen.contents]
+            for parent in set(parents).difference(missing):
                 require_namespace(seen, parent)
-            return [Put(key, Namespace(None, key.elements, values))]
+            return [
+                *(Put(parent, Namespace(None, parent.elements)) for parent in missing),
+                Put(key, Namespace(None, key.elements, values)),
+            ]
 
         self._store.change([key, *parents], plan, f"Create namespace {key}")
 
@@ -87,9 +100,9 @@ class NamespaceOperations(MetastoreCatalog, ABC):
             self._store.commit(seen.reference, operations, f"Drop namespace {key}")
         except NessieConflict as conflict:
             kinds = {item.kind for item in conflict.conflicts}
-            if "NAMESPACE_NOT_EMPTY" not in kinds:
-                raise
-            raise NamespaceNotEmptyError(f"Namespace {key} is not empty.") from conflict
+            if "NAMESPACE_NOT_EMPTY" in kinds:
+                raise NamespaceNotEmptyError(f"Namespace {key} is not empty.") from conflict
+            raise CommitFailedException(f"Namespace {key} changed meanwhile. {conflict}") from conflict
 
     def list_namespaces(self, namespace: str | Identifier = ()) -> list[Identifier]:
         """The namespaces directly under `namespace`; those at the top for an empty one."""
@@ -110,7 +123,7 @@ class NamespaceOperations(MetastoreCatalog, ABC):
     ) -> PropertiesUpdateSummary:
         """Remove and set properties in one commit; ValueError when a key is in both."""
         key = namespace_key(namespace)
-        values = transform_dict_value_to_str(updates)
+        values = _texts(updates)
         summary: list[PropertiesUpdateSummary] = []
 
         def plan(seen: ContentsAt) -> Sequence[Operation]:
