@@ -47,7 +47,9 @@ class Settings(BaseSettings):
     spark_driver_memory: str = Field("3g", description="Heap of the embedded Spark server.")
     spark_port: int = Field(0, ge=0, le=65535, description="Port of embedded Spark Connect; 0: any free one.")
 
-    ivy_settings: Path | None = Field(None, description="Your ivysettings.xml (mirrors, proxies); unset: Ivy's.")
+    ivy_settings: Path | None = Field(
+        None, description="Your ivysettings.xml (mirrors, proxies); unset: Ivy's."
+    )
     startup_timeout_s: float = Field(90.0, gt=0, description="How long an embedded server may take to start.")
 
     default_namespace: str = Field(
@@ -57,7 +59,12 @@ class Settings(BaseSettings):
         True, description="Block a run that wrote an asset for which no check is defined."
     )
     publish_interval_s: int = Field(5, ge=1, description="Seconds between ticks of the publication sensor.")
-    reap_interval_min: int = Field(60, ge=1, le=60, description="Minutes between runs of the reaper (seed 000).")
+    reap_interval_min: int = Field(
+        60, ge=1, le=60, description="Minutes between runs of the reaper (seed 000)."
+    )
+    orphan_grace_min: float = Field(
+        60.0, gt=0, description="Minutes without a commit after which a branch of an unknown run is reaped."
+    )
     orphan_max_age_h: float = Field(6.0, gt=0, description="Age at which a run branch is reaped (seed 000).")
 
     @field_validator("state_dir")

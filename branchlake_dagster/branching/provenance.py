@@ -37,7 +37,7 @@ def snapshot_properties(
 def materialisation_metadata(
     table: Table, spec: TableSpec, run: RunBranch | None, *, partitioned: bool
 ) -> dict[str, Any]:
-    """Dagster's standard table metadata plus branch, base hash and snapshot id; read from table metadata only."""
+    """Dagster's standard table metadata plus branch, base hash and snapshot id; reads no data."""
     snapshot = table.current_snapshot()
     summary: Mapping[str, str] = (
         snapshot.summary.additional_properties if snapshot and snapshot.summary else {}

@@ -39,7 +39,14 @@ def main_with_history(client: NessieClient) -> str:
         return client.commit(
             MAIN,
             expected_hash=head,
-            operations=[Put(key, Namespace(None, key.elements, {"comment": "made so that branches have a common ancestor"}))],
+            operations=[
+                Put(
+                    key,
+                    Namespace(
+                        None, key.elements, {"comment": "made so that branches have a common ancestor"}
+                    ),
+                )
+            ],
             message="First commit: branches need a common ancestor",
         ).hash
     except NessieConflict:  # another run was first
@@ -109,7 +116,7 @@ class RunBranch:
             return self._client().reference(self.name)
         except ReferenceNotFound as error:
             raise RunBranchGone(
-                "The run's branch was deleted while the run was using it; nothing of the run can be published.",
+                "The run's branch was deleted under it; nothing of the run can be published.",
                 branch=self.name,
                 run_id=self.run_id,
                 hint="Launch the run again; it will start from today's main.",

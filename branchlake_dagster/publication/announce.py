@@ -1,0 +1,82 @@
+"""Showing a publication, or why there is none, where people look: the run and the asset in Dagster's UI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dagster import AssetKey, AssetObservation, DagsterInstance, DagsterRun, MetadataValue
+from dagster._core.events import EngineEventData
+
+from branchlake_dagster.publication.evidence import RunEvidence
+from branchlake_dagster.publication.gate import Verdict
+
+VERDICT_TAG = "branchlake/verdict"
+PUBLICATION_TAG = "branchlake/publication"
+REASON_TAG = "branchlake/reason"
+_TAG_LENGTH = 250
+_ROWS_SHOWN = 200
+
+
+def announce(
+    instance: DagsterInstance,
+    run: DagsterRun,
+    evidence: RunEvidence,
+    verdict: Verdict,
+    *,
+    branch: str,
+    publication: str | None,
+    refused: str | None = None,
+) -> None:
+    """Tell the run's log, its tags and each written asset. Doing it twice tells it once.
+
+    `publication` is the commit on `main`; without one, `refused` or the verdict's reasons say why. The
+    tags come last: they mark that the rest was told.
+    """
+    tags = _tags(verdict, publication, refused)
+    current = instance.get_run_by_id(run.run_id)
+    if current is not None and tags.items() <= current.tags.items():
+        return
+    text = (
+        f"Published as {publication}." if publication else f"Not published: {refused or verdict.summary()}."
+    )
+    metadata = _metadata(run, verdict, branch, publication, refused)
+    for (asset, partition), written in list(evidence.written.items())[:_ROWS_SHOWN]:
+        rows = {"branchlake/rows": MetadataValue.int(written.rows)} if written.rows is not None else {}
+        instance.report_runless_asset_event(
+            AssetObservation(
+                asset_key=AssetKey.from_user_string(asset),
+                partition=partition,
+                description=text,
+                metadata={**metadata, **rows},
+            )
+        )
+    instance.report_engine_event(text, run, EngineEventData(metadata=metadata))
+    instance.add_run_tags(run.run_id, dict(tags))
+
+
+def _tags(verdict: Verdict, publication: str | None, refused: str | None) -> Mapping[str, str]:
+    tags = {VERDICT_TAG: str(verdict.decision)}
+    if publication:
+        tags[PUBLICATION_TAG] = publication
+    reason = refused or "; ".join(verdict.reasons)
+    if reason:
+        tags[REASON_TAG] = reason if len(reason) <= _TAG_LENGTH else f"{reason[: _TAG_LENGTH - 1]}…"
+    return tags
+
+
+def _metadata(
+    run: DagsterRun, verdict: Verdict, branch: str, publication: str | None, refused: str | None
+) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "branchlake/verdict": MetadataValue.text(str(verdict.decision)),
+        "branchlake/checks": MetadataValue.text(f"{verdict.checks_passed}/{verdict.checks_total} passed"),
+        "branchlake/branch": MetadataValue.text(branch),
+        "branchlake/run": MetadataValue.dagster_run(run.run_id),
+    }
+    if publication:
+        found["branchlake/publication"] = MetadataValue.text(publication)
+    listed = [refused] if refused else [*verdict.reasons, *(f"warning: {text}" for text in verdict.warnings)]
+    if listed:
+        found["branchlake/reasons"] = MetadataValue.md("\n".join(f"- {line}" for line in listed))
+    return found

@@ -1,0 +1,140 @@
+"""The sensor that publishes and the schedule that reaps, ready to be put into any `Definitions`.
+
+No postponed annotations here: Dagster compares the annotation of `context` with the class itself.
+"""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+from dagster import (
+    DagsterInstance,
+    DefaultScheduleStatus,
+    DefaultSensorStatus,
+    Definitions,
+    JobDefinition,
+    MetadataValue,
+    OpExecutionContext,
+    ScheduleDefinition,
+    SensorDefinition,
+    SensorEvaluationContext,
+    SkipReason,
+    job,
+    op,
+    sensor,
+)
+
+from branchlake_dagster.branching.io_manager import NessieBranchIOManager
+from branchlake_dagster.branching.reaper import Reaping, RunState, reap
+from branchlake_dagster.branching.resource import LakehouseResource
+from branchlake_dagster.branching.session import BranchSparkResource
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.announce import VERDICT_TAG
+from branchlake_dagster.publication.reconcile import RUN_BRANCHES, Action, Reconciler
+from branchlake_dagster.settings import Settings
+
+
+def branchlake_definitions(
+    settings: Settings | None = None, *, lakehouse: LakehouseResource | None = None
+) -> Definitions:
+    """Everything but the assets: IO manager, session, publication sensor and reaper.
+
+    Put your assets beside it: `Definitions.merge(branchlake_definitions(), Definitions(assets=[…]))`.
+    """
+    settings = settings or Settings()
+    lakehouse = lakehouse or LakehouseResource()
+    spark = BranchSparkResource(lakehouse=lakehouse)
+    reaper = _reap_job()
+    return Definitions(
+        resources={
+            "lakehouse": lakehouse,
+            "spark": spark,
+            "io_manager": NessieBranchIOManager(lakehouse=lakehouse, spark=spark),
+        },
+        sensors=[_publication_sensor(settings)],
+        jobs=[reaper],
+        schedules=[_reap_schedule(reaper, settings)],
+    )
+
+
+def _publication_sensor(settings: Settings) -> SensorDefinition:
+    @sensor(
+        name="publication_sensor",
+        minimum_interval_seconds=settings.publish_interval_s,
+        default_status=DefaultSensorStatus.RUNNING,
+        description="Publishes the branches of finished runs whose checks passed; discards the others.",
+    )
+    def publication_sensor(context: SensorEvaluationContext, lakehouse: LakehouseResource) -> SkipReason:
+        repository = context.repository_def
+        assert repository is not None  # noqa: S101 - the daemon always evaluates within a code location
+        lake = lakehouse.lakehouse
+        reconciler = Reconciler(lake.nessie, context.instance, repository.asset_graph, lake.settings)
+        told = []
+        waiting = 0
+        for outcome in reconciler.run():
+            if outcome.action is Action.WAITING:
+                waiting += 1
+                continue
+            context.log.info(str(outcome))
+            told.append(str(outcome))
+        if not told:
+            return SkipReason(f"Nothing to publish; {waiting} runs are at work.")
+        return SkipReason(" | ".join(told))
+
+    return publication_sensor
+
+
+def _reap_job() -> JobDefinition:
+    @op(description="Deletes run branches that nobody will publish, by seed 000's rules.")
+    def reap_branches_op(context: OpExecutionContext, lakehouse: LakehouseResource) -> None:
+        reaped = list(reap_branches(lakehouse.lakehouse, context.instance))
+        for one in reaped:
+            context.log.info(str(one))
+        deleted = [one for one in reaped if one.delete]
+        context.add_output_metadata(
+            {
+                "deleted": MetadataValue.int(len(deleted)),
+                "kept": MetadataValue.int(len(reaped) - len(deleted)),
+                "branches": MetadataValue.md("\n".join(f"- {one}" for one in reaped) or "no run branches"),
+            }
+        )
+
+    @job(name="reap_branches", description="Clean-up of abandoned run branches.")
+    def reap_branches_job() -> None:
+        reap_branches_op()
+
+    return reap_branches_job
+
+
+def _reap_schedule(reaper: JobDefinition, settings: Settings) -> ScheduleDefinition:
+    minutes = settings.reap_interval_min
+    return ScheduleDefinition(
+        name="reap_branches_schedule",
+        job=reaper,
+        cron_schedule="0 * * * *" if minutes == 60 else f"*/{minutes} * * * *",
+        default_status=DefaultScheduleStatus.RUNNING,
+    )
+
+
+def reap_branches(lake: Lakehouse, instance: DagsterInstance, *, dry_run: bool = False) -> Iterator[Reaping]:
+    """Apply the reaper's rules to the lake with Dagster's knowledge of runs."""
+
+    def state_of(run_id: str) -> tuple[RunState, datetime | None]:
+        record = instance.get_run_record_by_id(run_id)
+        if record is None:
+            return RunState.MISSING, None
+        run = record.dagster_run
+        if not run.is_finished:
+            return RunState.ACTIVE, record.create_timestamp
+        waits = run.is_success and VERDICT_TAG not in run.tags
+        state = RunState.AWAITING_PUBLICATION if waits else RunState.SETTLED
+        return state, record.create_timestamp
+
+    return reap(
+        lake.nessie,
+        listing=RUN_BRANCHES,
+        state_of=state_of,
+        now=datetime.now(UTC),
+        max_age=timedelta(hours=lake.settings.orphan_max_age_h),
+        orphan_grace=timedelta(minutes=lake.settings.orphan_grace_min),
+        dry_run=dry_run,
+    )

@@ -1,0 +1,80 @@
+"""Running assets and the reconciler against the shared lakehouse, as the daemon would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import dagster as dg
+
+from branchlake_dagster.branching.resource import LakehouseResource
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.publication.machinery import branchlake_definitions
+from branchlake_dagster.publication.reconcile import Outcome, Reconciler
+
+
+@dataclass
+class Project:
+    """A code location made of the given assets and checks, with a Dagster instance of its own."""
+
+    lake: Lakehouse
+    instance: dg.DagsterInstance
+    definitions: dg.Definitions
+
+    def run(
+        self, *assets: dg.AssetKey | str, partition: str | None = None, ok: bool = True, **options: Any
+    ) -> str:
+        """Materialise in process and return the run id."""
+        job = self.definitions.resolve_implicit_global_asset_job_def()
+        selection = [dg.AssetKey.from_coercible(a) if isinstance(a, str) else a for a in assets] or None
+        result = job.execute_in_process(
+            instance=self.instance,
+            asset_selection=selection,
+            partition_key=partition,
+            raise_on_error=False,
+            **options,
+        )
+        assert result.success is ok, [e.message for e in result.all_events if e.is_failure]
+        self.last = result
+        return result.run_id
+
+    @property
+    def graph(self) -> Any:
+        return self.definitions.get_repository_def().asset_graph
+
+    def reconciler(self) -> Reconciler:
+        return Reconciler(self.lake.nessie, self.instance, self.graph, self.lake.settings)
+
+    def settle(self, run_id: str) -> Outcome:
+        """What the publication sensor does about one run."""
+        outcome = self.reconciler().run_one(run_id)
+        assert outcome is not None
+        return outcome
+
+    def rows(self, *identifier: str, ref: str = MAIN) -> list[dict[str, Any]]:
+        table = self.lake.catalog(ref).load_table(identifier)
+        return list(table.scan().to_arrow().to_pylist())
+
+    def branches(self) -> set[str]:
+        return {ref.name for ref in self.lake.nessie.references()}
+
+    def observations(self, key: Sequence[str]) -> list[dg.AssetObservation]:
+        records = self.instance.fetch_observations(dg.AssetKey(list(key)), limit=100).records
+        return [record.asset_observation for record in records if record.asset_observation]
+
+
+@contextmanager
+def project(lake: Lakehouse, *parts: Any) -> Iterator[Project]:
+    """A project of assets and asset checks."""
+    assets = [p for p in parts if not isinstance(p, dg.AssetChecksDefinition)]
+    checks = [p for p in parts if isinstance(p, dg.AssetChecksDefinition)]
+    settings = lake.settings.model_dump(exclude_unset=True, mode="json")
+    machinery = branchlake_definitions(lake.settings, lakehouse=LakehouseResource(settings=settings))
+    merged = dg.Definitions.merge(
+        machinery,
+        dg.Definitions(assets=assets, asset_checks=checks, executor=dg.in_process_executor),
+    )
+    with dg.instance_for_test() as instance:
+        yield Project(lake, instance, merged)
