@@ -77,9 +77,7 @@ def screen(
         ephemeris = propagate(satellites, instants)
         for k in range(count):
             whole = np.flatnonzero(ephemeris.valid[:, k] & ephemeris.valid[:, k + 1])
-            ends = [
-                (ephemeris.position[whole, j], ephemeris.velocity[whole, j]) for j in (k, k + 1)
-            ]
+            ends = [(ephemeris.position[whole, j], ephemeris.velocity[whole, j]) for j in (k, k + 1)]
             found.append(_cell(whole, ends[0], ends[1], int(instants[k]), step_s, threshold_km))
     return Encounters(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
 
@@ -118,9 +116,7 @@ def _cell(
     miss = np.linalg.norm(r, axis=1)
     close = miss <= threshold_km
     i, j, s, r, v, miss = i[close], j[close], s[close], r[close], v[close], miss[close]
-    own_r, own_v = hermite(
-        (begin[0][i], begin[1][i]), (end[0][i], end[1][i]), s[:, None], h
-    )
+    own_r, own_v = hermite((begin[0][i], begin[1][i]), (end[0][i], end[1][i]), s[:, None], h)
     tca = micros + np.round(s * h * 1e6).astype(np.int64)
     return rows[i], rows[j], tca, miss, np.linalg.norm(v, axis=1), _ric(own_r, own_v, r)
 

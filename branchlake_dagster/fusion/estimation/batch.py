@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from branchlake_dagster.fusion.orbits.frames import Floats, Micros
+from branchlake_dagster.fusion.orbits.frames import Floats
 from branchlake_dagster.fusion.orbits.propagation import Elements, grid, propagate
 from branchlake_dagster.fusion.orbits.two_body import transition
 from branchlake_dagster.fusion.sensors import measurement
@@ -106,7 +106,7 @@ def estimate(elements: Elements, observations: Observations, *, start: int, end:
         offset = np.clip(np.where(determined[:, None], offset, 0.0), -1e4, 1e4)
     residual, _ = _linearise(observations, at_r, at_v, mapping, offset)
     chi2 = _sum_by(row, objects, ((weight * residual) ** 2).sum(axis=1))
-    total = _sum_by(row, objects, (weight > 0).sum(axis=1))
+    total = _sum_by(row, objects, (weight > 0).sum(axis=1)).astype(np.int64)
     sigma_km = np.sqrt(np.trace(covariance[:, :3, :3], axis1=1, axis2=2))
     good = usable & determined & (total > 6) & (sigma_km < MAX_POSITION_SIGMA_KM)
     keep = np.flatnonzero(good)
@@ -167,7 +167,7 @@ def _invert(normal: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
     would look like ill-conditioning. Undetermined ones come back as zero.
     """
     diagonal = np.diagonal(normal, axis1=1, axis2=2)
-    alive = (diagonal > 0).all(axis=1)
+    alive: npt.NDArray[np.bool_] = np.asarray((diagonal > 0).all(axis=1))
     scale = 1 / np.sqrt(np.where(alive[:, None], diagonal, 1.0))
     scaled = np.where(alive[:, None, None], normal * scale[:, :, None] * scale[:, None, :], np.eye(6))
     spectrum = np.linalg.eigvalsh(scaled)

@@ -32,7 +32,8 @@ def checksums(lines: pl.Series) -> npt.NDArray[np.int64]:
     padded = lines.str.slice(0, LINE_LENGTH - 1).str.pad_end(LINE_LENGTH - 1).to_numpy()
     codes = np.asarray(padded, dtype=f"S{LINE_LENGTH - 1}").view(np.uint8).reshape(-1, LINE_LENGTH - 1)
     digits = np.where((codes >= 48) & (codes <= 57), codes - 48, 0).astype(np.int64)
-    return (digits.sum(axis=1) + (codes == 45).sum(axis=1)) % 10
+    sums: npt.NDArray[np.int64] = (digits.sum(axis=1) + (codes == 45).sum(axis=1)) % 10
+    return sums
 
 
 def _text(line: str, first: int, last: int) -> pl.Expr:

@@ -92,7 +92,8 @@ def sun_position(micros: Micros) -> Floats:
     direction = np.stack(
         [np.cos(longitude), np.cos(tilt) * np.sin(longitude), np.sin(tilt) * np.sin(longitude)], axis=-1
     )
-    return direction * distance[..., None]
+    sun: Floats = direction * distance[..., None]
+    return sun
 
 
 def sunlit(position: Floats, sun: Floats) -> npt.NDArray[np.bool_]:
@@ -100,4 +101,5 @@ def sunlit(position: Floats, sun: Floats) -> npt.NDArray[np.bool_]:
     direction = sun / np.linalg.norm(sun, axis=-1, keepdims=True)
     along = np.sum(position * direction, axis=-1)
     across = np.linalg.norm(position - along[..., None] * direction, axis=-1)
-    return (along > 0) | (across > EARTH_RADIUS_KM)
+    lit: npt.NDArray[np.bool_] = (along > 0) | (across > EARTH_RADIUS_KM)
+    return lit

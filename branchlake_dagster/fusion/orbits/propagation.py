@@ -126,9 +126,7 @@ def hermite(
         + (3 * s**2 - 2 * s**3) * r1
         + (s**3 - s**2) * h * v1
     )
-    velocity = (
-        (6 * s**2 - 6 * s) / h * (r0 - r1) + (3 * s**2 - 4 * s + 1) * v0 + (3 * s**2 - 2 * s) * v1
-    )
+    velocity = (6 * s**2 - 6 * s) / h * (r0 - r1) + (3 * s**2 - 4 * s + 1) * v0 + (3 * s**2 - 2 * s) * v1
     return position, velocity
 
 

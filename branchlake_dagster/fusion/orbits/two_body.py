@@ -59,6 +59,8 @@ def transition(position: Floats, velocity: Floats, seconds: Floats) -> Floats:
     """
     steps = np.array([1.0, 1.0, 1.0, 1e-3, 1e-3, 1e-3])
     offsets = np.concatenate([np.diag(steps), -np.diag(steps)])[:, None, :]
-    r, v = kepler(position + offsets[..., :3], velocity + offsets[..., 3:], np.broadcast_to(seconds, (12, len(seconds))))
+    r, v = kepler(
+        position + offsets[..., :3], velocity + offsets[..., 3:], np.broadcast_to(seconds, (12, len(seconds)))
+    )
     ends = np.concatenate([r, v], axis=-1)
     return np.moveaxis((ends[:6] - ends[6:]) / (2 * steps[:, None, None]), 0, -1)

@@ -32,4 +32,5 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def normal(keys: npt.NDArray[np.int64], *salt: int) -> Floats:
     """Standard normal numbers, one per key (Box-Muller on two hashes)."""
     radius = np.sqrt(-2 * np.log(uniform(keys, *salt, 1)))
-    return radius * np.cos(2 * np.pi * uniform(keys, *salt, 2))
+    drawn: Floats = radius * np.cos(2 * np.pi * uniform(keys, *salt, 2))
+    return drawn

@@ -34,7 +34,9 @@ def radar(position: Floats, velocity: Floats, stations: Stations) -> tuple[Float
     range_rate = np.sum(unit * rate, axis=-1)
     e, n, u = (np.sum(axis * line, axis=-1) for axis in (east, north, up))
     horizontal = np.hypot(e, n)
-    measured = np.stack([distance, range_rate, np.arctan2(e, n) % (2 * np.pi), np.arctan2(u, horizontal)], axis=1)
+    measured = np.stack(
+        [distance, range_rate, np.arctan2(e, n) % (2 * np.pi), np.arctan2(u, horizontal)], axis=1
+    )
     slope = np.zeros((len(distance), 4, 6))
     slope[:, 0, :3] = unit
     slope[:, 1, :3] = (rate - range_rate[:, None] * unit) / distance[:, None]

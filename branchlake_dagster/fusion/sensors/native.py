@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import polars as pl
 
+SOURCE_KINDS = ("radar", "optical", "isl")
+"""Kinds of sensor; the last is inter-satellite links."""
+
 NATIVE_COLUMNS: dict[str, pl.DataType] = {
     "window_start": pl.Datetime("us", "UTC"),
     "source_kind": pl.String(),

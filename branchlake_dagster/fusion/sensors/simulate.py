@@ -7,6 +7,8 @@ error per object): so a fused track has something to find that the catalogue doe
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import polars as pl
@@ -50,8 +52,10 @@ class Scene:
         self.start, self.end = start, end
         self.seed = seed
         margin = round(STEP_S * 1e6)
-        self.ephemeris: Ephemeris = propagate(elements.satellites(), grid(start - margin, end + margin, STEP_S))
-        self.alive = self.ephemeris.valid.all(axis=1)
+        self.ephemeris: Ephemeris = propagate(
+            elements.satellites(), grid(start - margin, end + margin, STEP_S)
+        )
+        self.alive: npt.NDArray[np.bool_] = np.asarray(self.ephemeris.valid.all(axis=1))
         self.timing_us = np.round(
             np.clip(normal(self.sat_no, seed, 77), -4, 4) * CATALOGUE_TIMING_SIGMA_S * 1e6
         ).astype(np.int64)
@@ -116,7 +120,9 @@ def _complete(frame: pl.DataFrame, columns: list[str]) -> pl.DataFrame:
     )
 
 
-def _tracks(scene: Scene, visible: npt.NDArray[np.bool_], capacity: int, tasking: Tasking) -> tuple[Rows, Micros]:
+def _tracks(
+    scene: Scene, visible: npt.NDArray[np.bool_], capacity: int, tasking: Tasking
+) -> tuple[Rows, Micros]:
     """Choose objects and instants for one site: (rows, micros), both (k,).
 
     Args:
@@ -127,7 +133,7 @@ def _tracks(scene: Scene, visible: npt.NDArray[np.bool_], capacity: int, tasking
 
     """
     steps = scene.steps()
-    count = visible.sum(axis=1)
+    count: Rows = np.asarray(visible.sum(axis=1))
     candidates = np.flatnonzero(count >= tasking.minimum_steps)
     if not len(candidates):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -154,11 +160,13 @@ def _look(scene: Scene, site: Site) -> tuple[npt.NDArray[np.bool_], Floats, Floa
     line = scene.ephemeris.position[:, steps] - place
     distance = np.sqrt(np.einsum("nmk,nmk->nm", line, line))
     height = np.einsum("nmk,mk->nm", line, up)
-    seen = (height > np.sin(np.radians(site.mask_deg)) * distance) & (distance < site.max_range_km)
+    seen: npt.NDArray[np.bool_] = np.asarray(
+        (height > np.sin(np.radians(site.mask_deg)) * distance) & (distance < site.max_range_km)
+    )
     return seen & scene.alive[:, None], place, up
 
 
-def _ground(scene: Scene, site: Site, rows: Rows, micros: Micros, clock: str) -> dict[str, object]:
+def _ground(scene: Scene, site: Site, rows: Rows, micros: Micros, clock: str) -> dict[str, Any]:
     n = len(rows)
     return {
         "orig_sensor_id": [site.sensor_id] * n,
@@ -185,7 +193,7 @@ def _stations(site: Site, micros: Micros) -> measurement.Stations:
     )
 
 
-def _radar(scene: Scene, noise: Noise, tasking: Tasking) -> list[dict[str, object]]:
+def _radar(scene: Scene, noise: Noise, tasking: Tasking) -> list[dict[str, Any]]:
     parts = []
     for site in RADARS:
         seen, _, _ = _look(scene, site)
@@ -209,7 +217,7 @@ def _radar(scene: Scene, noise: Noise, tasking: Tasking) -> list[dict[str, objec
     return parts
 
 
-def _optical(scene: Scene, noise: Noise, tasking: Tasking) -> list[dict[str, object]]:
+def _optical(scene: Scene, noise: Noise, tasking: Tasking) -> list[dict[str, Any]]:
     steps = scene.steps()
     sun = sun_position(scene.ephemeris.micros[steps])
     lit = sunlit(scene.ephemeris.position[:, steps], sun)
@@ -235,7 +243,7 @@ def _optical(scene: Scene, noise: Noise, tasking: Tasking) -> list[dict[str, obj
     return parts
 
 
-def _isl(scene: Scene, noise: Noise, tasking: Tasking) -> list[dict[str, object]]:
+def _isl(scene: Scene, noise: Noise, tasking: Tasking) -> list[dict[str, Any]]:
     """States of partners within range of observing satellites, every 10 s during short contacts."""
     alive = np.flatnonzero(scene.alive)
     height = np.linalg.norm(scene.ephemeris.position[alive, 0], axis=1) - EARTH_RADIUS_KM
@@ -250,7 +258,7 @@ def _isl(scene: Scene, noise: Noise, tasking: Tasking) -> list[dict[str, object]
         rank = np.searchsorted(alive, observers)
         reach = min(tasking.isl_partners + 1, len(alive))
         distance, near = cKDTree(here).query(here[rank], k=reach, distance_upper_bound=tasking.isl_range_km)
-        near, distance = near.reshape(len(rank), -1), distance.reshape(len(rank), -1)
+        near, distance = np.reshape(near, (len(rank), -1)), np.reshape(distance, (len(rank), -1))
         linked = np.isfinite(distance) & (near != rank[:, None])
         partner = np.where(linked, near, 0)
         # The chord between two satellites must clear the atmosphere at its lowest point, its middle.
@@ -263,7 +271,7 @@ def _isl(scene: Scene, noise: Noise, tasking: Tasking) -> list[dict[str, object]
 
 def _contact(
     scene: Scene, noise: Noise, observers: Rows, partners: Rows, begin: int, tasking: Tasking
-) -> dict[str, object]:
+) -> dict[str, Any]:
     samples = tasking.samples_per_track
     rows, seen_by = np.repeat(partners, samples), np.repeat(observers, samples)
     micros = begin + np.tile(np.arange(samples) * 10_000_000, len(partners))

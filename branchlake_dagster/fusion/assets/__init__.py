@@ -1,0 +1,1 @@
+"""The graph's assets, one module per group."""

@@ -1,0 +1,98 @@
+"""Group ``catalogue``: GP snapshots, their rejected records, and the current element set per object."""
+
+# No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
+from collections.abc import Iterator
+
+import dagster as dg
+import polars as pl
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
+
+from branchlake_dagster.branching.session import BranchSparkResource
+from branchlake_dagster.branching.tables import table_metadata
+from branchlake_dagster.fusion.gp.read import read_catalogue
+from branchlake_dagster.fusion.partitions import gp_snapshots
+from branchlake_dagster.fusion.sources import GpSource
+
+GROUP = "catalogue"
+ELEMENT_SETS = dg.AssetKey(["sda", "element_sets"])
+REJECTED_RECORDS = dg.AssetKey(["sda", "rejected_records"])
+CATALOGUE = dg.AssetKey(["sda", "catalogue"])
+CATALOGUE_TABLE = "nessie.sda.catalogue"
+
+
+@dg.multi_asset(
+    name="gp_ingest",
+    group_name=GROUP,
+    partitions_def=gp_snapshots,
+    compute_kind="polars",
+    outs={
+        "element_sets": dg.AssetOut(
+            key=ELEMENT_SETS,
+            description="Element sets of one GP snapshot (CCSDS OMM names and units), one row per object.",
+            metadata=table_metadata(partition_by="snapshot_id", require_checks=True),
+        ),
+        "rejected_records": dg.AssetOut(
+            key=REJECTED_RECORDS,
+            description="Records of a GP snapshot that are no usable element set, with text and reason.",
+            metadata=table_metadata(partition_by="snapshot_id", require_checks=True),
+        ),
+    },
+)
+def gp_ingest(context: dg.AssetExecutionContext, gp: GpSource) -> Iterator[dg.Output[pl.DataFrame]]:
+    """Read one GP file. A damaged record is a row of ``rejected_records``, a damaged file an error."""
+    snapshot = context.partition_key
+    file = gp.read(snapshot)
+    parsed = read_catalogue(file.content, file.source)
+    context.log.info(
+        f"{file.source}: {parsed.elements.height} element sets, {parsed.rejected.height} rejected records"
+    )
+    key = pl.lit(snapshot).alias("snapshot_id")
+    yield dg.Output(
+        parsed.elements.select(key, pl.all(), pl.lit(file.data_mode).alias("data_mode")),
+        "element_sets",
+        metadata={"source": file.source, "objects": parsed.elements.height},
+    )
+    reasons = parsed.rejected.group_by("reason").len().sort("reason")
+    yield dg.Output(
+        parsed.rejected.select(key, pl.all()),
+        "rejected_records",
+        metadata={"source": file.source, "reasons": dict(reasons.iter_rows())},
+    )
+
+
+@dg.asset(
+    key=CATALOGUE,
+    group_name=GROUP,
+    partitions_def=gp_snapshots,
+    compute_kind="spark",
+    metadata=table_metadata(write_mode="upsert", keys=("sat_no",), require_checks=True),
+)
+def catalogue(element_sets: DataFrame, spark: BranchSparkResource) -> DataFrame:
+    """Current element set per object: the newest epoch wins, in whatever order snapshots arrive.
+
+    Only rows that change something are handed to the upsert: from one snapshot to the next most objects
+    keep their elements. An equal epoch replaces only within the same snapshot, which is a corrected file.
+    """
+    return newer_than(element_sets, _current(spark))
+
+
+def _current(spark: BranchSparkResource) -> DataFrame | None:
+    session = spark.spark_session
+    return session.table(CATALOGUE_TABLE) if session.catalog.tableExists(CATALOGUE_TABLE) else None
+
+
+def newer_than(element_sets: DataFrame, current: DataFrame | None) -> DataFrame:
+    """The element sets that the current catalogue lacks or holds with an older epoch."""
+    if current is None:
+        return element_sets
+    known = current.select(
+        "sat_no", F.col("epoch").alias("known_epoch"), F.col("snapshot_id").alias("known_snapshot")
+    )
+    newer = F.col("known_epoch").isNull() | (F.col("epoch") > F.col("known_epoch"))
+    corrected = (F.col("epoch") == F.col("known_epoch")) & (F.col("snapshot_id") == F.col("known_snapshot"))
+    return (
+        element_sets.join(known, on="sat_no", how="left")
+        .where(newer | corrected)
+        .select(*element_sets.columns)
+    )

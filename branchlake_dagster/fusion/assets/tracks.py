@@ -1,0 +1,35 @@
+"""Group ``fused_tracks``: one estimated state per object and window."""
+
+# No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
+import dagster as dg
+from pyspark.sql import DataFrame
+from pyspark.sql.pandas.types import from_arrow_schema
+
+from branchlake_dagster.branching.tables import table_metadata
+from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
+from branchlake_dagster.fusion.assets.observations import OBSERVATIONS
+from branchlake_dagster.fusion.estimation.arrow import ELEMENT_INPUT, TRACK_SCHEMA, fuse_batches
+from branchlake_dagster.fusion.partitions import all_kinds_of_window, whole_catalogue, windows
+from branchlake_dagster.fusion.windows import window_of
+
+FUSED_TRACKS = dg.AssetKey(["sda", "fused_tracks"])
+
+
+@dg.asset(
+    key=FUSED_TRACKS,
+    group_name="fused_tracks",
+    partitions_def=windows,
+    compute_kind="spark",
+    ins={
+        "observations": dg.AssetIn(OBSERVATIONS, partition_mapping=all_kinds_of_window),
+        "catalogue": dg.AssetIn(CATALOGUE, partition_mapping=whole_catalogue),
+    },
+    metadata=table_metadata(partition_by="window_start", require_checks=True),
+)
+def fused_tracks(
+    context: dg.AssetExecutionContext, observations: DataFrame, catalogue: DataFrame
+) -> DataFrame:
+    """State and covariance of each object that the window's observations determine."""
+    start, end = window_of(context)
+    joined = observations.join(catalogue.select(*ELEMENT_INPUT), on="sat_no")
+    return joined.repartition("sat_no").mapInArrow(fuse_batches(start, end), from_arrow_schema(TRACK_SCHEMA))

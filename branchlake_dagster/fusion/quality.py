@@ -1,0 +1,108 @@
+"""The checks of every table: row contracts, and rules over several rows or columns as SQL."""
+
+from __future__ import annotations
+
+import dagster as dg
+
+from branchlake_dagster.checks import pandera_checks, sql_check
+from branchlake_dagster.fusion import contracts
+from branchlake_dagster.fusion.assets.catalogue import CATALOGUE, ELEMENT_SETS, REJECTED_RECORDS
+from branchlake_dagster.fusion.assets.conjunctions import CONJUNCTION_CANDIDATES
+from branchlake_dagster.fusion.assets.observations import OBSERVATIONS, SENSOR_OBSERVATIONS
+from branchlake_dagster.fusion.assets.tracks import FUSED_TRACKS
+from branchlake_dagster.fusion.partitions import gp_snapshots, windows, windows_by_kind
+
+MAX_REJECTED_SHARE = 0.01
+"""Of a snapshot's records, duplicates not counted. Real snapshots have none: one in a hundred means a
+broken feed."""
+
+MAX_CHI2_PER_DOF = 10.0
+
+_DUPLICATES = "SELECT {key}, count(*) AS copies FROM {{this}} GROUP BY {key} HAVING count(*) > 1"
+
+_REJECTED_SHARE = f"""
+SELECT r.snapshot_id, r.rejected, coalesce(e.accepted, 0) AS accepted
+FROM (SELECT snapshot_id, count(*) AS rejected FROM nessie.sda.rejected_records
+      WHERE reason <> 'duplicate_object' GROUP BY snapshot_id) AS r
+LEFT JOIN (SELECT snapshot_id, count(*) AS accepted FROM nessie.sda.element_sets
+           GROUP BY snapshot_id) AS e ON e.snapshot_id = r.snapshot_id
+WHERE r.rejected > {MAX_REJECTED_SHARE} * (r.rejected + coalesce(e.accepted, 0))
+"""  # noqa: S608 - built from constants
+
+_WRONG_FIELDS = """
+SELECT source_kind, observation_id FROM {this}
+WHERE (source_kind = 'radar')
+        <> (range_km IS NOT NULL AND azimuth_deg IS NOT NULL AND elevation_deg IS NOT NULL)
+   OR (source_kind = 'optical') <> (ra_deg IS NOT NULL AND declination_deg IS NOT NULL)
+   OR (source_kind = 'isl') <> (pos_x_km IS NOT NULL AND vel_x_km_s IS NOT NULL)
+   OR (source_kind = 'isl'
+       AND pos_x_km * pos_x_km + pos_y_km * pos_y_km + pos_z_km * pos_z_km < 6378.137 * 6378.137)
+   OR sensor_timestamp < window_start OR sensor_timestamp >= window_start + INTERVAL 1 HOUR
+   OR ingest_timestamp < sensor_timestamp
+"""
+
+
+def _unique(
+    asset: dg.AssetKey, key: str, partitions: dg.PartitionsDefinition[str]
+) -> dg.AssetChecksDefinition:
+    return sql_check(
+        asset,
+        "no_duplicates",
+        _DUPLICATES.format(key=key),
+        partitions_def=partitions,
+        description=f"No two rows share {key}.",
+    )
+
+
+fusion_checks: list[dg.AssetChecksDefinition] = [
+    pandera_checks(ELEMENT_SETS, contracts.ElementSet, partitions_def=gp_snapshots),
+    _unique(ELEMENT_SETS, "snapshot_id, sat_no", gp_snapshots),
+    sql_check(
+        ELEMENT_SETS,
+        "rejected_share",
+        _REJECTED_SHARE,
+        partitions_def=gp_snapshots,
+        description=f"At most {MAX_REJECTED_SHARE:.0%} of a snapshot's records were rejected.",
+    ),
+    pandera_checks(REJECTED_RECORDS, contracts.RejectedRecord, partitions_def=gp_snapshots),
+    pandera_checks(CATALOGUE, contracts.ElementSet, whole_table=True),
+    sql_check(
+        CATALOGUE,
+        "no_duplicates",
+        "SELECT sat_no, count(*) AS copies FROM nessie.sda.catalogue GROUP BY sat_no HAVING count(*) > 1",
+        description="One current element set per object.",
+    ),
+    pandera_checks(SENSOR_OBSERVATIONS, contracts.SensorObservation, partitions_def=windows_by_kind),
+    pandera_checks(OBSERVATIONS, contracts.Observation, partitions_def=windows_by_kind),
+    _unique(OBSERVATIONS, "observation_id", windows_by_kind),
+    sql_check(
+        OBSERVATIONS,
+        "fields_of_kind",
+        _WRONG_FIELDS,
+        partitions_def=windows_by_kind,
+        description="Each kind has its own measurement and no other, above ground, within its window.",
+    ),
+    pandera_checks(FUSED_TRACKS, contracts.FusedTrack, partitions_def=windows),
+    _unique(FUSED_TRACKS, "window_start, sat_no", windows),
+    sql_check(
+        FUSED_TRACKS,
+        "residuals",
+        f"SELECT sat_no, chi2_per_dof FROM {{this}} WHERE chi2_per_dof > {MAX_CHI2_PER_DOF}",  # noqa: S608
+        severity="warn",
+        partitions_def=windows,
+        description="Residuals agree with the stated noise; if not, a manoeuvre or a wrong object.",
+    ),
+    pandera_checks(CONJUNCTION_CANDIDATES, contracts.ConjunctionCandidate, partitions_def=windows),
+    sql_check(
+        CONJUNCTION_CANDIDATES,
+        "ordered_and_unique",
+        """
+        SELECT sat1_object_designator, sat2_object_designator, tca, count(*) AS copies FROM {this}
+        GROUP BY sat1_object_designator, sat2_object_designator, tca
+        HAVING count(*) > 1 OR sat1_object_designator >= sat2_object_designator
+        """,
+        partitions_def=windows,
+        description="Each encounter once, the smaller catalogue number first.",
+    ),
+]
+"""All asset checks of the graph."""

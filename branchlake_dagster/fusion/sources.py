@@ -1,0 +1,117 @@
+"""Where a GP snapshot's bytes come from: a folder of files, or the simulated catalogue."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from branchlake_dagster.fusion.gp.records import CatalogueError
+from branchlake_dagster.fusion.gp.simulated import REFERENCE_EPOCH, simulated_gp_file
+
+SIMULATED_PREFIX = "sim-"
+BAD_PREFIX = "sim-bad-"
+DEFAULT_SNAPSHOT = "sim-20260808T0000Z"
+_SUFFIXES = (".tle", ".3le", ".2le", ".txt", ".json", ".omm", ".xml", ".csv", ".kvn")
+_TIME = re.compile(r"(\d{8}T\d{4})Z")
+
+
+class UnknownSnapshotError(CatalogueError):
+    """No file belongs to the snapshot id."""
+
+
+@dataclass(frozen=True)
+class GpFile:
+    """Bytes of a GP file, where they come from, and the Unified Data Library's data mode for them."""
+
+    content: bytes
+    source: str
+    data_mode: str
+
+
+def snapshot_id(path: Path) -> str:
+    """The snapshot id of a GP file: its name without the endings for format and compression."""
+    name = path.name.removesuffix(".gz")
+    stem, dot, ending = name.rpartition(".")
+    return stem if f"{dot}{ending.lower()}" in _SUFFIXES else name
+
+
+def snapshot_time(snapshot: str) -> datetime | None:
+    """The UTC time written in a snapshot id (``…20260808T0220Z…``); None when there is none."""
+    found = _TIME.search(snapshot)
+    if found is None:
+        return None
+    try:
+        return datetime.strptime(found.group(1), "%Y%m%dT%H%M").replace(tzinfo=UTC)
+    except ValueError:  # digits that are no date
+        return None
+
+
+class GpSource(dg.ConfigurableResource[Any]):
+    """GP files by snapshot id.
+
+    An id that begins with ``sim-`` is simulated from the seed at the time its id states (else the
+    reference epoch), so a run can be launched with nothing configured; ``sim-bad-…`` is a damaged file
+    that the gate must block. Any other id is a file of ``catalogue_dir``.
+    """
+
+    catalogue_dir: str | None = None
+    simulated_objects: int = 2_000
+    seed: int = 2026
+
+    def files(self) -> dict[str, Path]:
+        """Files of ``catalogue_dir`` by snapshot id.
+
+        Raises:
+            UnknownSnapshotError: the folder does not exist, or two of its files have one id.
+
+        """
+        if self.catalogue_dir is None:
+            return {}
+        folder = Path(self.catalogue_dir).expanduser()
+        if not folder.is_dir():
+            raise UnknownSnapshotError(
+                str(folder), "no such folder", "Set the GP source's catalogue_dir to a folder of GP files."
+            )
+        found: dict[str, Path] = {}
+        for path in sorted(p for p in folder.iterdir() if p.is_file() and _is_gp(p)):
+            name = snapshot_id(path)
+            if name in found:
+                raise UnknownSnapshotError(
+                    str(path), f"{found[name].name} has the same snapshot id {name}", "Rename one of them."
+                )
+            found[name] = path
+        return found
+
+    def read(self, snapshot: str) -> GpFile:
+        """The file of a snapshot.
+
+        Raises:
+            UnknownSnapshotError: neither simulated nor in the folder.
+
+        """
+        if snapshot.startswith(SIMULATED_PREFIX):
+            text = simulated_gp_file(
+                seed=self.seed,
+                objects=self.simulated_objects,
+                epoch=snapshot_time(snapshot) or REFERENCE_EPOCH,
+                bad=snapshot.startswith(BAD_PREFIX),
+            )
+            return GpFile(text.encode(), f"simulated {snapshot}", "SIMULATED")
+        path = self.files().get(snapshot)
+        if path is None:
+            where = self.catalogue_dir or "a folder (catalogue_dir is not set)"
+            raise UnknownSnapshotError(
+                snapshot,
+                f"no such file in {where}",
+                "Put the file there under that name, or use a snapshot id that begins with sim-.",
+            )
+        return GpFile(path.read_bytes(), str(path), "REAL")
+
+
+def _is_gp(path: Path) -> bool:
+    return Path(path.name.lower().removesuffix(".gz")).suffix in _SUFFIXES

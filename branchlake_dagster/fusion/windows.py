@@ -1,0 +1,20 @@
+"""The time window of a run, in the microseconds that the numerical code works with."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import dagster as dg
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def micros(instant: datetime) -> int:
+    """UTC microseconds since 1970, exactly (a float timestamp would round)."""
+    return (instant - _EPOCH) // timedelta(microseconds=1)
+
+
+def window_of(context: dg.AssetExecutionContext) -> tuple[int, int]:
+    """Start and end of the run's window in UTC microseconds since 1970."""
+    window = context.partition_time_window
+    return micros(window.start), micros(window.end)
