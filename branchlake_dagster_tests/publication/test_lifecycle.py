@@ -23,15 +23,21 @@ def table(namespace: str, name: str, rows: list[int] | None = None) -> dg.Assets
     return made
 
 
-def check(asset: dg.AssetsDefinition, *, passed: bool = True, severity: str = "ERROR", name: str = "good") -> dg.AssetChecksDefinition:
+def check(
+    asset: dg.AssetsDefinition, *, passed: bool = True, severity: str = "ERROR", name: str = "good"
+) -> dg.AssetChecksDefinition:
     @dg.asset_check(asset=asset.key, name=name)
     def verdict() -> dg.AssetCheckResult:
-        return dg.AssetCheckResult(passed=passed, severity=dg.AssetCheckSeverity(severity), description="as told")
+        return dg.AssetCheckResult(
+            passed=passed, severity=dg.AssetCheckSeverity(severity), description="as told"
+        )
 
     return verdict
 
 
-def test_a_passing_run_is_published_in_one_commit_with_its_story(lakehouse: Lakehouse, namespace: str) -> None:
+def test_a_passing_run_is_published_in_one_commit_with_its_story(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
     one, two = table(namespace, "one"), table(namespace, "two", [7])
     with project(lakehouse, one, two, check(one), check(two)) as p:
         before = lakehouse.nessie.reference("main").hash
