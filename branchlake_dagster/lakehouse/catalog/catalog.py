@@ -74,10 +74,9 @@ def _require_table(key: ContentKey, found: Content | None) -> IcebergTable:
 
 def _message(key: ContentKey, updates: Sequence[TableUpdate]) -> str:
     """A commit message such as "Update table a.b: append"."""
-    done = []
-    for update in updates:
-        summary = update.snapshot.summary if isinstance(update, AddSnapshotUpdate) else None
-        done.append(summary.operation.value if summary else update.action)
+    snapshots = [update.snapshot.summary for update in updates if isinstance(update, AddSnapshotUpdate)]
+    done = [summary.operation.value for summary in snapshots if summary]
+    done = done or [update.action for update in updates]
     return f"Update table {key}: {', '.join(dict.fromkeys(done))}"
 
 
