@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from branchlake_dagster.lakehouse.errors import (
     ContentNotFound,
@@ -75,7 +75,7 @@ class NessieClient:
     def __repr__(self) -> str:
         return f"NessieClient({self.uri})"
 
-    def __enter__(self) -> NessieClient:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
