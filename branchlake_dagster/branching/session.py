@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from dagster import InitResourceContext
 from dagster_pyspark import PySparkResource
 from dagster_spark.utils import flatten_dict
+from pydantic import PrivateAttr
 from pyspark.sql import SparkSession
 
 from branchlake_dagster.branching.resource import LakehouseResource
+from branchlake_dagster.lakehouse.spark import is_connect
 
 
 class BranchSparkResource(PySparkResource):
@@ -22,20 +26,55 @@ class BranchSparkResource(PySparkResource):
     lakehouse: LakehouseResource
     spark_config: dict[str, Any] = {}  # noqa: RUF012 - a pydantic field, copied per instance
 
+    _holds: tuple[str, str] | None = PrivateAttr(default=None)
+
     def setup_for_execution(self, context: InitResourceContext) -> None:
         """Nothing yet: the session and the branch are made at their first use."""
 
     def teardown_after_execution(self, context: InitResourceContext) -> None:  # noqa: ARG002 - Dagster's signature
-        """Give the session's memory on the server back."""
-        session, self._spark_session = self._spark_session, None
-        if session is not None and self.lakehouse.lakehouse.settings.session_kind == "connect":
-            session.stop()
+        """Give the session back; the last user of a run's session ends it on the server."""
+        key, self._holds, self._spark_session = self._holds, None, None
+        if key is not None:
+            _sessions.give_back(key)
 
     @property
     def spark_session(self) -> SparkSession:
         """The session of this run; `spark.sql(…)` in it reads and writes the run's branch."""
         if self._spark_session is None:
+            ref = self.lakehouse.ref()
             conf = {key: str(value) for key, value in flatten_dict(self.spark_config)}  # type: ignore[no-untyped-call]
-            self._spark_session = self.lakehouse.lakehouse.spark_session(self.lakehouse.ref(), conf=conf)
+            self._holds = (ref, repr(sorted(conf.items())))
+            self._spark_session = _sessions.take(
+                self._holds, lambda: self.lakehouse.lakehouse.spark_session(ref, conf=conf)
+            )
         session: SparkSession = self._spark_session
         return session
+
+
+class _SharedSessions:
+    """The sessions of this process by branch and configuration, with the number of their users.
+
+    Dagster gives an asset and the IO manager a copy each of one resource; with a session each, a frame
+    read through one could not be joined with a frame of the other (SESSION_NOT_SAME).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[tuple[str, str], tuple[SparkSession, int]] = {}
+
+    def take(self, key: tuple[str, str], make: Callable[[], SparkSession]) -> SparkSession:
+        with self._lock:
+            session, users = self._open[key] if key in self._open else (make(), 0)
+            self._open[key] = (session, users + 1)
+            return session
+
+    def give_back(self, key: tuple[str, str]) -> None:
+        with self._lock:
+            session, users = self._open.pop(key)
+            if users > 1:
+                self._open[key] = (session, users - 1)
+            elif is_connect(session):
+                session.stop()  # a classic session shares its JVM with the others
+
+
+_sessions = _SharedSessions()

@@ -42,6 +42,11 @@ def open_session(
     return _open_connect(endpoints, settled)
 
 
+def is_connect(session: SparkSession) -> bool:
+    """Whether this is a Spark Connect session."""
+    return type(session).__module__.startswith("pyspark.sql.connect")
+
+
 def _open_connect(endpoints: Endpoints, conf: dict[str, str]) -> SparkSession:
     from pyspark.sql import SparkSession
 

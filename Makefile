@@ -1,0 +1,52 @@
+# `make demo` runs the main job, `make test` passes the tests; each sets up what it needs.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export DAGSTER_HOME ?= $(CURDIR)/.branchlake/dagster
+
+.PHONY: help setup demo dev test lint types check bench lock clean
+
+help:  ## list what there is
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(VENV)/.ready  ## virtual environment from the lock file, jars through Ivy
+
+$(VENV)/.ready: requirements.lock setup.cfg
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed; name one: make PYTHON=python3.12 …"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(BIN)/branchlake fetch
+	@touch $@
+
+demo: setup  ## the main job: runs on branches, one of them blocked, the rest published
+	$(BIN)/branchlake demo
+
+dev: setup  ## the Dagster UI with sensors and schedules running
+	$(BIN)/branchlake up
+	$(BIN)/dagster dev -w workspace.yaml -h 127.0.0.1
+
+test: setup  ## every test
+	$(BIN)/python -m pytest
+
+lint: setup  ## linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup  ## strict type checker
+	$(BIN)/mypy
+
+check: lint types test  ## what CI runs
+
+bench: setup  ## where the time goes
+	$(BIN)/branchlake bench lifecycle
+
+lock: setup  ## resolve requirements.lock anew
+	$(BIN)/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras \
+		--no-emit-index-url --no-emit-find-links --extra dev -o requirements.lock setup.cfg
+
+clean:  ## stop the servers and remove everything that was made here
+	-$(BIN)/branchlake down
+	rm -rf $(VENV) .branchlake

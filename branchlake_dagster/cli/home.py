@@ -1,0 +1,39 @@
+"""Dagster's own storage for the embedded lakehouse: one folder inside the state folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from branchlake_dagster.settings import Settings
+
+_DAGSTER_YAML = """\
+telemetry:
+  enabled: false
+
+# A run worker that dies leaves its run "started" for ever, and its branch with it, unless somebody looks.
+run_monitoring:
+  enabled: true
+  poll_interval_seconds: 30
+
+# The publication sensor must not wait behind another sensor.
+sensors:
+  use_threads: true
+  num_workers: 4
+"""
+
+
+def dagster_home(settings: Settings) -> Path:
+    """The folder named by `DAGSTER_HOME`, else one in the state folder; made and configured if needed.
+
+    Exports `DAGSTER_HOME` and `BRANCHLAKE_STATE_DIR`, so that this process and the ones Dagster starts
+    agree.
+    """
+    home = Path(os.environ.get("DAGSTER_HOME") or settings.state_dir / "dagster").absolute()
+    home.mkdir(parents=True, exist_ok=True)
+    config = home / "dagster.yaml"
+    if not config.exists():
+        config.write_text(_DAGSTER_YAML)
+    os.environ["DAGSTER_HOME"] = str(home)
+    os.environ["BRANCHLAKE_STATE_DIR"] = str(settings.state_dir)
+    return home

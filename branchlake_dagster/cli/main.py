@@ -1,0 +1,141 @@
+"""The commands themselves. Errors that tell what to do end as one sentence, not as a stack trace."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+from pydantic import ValidationError
+
+from branchlake_dagster.lakehouse.errors import BranchlakeError
+from branchlake_dagster.settings import Settings
+
+
+class _Commands(click.Group):
+    """Turns our typed errors into a sentence and exit code 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BranchlakeError as error:
+            raise click.ClickException(str(error)) from error
+        except ValidationError as error:
+            told = "; ".join(
+                f"BRANCHLAKE_{'.'.join(map(str, e['loc'])).upper()}: {e['msg']}" for e in error.errors()
+            )
+            raise click.ClickException(f"A setting is wrong: {told}.") from error
+        except OSError as error:
+            if error.errno == 28:
+                raise click.ClickException(
+                    f"The disk is full: {error}. Make room and run it again."
+                ) from error
+            raise
+
+
+def say(text: str) -> None:
+    """Progress goes to standard error, so that `--json` output stays clean."""
+    click.echo(text, err=True)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="branchlake_dagster")
+def main() -> None:
+    """Dagster runs on their own Nessie branch of an Iceberg lake."""
+
+
+@main.command()
+def fetch() -> None:
+    """Bring the servers' jars, and nothing else."""
+    from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers
+
+    EmbeddedServers(Settings(), say=say).fetch_jars()
+
+
+@main.command()
+def up() -> None:
+    """Start the embedded servers if they do not run, and prepare Dagster's home."""
+    from branchlake_dagster.cli.home import dagster_home
+    from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+
+    settings = Settings()
+    home = dagster_home(settings)
+    endpoints = Lakehouse(settings, say=say).endpoints()
+    click.echo(f"Nessie   {endpoints.nessie_uri}")
+    click.echo(f"Spark    {endpoints.spark_remote or 'classic sessions'}")
+    click.echo(f"Lake     {settings.warehouse_uri}")
+    click.echo(f"Dagster  DAGSTER_HOME={home}")
+
+
+@main.command()
+def down() -> None:
+    """Stop the embedded servers. Data stays."""
+    from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers
+
+    stopped = EmbeddedServers(Settings(), say=say).down()
+    click.echo(f"Stopped {' and '.join(stopped)}." if stopped else "Nothing was running.")
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+def status(as_json: bool) -> None:
+    """Servers, and the run branches with their run, state and age."""
+    from branchlake_dagster.cli.status import gather, show
+
+    found = gather(Settings())
+    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+
+
+@main.command()
+@click.option("--dry-run", is_flag=True, help="Only say what would be deleted, and why.")
+def reap(dry_run: bool) -> None:
+    """Delete run branches that nobody will publish; say why each other one is kept."""
+    from dagster import DagsterInstance
+
+    from branchlake_dagster.cli.home import dagster_home
+    from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+    from branchlake_dagster.publication.machinery import reap_branches
+
+    settings = Settings()
+    dagster_home(settings)
+    with DagsterInstance.get() as instance:
+        reaped = list(reap_branches(Lakehouse(settings, say=say), instance, dry_run=dry_run))
+    for one in reaped:
+        click.echo(f"{'would be ' if dry_run and one.delete else ''}{one}")
+    if not reaped:
+        click.echo("No run branches.")
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the closing table as JSON.")
+@click.option(
+    "--catalogue", multiple=True, type=click.Path(exists=True, dir_okay=False), help="A TLE or OMM file."
+)
+@click.argument("more", nargs=-1, type=click.Path(exists=True, dir_okay=False))
+def demo(as_json: bool, catalogue: tuple[str, ...], more: tuple[str, ...]) -> None:
+    """The SDA graph end to end: published runs, and one that the gate blocks.
+
+    --catalogue FILE… takes real TLE or OMM files (.gz too); without it 2,000 objects are simulated.
+    """
+    from branchlake_dagster.cli.demo import run_demo, show
+
+    result = run_demo(Settings(), [*catalogue, *more], say=say)
+    click.echo(json.dumps(result.as_dict(), indent=2)) if as_json else show(result)
+    sys.exit(0 if result.as_expected else 1)
+
+
+@main.group()
+def bench() -> None:
+    """Benchmarks; their figures are in docs/benchmarks.md."""
+
+
+@bench.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--rounds", default=3, show_default=True, help="Runs of the small asset; the median counts.")
+def lifecycle(as_json: bool, rounds: int) -> None:
+    """From launch to visible on main, split into phases."""
+    from branchlake_dagster.cli.bench_lifecycle import measure, show
+
+    found = measure(Settings(), rounds=rounds, say=say)
+    click.echo(json.dumps(found, indent=2)) if as_json else show(found)

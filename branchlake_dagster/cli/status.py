@@ -1,0 +1,96 @@
+"""`branchlake status`: what runs, and every run branch with its run's state and its age."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from dagster import DagsterInstance
+from rich.console import Console
+from rich.table import Table
+
+from branchlake_dagster.branching.run_branch import run_id_of
+from branchlake_dagster.cli.home import dagster_home
+from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.publication.publisher import RUN_ID, TABLES, VERDICT, publications
+from branchlake_dagster.publication.reconcile import RUN_BRANCHES
+from branchlake_dagster.settings import Settings
+
+_LAST = 5
+
+
+def gather(settings: Settings) -> dict[str, Any]:
+    """Servers, `main`, run branches (run, state, age in seconds, commits) and the last publications.
+
+    Starts nothing: with the embedded Nessie down, only the servers are told.
+    """
+    lake = Lakehouse(settings)
+    records = lake.servers.status()
+    servers: dict[str, Any] = {
+        name: {
+            "running": record is not None,
+            "pid": record.pid if record else None,
+            "port": record.port if record else None,
+        }
+        for name, record in records.items()
+        if name in lake.servers.wanted()
+    }
+    found: dict[str, Any] = {
+        "state_dir": str(settings.state_dir),
+        "warehouse": settings.warehouse_uri,
+        "servers": servers,
+    }
+    if settings.embedded_nessie and records[NESSIE] is None:
+        return {**found, "main": None, "branches": [], "publications": []}
+    now = datetime.now(UTC)
+    dagster_home(settings)
+    branches = []
+    with DagsterInstance.get() as instance:
+        for ref in lake.nessie.references(filter=RUN_BRANCHES, fetch_metadata=True):
+            record = instance.get_run_record_by_id(run_id_of(ref.name))
+            head = ref.metadata.head_commit if ref.metadata else None
+            born = record.create_timestamp if record else (head.commit_time if head else None)
+            branches.append(
+                {
+                    "branch": ref.name,
+                    "run_id": run_id_of(ref.name),
+                    "state": record.dagster_run.status.value.lower() if record else "unknown",
+                    "age_s": round((now - born).total_seconds()) if born else None,
+                    "commits": ref.metadata.commits_ahead if ref.metadata else None,
+                }
+            )
+    ledger = [
+        {
+            "publication": entry.commit.hash,
+            "run_id": entry.commit.properties.get(RUN_ID),
+            "verdict": entry.commit.properties.get(VERDICT),
+            "tables": entry.commit.properties.get(TABLES, "").split(","),
+            "time": entry.commit.commit_time.isoformat() if entry.commit.commit_time else None,
+        }
+        for entry in publications(lake.nessie, limit=_LAST)
+    ]
+    return {**found, "main": lake.nessie.reference(MAIN).hash, "branches": branches, "publications": ledger}
+
+
+def show(found: dict[str, Any]) -> None:
+    """The same for people."""
+    console = Console()
+    names = {NESSIE: "Nessie", SPARK: "Spark Connect"}
+    for name, server in found["servers"].items():
+        state = f"port {server['port']}, pid {server['pid']}" if server["running"] else "not running"
+        console.print(f"{names[name]:14} {state}")
+    console.print(f"{'Warehouse':14} {found['warehouse']}")
+    if found["main"] is None:
+        console.print("Start the servers with `branchlake up` to see branches.")
+        return
+    console.print(f"{'main':14} {found['main'][:16]}")
+    branches = Table("run branch", "state", "age", "commits", title=f"{len(found['branches'])} run branches")
+    for row in found["branches"]:
+        age = "?" if row["age_s"] is None else f"{row['age_s'] // 60} min {row['age_s'] % 60} s"
+        branches.add_row(row["branch"], row["state"], age, str(row["commits"]))
+    console.print(branches)
+    ledger = Table("publication", "run", "verdict", "tables", title="last publications")
+    for row in found["publications"]:
+        ledger.add_row(row["publication"][:16], row["run_id"], row["verdict"], ", ".join(row["tables"]))
+    console.print(ledger)
