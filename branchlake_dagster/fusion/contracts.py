@@ -87,7 +87,7 @@ class Observation(_Contract):
     elevation_deg: T.DoubleType = pa.Field(ge=0.0, le=90.0, nullable=True)
     ra_deg: T.DoubleType = pa.Field(ge=0.0, le=360.0, nullable=True)
     declination_deg: T.DoubleType = pa.Field(ge=-90.0, le=90.0, nullable=True)
-    max_skew_s: T.DoubleType = pa.Field(gt=0.0, nullable=False)
+    max_skew_s: T.DoubleType = pa.Field(ge=0.0, nullable=False)
 
 
 class FusedTrack(_Contract):

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 import dagster as dg
 import polars as pl
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
-from branchlake_dagster.branching.session import BranchSparkResource
 from branchlake_dagster.branching.tables import table_metadata
 from branchlake_dagster.fusion.gp.read import read_catalogue
 from branchlake_dagster.fusion.partitions import gp_snapshots
@@ -68,17 +67,17 @@ def gp_ingest(context: dg.AssetExecutionContext, gp: GpSource) -> Iterator[dg.Ou
     compute_kind="spark",
     metadata=table_metadata(write_mode="upsert", keys=("sat_no",), require_checks=True),
 )
-def catalogue(element_sets: DataFrame, spark: BranchSparkResource) -> DataFrame:
+def catalogue(element_sets: DataFrame) -> DataFrame:
     """Current element set per object: the newest epoch wins, in whatever order snapshots arrive.
 
     Only rows that change something are handed to the upsert: from one snapshot to the next most objects
     keep their elements. An equal epoch replaces only within the same snapshot, which is a corrected file.
     """
-    return newer_than(element_sets, _current(spark))
+    return newer_than(element_sets, _current(element_sets.sparkSession))
 
 
-def _current(spark: BranchSparkResource) -> DataFrame | None:
-    session = spark.spark_session
+def _current(session: SparkSession) -> DataFrame | None:
+    """The catalogue on the run's branch; the input's own session stands there."""
     return session.table(CATALOGUE_TABLE) if session.catalog.tableExists(CATALOGUE_TABLE) else None
 
 

@@ -2,12 +2,10 @@
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
 import dagster as dg
-import pyarrow as pa
 from pydantic import Field
 from pyspark.sql import DataFrame
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from branchlake_dagster.branching.session import BranchSparkResource
 from branchlake_dagster.branching.tables import table_metadata
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
 from branchlake_dagster.fusion.conjunctions.arrow import CANDIDATE_SCHEMA, screen_batches
@@ -37,16 +35,15 @@ class ScreeningConfig(dg.Config):
 def conjunction_candidates(
     context: dg.AssetExecutionContext,
     config: ScreeningConfig,
-    catalogue: pa.Table,
-    spark: BranchSparkResource,
+    catalogue: DataFrame,
 ) -> DataFrame:
     """Encounters of all catalogue objects closer than the threshold, by their element sets alone."""
     start, end = window_of(context)
-    elements = Elements.from_arrow(catalogue.sort_by("sat_no"))
+    elements = Elements.from_arrow(catalogue.select(*Elements.COLUMNS).toArrow().sort_by("sat_no"))
     cells = -(-(end - start) // round(STEP_S * 1e6))
     size = -(-cells // config.chunks)
     ranges = [(first, min(size, cells - first)) for first in range(0, cells, size)]
-    frame = spark.spark_session.createDataFrame(ranges, "first_cell long, cells long")
+    frame = catalogue.sparkSession.createDataFrame(ranges, "first_cell long, cells long")
     screened = screen_batches(elements, start=start, step_s=STEP_S, threshold_km=config.threshold_km)
     return frame.repartition(len(ranges), "first_cell").mapInArrow(
         screened, from_arrow_schema(CANDIDATE_SCHEMA)

@@ -8,6 +8,7 @@ above every numerical error made here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,8 @@ class Elements:
     ``values`` holds ``ELEMENT_FIELDS`` in CCSDS units. Plain arrays, so that it travels in a Spark closure
     (16,000 objects are 1.4 MB), which compiled Satrec records do not.
     """
+
+    COLUMNS: ClassVar[tuple[str, ...]] = ("sat_no", "epoch", *ELEMENT_FIELDS)
 
     sat_no: npt.NDArray[np.int64]
     epoch_micros: Micros
