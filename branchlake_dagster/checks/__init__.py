@@ -1,4 +1,4 @@
-"""Checks: contracts and SQL as Dagster asset checks, evaluated on the run's branch in one Spark query."""
+"""Checks: contracts and SQL as Dagster asset checks, evaluated on the run's branch in one Spark job."""
 
 from branchlake_dagster.checks.contract import pandera_checks
 from branchlake_dagster.checks.model import CheckFailedToRun, ContractError

@@ -33,7 +33,7 @@ def pandera_checks(
     name_prefix: str | None = None,
     whole_table: bool = False,
 ) -> dg.AssetChecksDefinition:
-    """Asset checks for every promise of `model`, evaluated in one Spark query on the asset's rows.
+    """Asset checks for every promise of `model`, evaluated in one Spark job on the asset's rows.
 
     The rows come through the asset's IO manager, so they are those of the run's branch and, for a
     partitioned asset, of the run's partitions (`whole_table=True`: all of the table). `asset` is a key or
@@ -65,7 +65,7 @@ def pandera_checks(
 
     @dg.multi_asset_check(
         name=f"{key.to_python_identifier()}__{prefix}contract",
-        description=f"Contract {model.__name__} on {key.to_user_string()}, in one Spark query.",
+        description=f"Contract {model.__name__} on {key.to_user_string()}, in one Spark job.",
         specs=specs,
         ins={"rows": dg.AssetIn(key)},
         compute_kind="pandera",
@@ -79,7 +79,8 @@ def pandera_checks(
             outcomes = judge(rows, schema, list(wanted.values()), examples=examples)
         except PySparkException as error:
             raise CheckFailedToRun(
-                f"Contract {model.__name__} on {key.to_user_string()} could not be evaluated: {words_of(error)}",
+                f"Contract {model.__name__} on {key.to_user_string()} could not be evaluated: "
+                f"{words_of(error)}",
                 hint="Nothing is known about these rows, so the run will not be published.",
             ) from error
         for name, constraint in wanted.items():
@@ -100,4 +101,4 @@ def _evaluation(constraint: Constraint) -> str:
         return "from the schema, no rows read"
     if isinstance(constraint, PanderaConstraint):
         return "by pandera itself, a query of its own, no counts"
-    return "in the contract's one Spark query"
+    return "in the contract's one Spark job"

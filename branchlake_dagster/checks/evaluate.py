@@ -1,4 +1,4 @@
-"""A whole contract in one Spark query.
+"""A whole contract in one Spark job.
 
 Two one-pass branches under one `UNION ALL`, fetched by one `collect`: an aggregation with a failing-row
 count and one failing row per constraint, and a sample of failing rows cut off by `LIMIT`. Uniqueness adds
@@ -13,7 +13,7 @@ instead of one took 11-14 s where this takes 3-5 s, when all rows fail.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import pyspark.sql.types as pst
@@ -34,14 +34,25 @@ VALUE_CHARS = 80
 EXAMPLE_COLUMNS = 32
 """Most columns carried per example row: those the contract speaks of first."""
 
+_ADAPTIVE = "spark.sql.adaptive.enabled"
 _FLAG = "branchlake_flag_"
 _CELLS = "branchlake_cells"
 _WEIGHT = "branchlake_weight"
 
 
 def collect_rows(frame: DataFrame) -> list[Row]:
-    """Fetch `frame`: the only place where an evaluation makes Spark work."""
-    return frame.collect()
+    """Fetch `frame` as one Spark job: the only place where an evaluation makes Spark work.
+
+    Adaptive execution is off meanwhile. It would submit each shuffle of the query as a job of its own
+    (counted: 3 jobs, 6 with a uniqueness constraint, instead of 1) to replan what ends in a few rows.
+    """
+    conf = frame.sparkSession.conf
+    before = conf.get(_ADAPTIVE) or "true"
+    conf.set(_ADAPTIVE, "false")
+    try:
+        return frame.collect()
+    finally:
+        conf.set(_ADAPTIVE, before)
 
 
 def evaluate(
@@ -57,23 +68,26 @@ def evaluate(
     rules = [constraint for constraint in constraints if isinstance(constraint, RowConstraint)]
     keys = [constraint for constraint in constraints if isinstance(constraint, UniqueConstraint)]
     shown = _example_columns(rows, rules)
-    query = _summary(_flagged(rows, rules, shown), len(rules), examples, part=0)
+    query = _summary(_flagged(rows, rules, shown), len(rules), examples)
     for part, key in enumerate(keys, start=1):
-        query = query.unionByName(_summary(_repeated(rows, key), 1, examples, part=part))
+        query = query.unionByName(_repeated(rows, key, examples, part=part))
     found = collect(query)
-    total = next(row["total"] for row in found if row["part"] == 0 and row["total"] is not None)
+    summaries = {row["part"]: row for row in found if row["failing"] is not None}
+    total = int(summaries[0]["total"])
     outcomes: dict[str, Outcome] = {}
     for index, rule in enumerate(rules):
         order = [*(c for c in shown if c in rule.columns), *(c for c in shown if c not in rule.columns)]
-        outcomes[rule.name] = _outcome(_part(found, 0), index, shown, order, total, examples)
+        failing = int(summaries[0]["failing"][index])
+        cells = [summaries[0]["first"][index]] if failing else []
+        cells += [row["cells"] for row in found if row["flags"] is not None and row["flags"][index]]
+        outcomes[rule.name] = _outcome(failing, total, _records(cells, shown, order)[:examples])
     for part, key in enumerate(keys, start=1):
         labels = [*key.columns, "rows"]
-        outcomes[key.name] = _outcome(_part(found, part), 0, labels, labels, total, examples)
+        cells = [one for one in summaries[part]["first"] if one is not None]
+        outcomes[key.name] = _outcome(
+            int(summaries[part]["failing"][0]), total, _records(cells, labels, labels)
+        )
     return outcomes
-
-
-def _part(found: Sequence[Row], part: int) -> list[Row]:
-    return [row for row in found if row["part"] == part]
 
 
 def _example_columns(rows: DataFrame, rules: Sequence[RowConstraint]) -> list[str]:
@@ -102,30 +116,39 @@ def _flagged(rows: DataFrame, rules: Sequence[RowConstraint], shown: Sequence[st
     return rows.select(
         *[flag.alias(f"{_FLAG}{index}") for index, flag in enumerate(flags)],
         F.when(any_fails, cells.cast("array<string>")).alias(_CELLS),
-        F.lit(1).cast("bigint").alias(_WEIGHT),
     )
 
 
-def _repeated(rows: DataFrame, key: UniqueConstraint) -> DataFrame:
-    """One row per key that occurs more than once, in the form of `_flagged`, weighing its rows."""
+def _repeated(rows: DataFrame, key: UniqueConstraint, examples: int, *, part: int) -> DataFrame:
+    """One row in the form of `_summary`: the rows that share their key, and up to `examples` such keys.
+
+    The keys shown are the smallest of each of `examples` hash buckets: bounded, the same every time, and
+    the grouping, which costs a shuffle of the key columns, is read once.
+    """
     schema = rows.schema
     groups = rows.groupBy(*[quoted(column) for column in key.columns]).agg(F.count(F.lit(1)).alias(_WEIGHT))
     printed = [_printed(column, schema[column].dataType) for column in key.columns]
-    return groups.where(F.col(_WEIGHT) > 1).select(
-        F.lit(True).alias(f"{_FLAG}0"),
-        F.array(*printed, F.col(_WEIGHT).cast("string")).alias(_CELLS),
-        _WEIGHT,
+    keys = groups.where(F.col(_WEIGHT) > 1).select(
+        F.array(*printed, F.col(_WEIGHT).cast("string")).alias(_CELLS), _WEIGHT
+    )
+    bucket = F.pmod(F.xxhash64(_CELLS), F.lit(examples))
+    return keys.agg(
+        F.lit(part).alias("part"),
+        F.lit(None).cast("bigint").alias("total"),
+        F.array(F.coalesce(F.sum(_WEIGHT), F.lit(0))).alias("failing"),
+        F.array(*[F.min(F.when(bucket == index, F.col(_CELLS))) for index in range(examples)]).alias("first"),
+        F.lit(None).cast("array<boolean>").alias("flags"),
+        F.lit(None).cast("array<string>").alias("cells"),
     )
 
 
-def _summary(flagged: DataFrame, rules: int, examples: int, *, part: int) -> DataFrame:
+def _summary(flagged: DataFrame, rules: int, examples: int) -> DataFrame:
     """Rows `(part, total, failing, first, flags, cells)`: one with the counts, then the sample."""
     flags = [F.col(f"{_FLAG}{index}") for index in range(rules)]
-    failing = [F.sum(F.when(flag, F.col(_WEIGHT)).otherwise(0)) for flag in flags]
     counts = flagged.agg(
-        F.lit(part).alias("part"),
-        F.coalesce(F.sum(_WEIGHT), F.lit(0)).alias("total"),
-        F.array(*[F.coalesce(count, F.lit(0)) for count in failing]).cast("array<bigint>").alias("failing"),
+        F.lit(0).alias("part"),
+        F.count(F.lit(1)).alias("total"),
+        F.array(*[F.count_if(flag) for flag in flags]).cast("array<bigint>").alias("failing"),
         # The smallest failing row: one is certain to be shown, and it is the same one every time.
         F.array(*[F.min(F.when(flag, F.col(_CELLS))) for flag in flags])
         .cast("array<array<string>>")
@@ -138,7 +161,7 @@ def _summary(flagged: DataFrame, rules: int, examples: int, *, part: int) -> Dat
     sample = flagged.where(F.col(_CELLS).isNotNull()).limit(examples * rules)
     return counts.unionByName(
         sample.select(
-            F.lit(part).alias("part"),
+            F.lit(0).alias("part"),
             F.lit(None).cast("bigint").alias("total"),
             F.lit(None).cast("array<bigint>").alias("failing"),
             F.lit(None).cast("array<array<string>>").alias("first"),
@@ -148,22 +171,13 @@ def _summary(flagged: DataFrame, rules: int, examples: int, *, part: int) -> Dat
     )
 
 
-def _outcome(
-    found: Sequence[Row], index: int, labels: Sequence[str], order: Sequence[str], total: int, examples: int
-) -> Outcome:
-    summary = next(row for row in found if row["failing"] is not None)
-    failing = int(summary["failing"][index])
-    # A dict keeps the order and drops what the sample repeats: the smallest row is often in it too.
-    shown: dict[tuple[str | None, ...], None] = {}
-    if failing:
-        shown[tuple(summary["first"][index])] = None
-    for row in found:
-        if len(shown) < examples and row["flags"] is not None and row["flags"][index]:
-            shown[tuple(row["cells"])] = None
-    records = [dict(zip(labels, cells, strict=True)) for cells in shown]
-    return Outcome(
-        passed=failing == 0,
-        failing=failing,
-        total=total,
-        examples=tuple({name: record[name] for name in order} for record in records),
-    )
+def _records(
+    cells: Sequence[Sequence[str | None]], labels: Sequence[str], order: Sequence[str]
+) -> list[Mapping[str, str | None]]:
+    """Each of `cells` once, under its labels: the smallest failing row is often in the sample too."""
+    records = [dict(zip(labels, values, strict=True)) for values in dict.fromkeys(map(tuple, cells))]
+    return [{name: record[name] for name in order} for record in records]
+
+
+def _outcome(failing: int, total: int, examples: Sequence[Mapping[str, str | None]]) -> Outcome:
+    return Outcome(passed=failing == 0, failing=failing, total=total, examples=tuple(examples))

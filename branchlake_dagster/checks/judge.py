@@ -1,4 +1,4 @@
-"""All constraints of a contract against one frame: what needs no rows, the one query, the fallback."""
+"""All constraints of a contract against one frame: what needs no rows, the one job, the fallback."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _without_reading(
         return _not_evaluated("; ".join(mistyped))
     if not constraint.columns:
         # Nobody knows which columns a rule on whole rows reads. Its analysis (some ms, no job) tells
-        # whether it can run, before it fails the one query for every other constraint.
+        # whether it can run, before it fails the one job for every other constraint.
         try:
             _ = rows.select(constraint.holds(rows)).schema
         except AnalysisException as error:

@@ -3,7 +3,7 @@
 A `@pandera.pyspark.check` or `@dataframe_check` method answers with True or False for a whole frame, so
 all that can be done with it is to call it: one Spark job each, no counts. Under `@row_predicate` the
 method answers with a Spark condition instead. pandera still gets the boolean it wants; the compiler takes
-the condition and puts it into the contract's one query.
+the condition and puts it into the contract's one job.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ Predicate = Callable[[Any, DataFrame], Column]
 def row_predicate(method: Predicate) -> Callable[[Any, Any], bool]:
     """Let a pandera check method return the Spark condition that every good row satisfies.
 
-    Goes below pandera's decorator; a null condition counts as satisfied::
+    Goes below pandera's decorator and `@classmethod`; a null condition counts as satisfied::
 
         @dataframe_check
+        @classmethod
         @row_predicate
         def ends_after_start(cls, rows):
             return F.col("window_end") > F.col("window_start")

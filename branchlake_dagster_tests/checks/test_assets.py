@@ -1,0 +1,194 @@
+"""Checks inside Dagster: which rows they load, which events the gate gets to see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import dagster as dg
+import pyspark.sql.types as pst
+import pytest
+from dagster._core.definitions.asset_checks.asset_check_evaluation import AssetCheckEvaluation
+from pandera.pyspark import DataFrameModel, Field
+from pyspark.sql import DataFrame, SparkSession
+
+from branchlake_dagster.checks import SCOPE, ContractError, pandera_checks, sql_check
+
+WINDOWS = dg.StaticPartitionsDefinition(["a", "b", "c"])
+
+
+class Values(DataFrameModel):
+    v: pst.LongType = Field(ge=0)
+    w: pst.StringType = Field(isin=["a", "b"], nullable=True)
+
+
+@dg.asset(partitions_def=WINDOWS)
+def values() -> None:
+    pass
+
+
+class Lake(dg.IOManager):
+    """Keeps no rows: makes two per partition it is asked for, and remembers what that was."""
+
+    def __init__(self, spark: SparkSession | None) -> None:
+        self.spark = spark
+        self.asked: list[list[str]] = []
+
+    def handle_output(self, context: dg.OutputContext, obj: object) -> None:
+        pass
+
+    def load_input(self, context: dg.InputContext) -> DataFrame:
+        self.asked.append(sorted(context.asset_partition_keys))
+        assert self.spark is not None
+        return self.spark.createDataFrame(
+            [(v, key) for key in self.asked[-1] for v in (1, -1)], "v bigint, w string"
+        )
+
+
+@pytest.fixture
+def instance() -> Iterator[dg.DagsterInstance]:
+    with dg.DagsterInstance.ephemeral() as ephemeral:
+        yield ephemeral
+
+
+@pytest.fixture
+def lake(spark_session: SparkSession) -> Lake:
+    return Lake(spark_session)
+
+
+def _run(
+    instance: dg.DagsterInstance, lake: Lake, *checks: dg.AssetChecksDefinition, **kwargs: Any
+) -> dg.ExecuteInProcessResult:
+    defs = dg.Definitions(assets=[values], asset_checks=checks, resources={"io_manager": lake})
+    job = defs.resolve_implicit_global_asset_job_def()
+    return job.execute_in_process(instance=instance, raise_on_error=False, **kwargs)
+
+
+def _planned(instance: dg.DagsterInstance, run_id: str) -> dict[str, set[str] | None]:
+    found = {}
+    for record in instance.all_logs(run_id, of_type=dg.DagsterEventType.ASSET_CHECK_EVALUATION_PLANNED):
+        data = record.get_dagster_event().asset_check_planned_data
+        subset = data.partitions_subset
+        found[data.check_name] = None if subset is None else set(subset.get_partition_keys())
+    return found
+
+
+def _evaluated(result: dg.ExecuteInProcessResult) -> dict[str, AssetCheckEvaluation]:
+    return {evaluation.check_name: evaluation for evaluation in result.get_asset_check_evaluations()}
+
+
+@pytest.mark.spark
+def test_a_run_checks_its_own_partition(instance: dg.DagsterInstance, lake: Lake) -> None:
+    result = _run(instance, lake, pandera_checks(values, Values, examples=1), partition_key="c")
+    assert result.success  # the gate is at publication, not in the step order
+    assert lake.asked == [["c"]]
+    planned, evaluated = _planned(instance, result.run_id), _evaluated(result)
+    assert planned == {name: {"c"} for name in ("schema", "not_null__v", "ge__v", "isin__w")}
+    assert set(planned) == set(evaluated)
+    assert {evaluation.partition for evaluation in evaluated.values()} == {"c"}
+    assert not any(evaluation.blocking for evaluation in evaluated.values())
+    metadata = {key: value.value for key, value in evaluated["isin__w"].metadata.items()}
+    assert metadata["failing_rows"] == 2
+    assert metadata["total_rows"] == 2
+    assert metadata["failing_ratio"] == 1.0
+    assert metadata["constraint"] == "w in ['a', 'b']"
+    assert metadata["branch"]
+    table = evaluated["isin__w"].metadata["examples"]
+    assert isinstance(table, dg.TableMetadataValue)
+    assert [record.data for record in table.records] == [{"w": "c", "v": "-1"}]
+    assert evaluated["isin__w"].description == "2 of 2 rows fail: w in ['a', 'b']."
+
+
+@pytest.mark.spark
+def test_a_run_over_a_range_checks_exactly_its_partitions(instance: dg.DagsterInstance, lake: Lake) -> None:
+    tags = {"dagster/asset_partition_range_start": "a", "dagster/asset_partition_range_end": "b"}
+    result = _run(instance, lake, pandera_checks(values, Values), tags=tags)
+    assert lake.asked == [["a", "b"]]
+    assert _planned(instance, result.run_id)["ge__v"] == {"a", "b"}
+    # One verdict stands for all of them: Dagster leaves its partition empty.
+    assert {evaluation.partition for evaluation in _evaluated(result).values()} == {None}
+
+
+@pytest.mark.spark
+def test_a_check_on_the_whole_table_sees_all_of_it(instance: dg.DagsterInstance, lake: Lake) -> None:
+    checks = pandera_checks(values, Values, whole_table=True)
+    result = _run(instance, lake, checks, partition_key="a")
+    assert lake.asked == [["a", "b", "c"]]
+    assert _planned(instance, result.run_id)["ge__v"] is None
+    assert {spec.metadata[SCOPE] for spec in checks.check_specs} == {"table"}
+    assert {spec.metadata[SCOPE] for spec in pandera_checks(values, Values).check_specs} == {"rows"}
+
+
+@pytest.mark.spark
+def test_warn_publishes_with_a_warning(instance: dg.DagsterInstance, lake: Lake) -> None:
+    checks = pandera_checks(values, Values, warn=["ge__v"])
+    evaluated = _evaluated(_run(instance, lake, checks, partition_key="c"))
+    assert evaluated["ge__v"].severity is dg.AssetCheckSeverity.WARN
+    assert evaluated["isin__w"].severity is dg.AssetCheckSeverity.ERROR
+
+
+@pytest.mark.spark
+def test_a_selected_check_runs_alone(instance: dg.DagsterInstance, lake: Lake) -> None:
+    defs = dg.Definitions(
+        assets=[values], asset_checks=[pandera_checks(values, Values)], resources={"io_manager": lake}
+    )
+    result = (
+        defs.resolve_implicit_global_asset_job_def()
+        .get_subset(asset_check_selection={dg.AssetCheckKey(values.key, "ge__v")}, asset_selection=set())
+        .execute_in_process(instance=instance, partition_key="a")
+    )
+    assert set(_evaluated(result)) == {"ge__v"}
+
+
+@pytest.mark.spark
+def test_sql_failures_are_the_rows_returned(instance: dg.DagsterInstance, lake: Lake) -> None:
+    checks = (
+        sql_check(values, "no_negatives", "select *, t.* from {this} t where v < 0 -- per row;"),
+        sql_check(values, "in_pairs", "select w from {this} group by w having count(*) != 2;"),
+        sql_check("values", "rare", "select 1 where true", severity="warn", partitions_def=WINDOWS),
+    )
+    evaluated = _evaluated(_run(instance, lake, *checks, partition_key="b"))
+    assert evaluated["in_pairs"].passed
+    assert not evaluated["no_negatives"].passed
+    assert evaluated["no_negatives"].severity is dg.AssetCheckSeverity.ERROR
+    assert evaluated["rare"].severity is dg.AssetCheckSeverity.WARN
+    assert evaluated["no_negatives"].metadata["failing_rows"].value == 1
+    table = evaluated["no_negatives"].metadata["examples"]
+    assert isinstance(table, dg.TableMetadataValue)
+    assert [record.data for record in table.records] == [{"v": "-1", "w": "b", "v_2": "-1", "w_2": "b"}]
+    assert {evaluation.partition for evaluation in evaluated.values()} == {"b"}
+    assert lake.spark is not None
+    assert not [view for view in lake.spark.catalog.listTables() if view.name.startswith("branchlake_this")]
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("sql", ["selekt 1", "select nope from {this}", "delete from {this}", "drop table t"])
+def test_bad_sql_leaves_a_planned_check_without_verdict(
+    instance: dg.DagsterInstance, lake: Lake, sql: str
+) -> None:
+    result = _run(instance, lake, sql_check(values, "broken", sql), partition_key="a")
+    assert not result.success
+    assert set(_planned(instance, result.run_id)) == {"broken"}
+    assert not _evaluated(result)
+    (failure,) = [event for event in result.all_events if event.is_step_failure]
+    cause = failure.step_failure_data.error.cause
+    assert "SQL check broken on values could not be evaluated" in cause.message
+    assert "\tat org.apache" not in cause.message
+
+
+def test_declarations_that_cannot_be_kept_are_refused() -> None:
+    with pytest.raises(ContractError, match="nope, which Values does not have"):
+        pandera_checks(values, Values, warn=["nope"])
+    with pytest.raises(ContractError, match="whole table has no partitions"):
+        pandera_checks("values", Values, partitions_def=WINDOWS, whole_table=True)
+    with pytest.raises(ContractError, match="letters, digits"):
+        sql_check(values, "no spaces", "select 1")
+    with pytest.raises(ContractError, match="severity"):
+        sql_check(values, "loud", "select 1", severity="fatal")  # type: ignore[arg-type]
+
+
+def test_two_models_on_one_asset_need_a_prefix() -> None:
+    checks = [pandera_checks(values, Values), pandera_checks(values, Values, name_prefix="late")]
+    dg.Definitions(assets=[values], asset_checks=checks)
+    names = [spec.name for check in checks for spec in check.check_specs]
+    assert names[4:] == [f"late_{name}" for name in names[:4]]
