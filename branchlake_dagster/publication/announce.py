@@ -27,11 +27,12 @@ def announce(
     branch: str,
     publication: str | None,
     refused: str | None = None,
+    took_s: float,
 ) -> None:
     """Tell the run's log, its tags and each written asset. Doing it twice tells it once.
 
     `publication` is the commit on `main`; without one, `refused` or the verdict's reasons say why. The
-    tags come last: they mark that the rest was told.
+    tags come last: they mark that the rest was told. `took_s`: seconds from evidence to publication.
     """
     tags = _tags(verdict, publication, refused)
     current = instance.get_run_by_id(run.run_id)
@@ -41,6 +42,7 @@ def announce(
         f"Published as {publication}." if publication else f"Not published: {refused or verdict.summary()}."
     )
     metadata = _metadata(run, verdict, branch, publication, refused)
+    metadata["branchlake/publisher_s"] = MetadataValue.float(round(took_s, 4))
     for (asset, partition), written in list(evidence.written.items())[:_ROWS_SHOWN]:
         rows = {"branchlake/rows": MetadataValue.int(written.rows)} if written.rows is not None else {}
         instance.report_runless_asset_event(

@@ -6,7 +6,8 @@ again, because the branch is still there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -65,11 +66,14 @@ class Reconciler:
         instance: DagsterInstance,
         graph: BaseAssetGraph[Any],
         settings: Settings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._instance = instance
         self._graph = graph
         self._settings = settings
+        self._clock = clock
 
     def run(self) -> Iterator[Outcome]:
         """Every run branch, one after the other; the failure of one does not hold up the next."""
@@ -104,6 +108,7 @@ class Reconciler:
         return self._finish(run, branch, base_hash)
 
     def _finish(self, run: DagsterRun, branch: Reference, base_hash: str) -> Outcome:
+        began = self._clock()
         tables = write_set(self._client, base_hash, branch)
         evidence = collect(
             self._instance,
@@ -148,6 +153,7 @@ class Reconciler:
             branch=branch.name,
             publication=publication,
             refused=refused,
+            took_s=self._clock() - began,
         )
         self._drop(branch)
         return Outcome(branch.name, run.run_id, action, detail, verdict, publication, tables)

@@ -1,0 +1,70 @@
+"""A `dagster dev` of our own, for what can only be measured or seen from outside: daemon, sensor, UI."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import requests
+
+from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ServerDidNotStart, choose_port
+
+
+@contextmanager
+def dagster_dev(
+    module: str, *, home: Path, environment: Mapping[str, str], timeout_s: float = 120.0
+) -> Iterator[str]:
+    """Webserver, daemon and code server for `module`; gives the UI's address and ends all on leaving.
+
+    `home` is Dagster's home. Output goes to `dev.log` in it. Raises ServerDidNotStart.
+    """
+    port = choose_port(0, setting="the port of dagster dev")
+    url = f"http://{LOOPBACK}:{port}"
+    log = home / "dev.log"
+    command = [sys.executable, "-m", "dagster", "dev", "-m", module, "-h", LOOPBACK, "-p", str(port)]
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment, "DAGSTER_HOME": str(home)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        _wait(url, process, log, timeout_s)
+        yield url
+    finally:
+        _end(process)
+
+
+def _wait(url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            if requests.get(f"{url}/server_info", timeout=2.0).ok:
+                return
+        except requests.RequestException:
+            pass
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise ServerDidNotStart("dagster dev did not start.", hint=f"Its log: {log}")
+        time.sleep(0.2)
+
+
+def _end(process: subprocess.Popen[bytes], *, grace_s: float = 20.0) -> None:
+    """End the whole session: the daemon and code servers are children that would outlive the parent."""
+    for ending in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, ending)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            continue
