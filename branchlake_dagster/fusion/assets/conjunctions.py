@@ -12,6 +12,7 @@ from branchlake_dagster.fusion.conjunctions.arrow import CANDIDATE_SCHEMA, scree
 from branchlake_dagster.fusion.conjunctions.screening import STEP_S, THRESHOLD_KM
 from branchlake_dagster.fusion.orbits.propagation import Elements
 from branchlake_dagster.fusion.partitions import whole_catalogue, windows
+from branchlake_dagster.fusion.shipping import carried
 from branchlake_dagster.fusion.windows import window_of
 
 CONJUNCTION_CANDIDATES = dg.AssetKey(["sda", "conjunction_candidates"])
@@ -46,5 +47,5 @@ def conjunction_candidates(
     frame = catalogue.sparkSession.createDataFrame(ranges, "first_cell long, cells long")
     screened = screen_batches(elements, start=start, step_s=STEP_S, threshold_km=config.threshold_km)
     return frame.repartition(len(ranges), "first_cell").mapInArrow(
-        screened, from_arrow_schema(CANDIDATE_SCHEMA)
+        carried(screened), from_arrow_schema(CANDIDATE_SCHEMA)
     )

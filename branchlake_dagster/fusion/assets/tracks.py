@@ -10,6 +10,7 @@ from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
 from branchlake_dagster.fusion.assets.observations import OBSERVATIONS
 from branchlake_dagster.fusion.estimation.arrow import ELEMENT_INPUT, TRACK_SCHEMA, fuse_batches
 from branchlake_dagster.fusion.partitions import all_kinds_of_window, whole_catalogue, windows
+from branchlake_dagster.fusion.shipping import carried
 from branchlake_dagster.fusion.windows import window_of
 
 FUSED_TRACKS = dg.AssetKey(["sda", "fused_tracks"])
@@ -32,4 +33,6 @@ def fused_tracks(
     """State and covariance of each object that the window's observations determine."""
     start, end = window_of(context)
     joined = observations.join(catalogue.select(*ELEMENT_INPUT), on="sat_no")
-    return joined.repartition("sat_no").mapInArrow(fuse_batches(start, end), from_arrow_schema(TRACK_SCHEMA))
+    return joined.repartition("sat_no").mapInArrow(
+        carried(fuse_batches(start, end)), from_arrow_schema(TRACK_SCHEMA)
+    )
