@@ -69,7 +69,7 @@ def queries(spark_session: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Cou
 
 @pytest.mark.parametrize("seed", range(6))
 def test_verdicts_equal_panderas(spark_session: SparkSession, seed: int) -> None:
-    rows = spark_session.createDataFrame(random_rows(seed, size=12), DDL)
+    rows = spark_session.createDataFrame(random_rows(seed, size=20), DDL)
     outcomes = _judged(rows, EveryKind)
     ours = {name for name, outcome in outcomes.items() if not outcome.passed}
     assert ours == _broken_in_pandera(rows, _strict_twin(EveryKind))
@@ -77,7 +77,7 @@ def test_verdicts_equal_panderas(spark_session: SparkSession, seed: int) -> None
 
 def test_random_rows_break_every_promise_somewhere(spark_session: SparkSession) -> None:
     # Guards the comparison above against data on which everything passes.
-    rows = [row for seed in range(6) for row in random_rows(seed, size=12)]
+    rows = [row for seed in range(6) for row in random_rows(seed, size=20)]
     outcomes = _judged(spark_session.createDataFrame(rows, DDL), EveryKind)
     assert {name for name, outcome in outcomes.items() if outcome.passed} == {"schema", "not_empty"}
 
