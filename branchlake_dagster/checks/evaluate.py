@@ -44,7 +44,7 @@ def collect_rows(frame: DataFrame) -> list[Row]:
     """Fetch `frame` as one Spark job: the only place where an evaluation makes Spark work.
 
     Adaptive execution is off meanwhile. It would submit each shuffle of the query as a job of its own
-    (counted: 3 jobs, 6 with a uniqueness constraint, instead of 1) to replan what ends in a few rows.
+    (counted: 3 jobs, more with a uniqueness constraint, instead of 1) to replan what ends in a few rows.
     """
     conf = frame.sparkSession.conf
     before = conf.get(_ADAPTIVE) or "true"
