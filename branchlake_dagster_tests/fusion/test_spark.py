@@ -1,0 +1,105 @@
+"""The parts that only Spark can run: the normalisation, the upsert's choice of rows, the shipped functions."""
+
+import uuid
+
+import numpy as np
+import polars as pl
+import pytest
+from pyspark.sql.pandas.types import from_arrow_schema
+
+from branchlake_dagster.fusion.assets.catalogue import newer_than
+from branchlake_dagster.fusion.conjunctions.arrow import CANDIDATE_SCHEMA, screen_batches
+from branchlake_dagster.fusion.estimation.arrow import ELEMENT_INPUT, TRACK_SCHEMA, fuse_batches
+from branchlake_dagster.fusion.observing import OBSERVATION_NAMESPACE, normalise
+from branchlake_dagster.fusion.orbits.propagation import Elements
+from branchlake_dagster.fusion.sensors.native import SOURCE_KINDS
+from branchlake_dagster.fusion.sensors.simulate import simulate
+from branchlake_dagster.fusion.shipping import carried
+from branchlake_dagster_tests.fusion.test_tracks import END, SEED, START, catalogue, envelope, fuse
+
+__all__ = ["catalogue"]
+
+pytestmark = [pytest.mark.integration, pytest.mark.spark]
+
+
+@pytest.fixture(scope="module")
+def session(lakehouse):
+    made = lakehouse.spark_session()
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def native(catalogue) -> pl.DataFrame:
+    elements = Elements.from_arrow(catalogue.to_arrow())
+    return pl.concat(
+        [simulate(elements, kind=kind, start=START, end=END, seed=SEED) for kind in SOURCE_KINDS]
+    )
+
+
+@pytest.fixture(scope="module")
+def normalised(session, native):
+    return normalise(session.createDataFrame(native.to_arrow()))
+
+
+def test_normalisation_gives_uuid5_units_and_skew(native, normalised):
+    rows = pl.DataFrame(pl.from_arrow(normalised.toArrow()))
+    assert rows.height == native.height
+    assert rows["observation_id"].n_unique() == rows.height
+    for kind in SOURCE_KINDS:
+        given = native.filter(pl.col("source_kind") == kind).row(0, named=True)
+        name = f"{kind}|{given['orig_sensor_id']}|{given['track_id']}|{given['timestamp_ns']}"
+        (row,) = rows.filter(
+            pl.col("observation_id") == str(uuid.uuid5(OBSERVATION_NAMESPACE, name))
+        ).to_dicts()
+        assert row["sat_no"] == given["sat_no"]
+        skew = {
+            "radar": 1e-6,
+            "optical": 0.010 + 0.001 * (given["clock_sync_age_s"] // 60),
+            "isl": 1e-4 * given["clock_sync_age_s"],
+        }
+        assert row["max_skew_s"] == pytest.approx(skew[kind])
+    usual = envelope(native).sort("sat_no", "sensor_timestamp", "source_kind")
+    same = rows.sort("sat_no", "sensor_timestamp", "source_kind")
+    for column in usual.columns:
+        if usual.schema[column] == pl.Float64:
+            np.testing.assert_allclose(same[column].to_numpy(), usual[column].to_numpy(), rtol=1e-12)
+
+
+def test_tracks_over_spark_are_those_of_the_function(session, native, normalised, catalogue):
+    elements = session.createDataFrame(catalogue.select(ELEMENT_INPUT).to_arrow())
+    joined = normalised.join(elements, on="sat_no").repartition("sat_no")
+    tracks = joined.mapInArrow(carried(fuse_batches(START, END)), from_arrow_schema(TRACK_SCHEMA)).toArrow()
+    expected = fuse(native, catalogue)
+    assert tracks.num_rows == expected.num_rows
+    x = tracks.sort_by("sat_no").column("x_km").to_numpy()
+    np.testing.assert_allclose(x, expected.column("x_km").to_numpy(), atol=1e-6)
+
+
+def test_screening_over_spark(session, catalogue):
+    elements = Elements.from_arrow(catalogue.to_arrow())
+    screened = screen_batches(elements, start=START, step_s=30.0, threshold_km=50.0)
+    cells = session.createDataFrame([(0, 60), (60, 60)], "first_cell long, cells long").repartition(2)
+    found = cells.mapInArrow(carried(screened), from_arrow_schema(CANDIDATE_SCHEMA)).toArrow()
+    assert found.num_rows > 0
+    assert set(found.column("window_start").to_pylist()) == {found.column("window_start")[0].as_py()}
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "hour", "taken"),
+    [("b", 2, True), ("b", 1, False), ("a", 1, True), ("b", 0, False)],
+    ids=["newer", "equal-other-snapshot", "equal-same-snapshot", "older"],
+)
+def test_the_newest_epoch_wins_in_any_order(session, snapshot, hour, taken):
+    def frame(name: str, at: int, *objects: int):
+        rows = ", ".join(f"('{name}', {n}L, timestamp '2026-08-08 0{at}:00:00')" for n in objects)
+        return session.sql(f"SELECT * FROM VALUES {rows} AS t(snapshot_id, sat_no, epoch)")
+
+    chosen = newer_than(frame(snapshot, hour, 1, 2), frame("a", 1, 1))
+    assert chosen.columns == ["snapshot_id", "sat_no", "epoch"]
+    assert sorted(r.sat_no for r in chosen.collect()) == ([1, 2] if taken else [2])
+
+
+def test_without_a_catalogue_everything_is_new(session):
+    rows = session.sql("SELECT 'a' AS snapshot_id, 1L AS sat_no, current_timestamp() AS epoch")
+    assert newer_than(rows, None).count() == 1
