@@ -20,7 +20,7 @@ _VERSION = re.compile(r'version "(\d+)')
 
 
 def user_java() -> Path:
-    """The user's Java: `JAVA_HOME`, else the PATH's. Raises ConfigurationError if missing or old."""
+    """The user's Java: `JAVA_HOME`, else the PATH's. Raises ConfigurationError."""
     home = os.environ.get("JAVA_HOME")
     found = Path(home) / "bin" / "java" if home else shutil.which("java")
     if not found or not Path(found).exists():

@@ -89,38 +89,39 @@ def choose_port(wanted: int, *, setting: str) -> int:
 
 def launch(
     name: str, command: Sequence[str], *, log: Path, environment: Mapping[str, str], port: int
-) -> tuple[ProcessRecord, subprocess.Popen[bytes]]:
-    """Start `command` in a session of its own (Ctrl-C in the caller's terminal does not reach it)."""
+) -> ProcessRecord:
+    """Start `command` in a session of its own (Ctrl-C in the caller's terminal does not reach it).
+
+    Not through subprocess: the server outlives us on purpose, and a Popen object warns about that.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
-            start_new_session=True,
-        )
-    ticks = start_ticks(process.pid)
+    pid = os.posix_spawn(
+        command[0],
+        list(command),
+        {**os.environ, **environment},
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+    )
+    ticks = start_ticks(pid)
     if ticks is None:
         raise ServerDidNotStart(f"{name} ended at once.", hint=f"Its log: {log}")
-    return ProcessRecord(name, process.pid, ticks, port), process
+    return ProcessRecord(name, pid, ticks, port)
 
 
-def wait_until(
-    ready: Callable[[], bool], process: subprocess.Popen[bytes], *, name: str, log: Path, timeout_s: float
-) -> None:
+def wait_until(ready: Callable[[], bool], record: ProcessRecord, *, log: Path, timeout_s: float) -> None:
     """Return when `ready()`; raise ServerDidNotStart with the end of `log` when it ends or takes too long."""
     deadline = time.monotonic() + timeout_s
     while not ready():
-        if process.poll() is not None:
-            raise ServerDidNotStart(
-                f"{name} ended with code {process.returncode}: {_tail(log)}", hint=f"Its log: {log}"
-            )
+        if not record.alive():
+            raise ServerDidNotStart(f"{record.name} ended: {_tail(log)}", hint=f"Its log: {log}")
         if time.monotonic() > deadline:
-            process.terminate()
+            stop(record)
             raise ServerDidNotStart(
-                f"{name} did not answer within {timeout_s:.0f} s: {_tail(log)}",
+                f"{record.name} did not answer within {timeout_s:.0f} s: {_tail(log)}",
                 hint=f"Its log: {log}. A slow machine may need BRANCHLAKE_STARTUP_TIMEOUT_S.",
             )
         time.sleep(0.1)

@@ -13,7 +13,6 @@ import contextlib
 import fcntl
 import os
 import secrets
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -141,11 +140,11 @@ class EmbeddedServers:
             started[NESSIE] = self._launch_nessie(jars, nessie_port)
         if SPARK in names:
             started[SPARK] = self._launch_spark(jars, nessie_port)
-        for record, _ in started.values():
+        for record in started.values():
             # Before it answers: should we be killed now, the next caller finds and stops it, instead of
             # meeting an unknown process that holds the store's lock.
             record.save(self._record_path(record.name))
-        return {name: self._await(record, child) for name, (record, child) in started.items()}
+        return {name: self._await(record) for name, record in started.items()}
 
     def _port(self, name: str, wanted: int, starting: tuple[str, ...]) -> int:
         """The port `name` has or will have: the setting, else the last one if still free, else any."""
@@ -156,9 +155,7 @@ class EmbeddedServers:
             wanted = last.port
         return process.choose_port(wanted, setting=f"BRANCHLAKE_{name.upper()}_PORT")
 
-    def _launch_nessie(
-        self, jars: dict[Jar, Path], port: int
-    ) -> tuple[ProcessRecord, subprocess.Popen[bytes]]:
+    def _launch_nessie(self, jars: dict[Jar, Path], port: int) -> ProcessRecord:
         self._say("Starting Nessie …")
         store = self._root / "nessie"
         store.mkdir(parents=True, exist_ok=True)
@@ -177,9 +174,7 @@ class EmbeddedServers:
         command += ["-jar", str(jars[NESSIE_SERVER])]
         return process.launch(NESSIE, command, log=self.log_path(NESSIE), environment={}, port=port)
 
-    def _launch_spark(
-        self, jars: dict[Jar, Path], nessie_port: int
-    ) -> tuple[ProcessRecord, subprocess.Popen[bytes]]:
+    def _launch_spark(self, jars: dict[Jar, Path], nessie_port: int) -> ProcessRecord:
         self._say("Starting Spark Connect …")
         settings = self._settings
         port = self._port(SPARK, settings.spark_port, (SPARK,))
@@ -195,7 +190,6 @@ class EmbeddedServers:
             "spark.ui.enabled": "false",
             "spark.local.dir": str(scratch),
             "spark.sql.warehouse.dir": str(scratch / "warehouse"),
-            "spark.pyspark.python": sys.executable,
             "spark.sql.shuffle.partitions": str(max(2, os.cpu_count() or 2)),
             **catalog_conf(settings, nessie_uri),
         }
@@ -209,17 +203,18 @@ class EmbeddedServers:
             "SPARK_HOME": str(home),
             "JAVA_HOME": str(user_java().resolve().parent.parent),
             "SPARK_LOCAL_IP": LOOPBACK,
+            # The server starts its Python workers with this; spark.pyspark.python has no effect there.
+            "PYSPARK_PYTHON": sys.executable,
             "SPARK_CONNECT_AUTHENTICATE_TOKEN": self._spark_token(),
             **s3_environment(settings),
         }
         return process.launch(SPARK, command, log=self.log_path(SPARK), environment=environment, port=port)
 
-    def _await(self, record: ProcessRecord, child: subprocess.Popen[bytes]) -> ProcessRecord:
+    def _await(self, record: ProcessRecord) -> ProcessRecord:
         ready = _nessie_answers if record.name == NESSIE else process.listening
         process.wait_until(
             lambda: ready(record.port),
-            child,
-            name=record.name,
+            record,
             log=self.log_path(record.name),
             timeout_s=self._settings.startup_timeout_s,
         )
