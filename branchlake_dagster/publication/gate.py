@@ -45,8 +45,9 @@ def judge(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
 
     Blocked by: the run did not succeed; a planned check without an evaluation (crashed, skipped); a
     failed check of severity ERROR; a check older than the data it speaks of; a check that is defined on a
-    written asset and was left out of the run; a written asset that demands checks and has none; and, with
-    `strict_tables`, a changed table that is no materialised asset's (nothing could have checked it).
+    written asset and was left out, wholly or for a partition written; a written asset that demands checks
+    and has none; and, with `strict_tables`, a changed table that is no materialised asset's (nothing could
+    have checked it).
     """
     if not evidence.succeeded:
         return Verdict(Decision.BLOCKED, ("the run did not succeed",))
@@ -89,12 +90,19 @@ def _stale(evidence: RunEvidence) -> Iterator[str]:
 
 
 def _left_out(evidence: RunEvidence) -> Iterator[str]:
-    seen = {name for name, _ in evidence.planned} | {name for name, _ in evidence.evaluations}
+    seen = evidence.planned | evidence.evaluations.keys()
+    names = {name for name, _ in seen}
     for asset, rules in sorted(evidence.rules.items()):
+        partitions = sorted({part for written, part in evidence.written if written == asset}, key=repr)
         for check in sorted(rules.checks):
-            if (asset, check) not in seen:
-                yield f"check {_label((asset, check), None)} was left out of the run"
-        if rules.demands_checks and not any(name[0] == asset for name in seen):
+            name = (asset, check)
+            if name not in names:
+                yield f"check {_label(name, None)} was left out of the run"
+            elif (name, None) not in seen:
+                for partition in partitions:
+                    if partition is not None and (name, partition) not in seen:
+                        yield f"check {_label(name, partition)} was left out of the run"
+        if rules.demands_checks and not any(name[0] == asset for name in names):
             yield (
                 f"asset {asset} has no check (add one, or allow it with table_metadata(require_checks=False))"
             )
