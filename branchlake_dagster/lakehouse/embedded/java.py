@@ -16,7 +16,7 @@ from pathlib import Path
 from branchlake_dagster.lakehouse.errors import ConfigurationError
 
 SPARK_NEEDS_JAVA = 17
-_VERSION = re.compile(r'version "(\d+)')
+_VERSION = re.compile(r'version "(?:1\.)?(\d+)')  # Java 8 calls itself 1.8
 
 
 def user_java() -> Path:

@@ -6,6 +6,7 @@ too, and only both together mean "ours, still running".
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -128,16 +129,19 @@ def wait_until(ready: Callable[[], bool], record: ProcessRecord, *, log: Path, t
 
 
 def stop(record: ProcessRecord, *, grace_s: float = 15.0) -> bool:
-    """Ask the process to end, then insist. True when it was running."""
+    """Ask the process to end, then insist; it is gone on return. True when it was running."""
     if not record.alive():
         return False
-    os.kill(record.pid, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    while record.alive() and time.monotonic() < deadline:
-        _reap_child(record.pid)
-        time.sleep(0.05)
-    if record.alive():
-        os.kill(record.pid, signal.SIGKILL)
+    for ending in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):  # it ended since we looked
+            os.kill(record.pid, ending)
+        # Also after the kill: until it is gone, its successor would meet its port and its store's lock.
+        deadline = time.monotonic() + grace_s
+        while record.alive() and time.monotonic() < deadline:
+            _reap_child(record.pid)
+            time.sleep(0.05)
+        if not record.alive():
+            break
     return True
 
 
