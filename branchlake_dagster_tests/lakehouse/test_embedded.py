@@ -1,0 +1,356 @@
+"""The embedded servers: what can go wrong before one starts, and what a stop, clean or not, leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from branchlake_dagster.branching.run_branch import main_with_history
+from branchlake_dagster.lakehouse.embedded import java, process
+from branchlake_dagster.lakehouse.embedded.jars import (
+    ICEBERG_SPARK,
+    NESSIE_SERVER,
+    DownloadFailed,
+    Jar,
+    ivy_module,
+    resolve,
+)
+from branchlake_dagster.lakehouse.embedded.process import (
+    LOOPBACK,
+    ProcessRecord,
+    ServerDidNotStart,
+    choose_port,
+    start_ticks,
+)
+from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK, EmbeddedServers, Endpoints
+from branchlake_dagster.lakehouse.errors import ConfigurationError, Transient
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.settings import Settings
+
+# -- Java ----------------------------------------------------------------------------------------------
+
+OPENJDK_17 = 'openjdk version "17.0.15" 2025-04-15\nOpenJDK Runtime Environment (build 17.0.15+6-Debian-1)\n'
+NOISY_21 = 'Picked up JAVA_TOOL_OPTIONS: -Xmx1g\nopenjdk version "21" 2023-09-19 LTS\n'
+ORACLE_8 = 'java version "1.8.0_202"\nJava(TM) SE Runtime Environment (build 1.8.0_202-b08)\n'
+JAVA_11 = 'openjdk version "11.0.22" 2024-01-16\n'
+
+
+@pytest.mark.parametrize(("text", "major"), [(OPENJDK_17, 17), (NOISY_21, 21)])
+def test_a_java_that_will_do(text: str, major: int) -> None:
+    assert java.check_version(Path("/usr/bin/java"), text) == major
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (ORACLE_8, "/usr/bin/java is Java 8; Spark needs 17 or newer."),
+        (JAVA_11, "/usr/bin/java is Java 11; Spark needs 17 or newer."),
+        ("command not understood", "/usr/bin/java is Java of an unknown version;"),
+        ("", "/usr/bin/java is Java of an unknown version;"),
+    ],
+)
+def test_a_java_too_old_is_one_sentence_that_says_what_to_do(text: str, told: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        java.check_version(Path("/usr/bin/java"), text)
+    assert str(caught.value).startswith(told)
+    assert "JAVA_HOME" in str(caught.value)
+
+
+def test_no_java_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"No Java was found on the PATH\. Install Java 17 or newer"):
+        java.user_java()
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "gone"))
+    with pytest.raises(ConfigurationError, match=r"No Java was found in JAVA_HOME=.*gone\."):
+        java.user_java()
+
+
+def fake_java(folder: Path, version: str) -> Path:
+    binary = folder / "bin" / "java"
+    binary.parent.mkdir(parents=True)
+    binary.write_text(f"#!/bin/sh\necho 'openjdk version \"{version}\"' >&2\n")
+    binary.chmod(0o755)
+    return binary
+
+
+def test_the_users_java_is_java_home_before_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(fake_java(tmp_path / "path", "17.0.1").parent))
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "home"))
+    wanted = fake_java(tmp_path / "home", "21.0.2")
+    assert java.user_java() == wanted
+    shutil.rmtree(tmp_path / "home")
+    fake_java(tmp_path / "home", "11.0.2")
+    with pytest.raises(ConfigurationError, match="is Java 11"):
+        java.user_java()
+
+
+def test_nessies_java_needs_nothing_of_the_users() -> None:
+    text = java.java_version_text(java.bundled_java())
+    assert java.check_version(java.bundled_java(), text) >= 21
+
+
+# -- jars ----------------------------------------------------------------------------------------------
+
+
+def test_the_ivy_module_asks_for_exactly_the_jars() -> None:
+    root = ET.fromstring(ivy_module([ICEBERG_SPARK, NESSIE_SERVER]))
+    found = {
+        (d.get("org"), d.get("name"), d.get("rev"), d.get("conf")) for d in root.findall("dependencies/*")
+    }
+    assert found == {
+        (jar.org, jar.name, jar.rev, "default->master") for jar in (ICEBERG_SPARK, NESSIE_SERVER)
+    }
+    classifiers = [a.get("{http://ant.apache.org/ivy/maven}classifier") for a in root.iter("artifact")]
+    assert classifiers == [None, "runner"]
+
+
+def test_a_download_that_is_blocked_says_where_to_name_a_mirror(tmp_path: Path) -> None:
+    settings = tmp_path / "ivysettings.xml"
+    settings.write_text(
+        f"""<ivysettings>
+          <caches defaultCacheDir="{tmp_path}/cache"/>
+          <settings defaultResolver="dead"/>
+          <resolvers><ibiblio name="dead" m2compatible="true" root="file://{tmp_path}/nowhere/"/></resolvers>
+        </ivysettings>"""
+    )
+    told: list[str] = []
+    with pytest.raises(DownloadFailed) as caught:
+        resolve([ICEBERG_SPARK], tmp_path / "jars", ivy_settings=settings, say=told.append)
+    text = str(caught.value)
+    assert "iceberg-spark-runtime-4.1_2.13" in text
+    assert "not found" in text
+    assert "BRANCHLAKE_IVY_SETTINGS" in text
+    assert isinstance(caught.value, Transient)
+    assert "iceberg-spark-runtime-4.1_2.13 1.12.0" in told[0]
+
+
+def test_a_settings_file_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DownloadFailed, match=r"absent\.xml"):
+        resolve([ICEBERG_SPARK], tmp_path, ivy_settings=tmp_path / "absent.xml", say=lambda _: None)
+
+
+def test_a_full_disk_is_told_before_a_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
+    with pytest.raises(ConfigurationError, match=r"Only 5 MiB are free .* need 1 GiB\. Make room"):
+        resolve([ICEBERG_SPARK], tmp_path, ivy_settings=None, say=lambda _: None)
+
+
+def test_known_jars_cost_no_java_and_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    jar = Jar("org.example", "thing", "1.0")
+    path = tmp_path / "org.example" / "thing" / "jars" / "thing-1.0.jar"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    (tmp_path / "jars.classpath").write_text(f"{path}{os.pathsep}/elsewhere/thing-2.0.jar\n")
+    assert resolve([jar], tmp_path, ivy_settings=None, say=pytest.fail) == {jar: path}
+    path.unlink()  # a cache that was emptied: brought again, not trusted
+    with pytest.raises(ConfigurationError, match="free on the disk"):
+        resolve([jar], tmp_path, ivy_settings=None, say=lambda _: None)
+
+
+# -- processes -----------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_told_with_its_setting() -> None:
+    with socket.socket() as taken:
+        taken.bind((LOOPBACK, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError) as caught:
+            choose_port(port, setting="BRANCHLAKE_NESSIE_PORT")
+    assert str(caught.value) == (
+        f"Port {port} on 127.0.0.1 is in use by another program. Stop that program, or set"
+        " BRANCHLAKE_NESSIE_PORT to another port (0 takes any free one)."
+    )
+    assert choose_port(0, setting="x") > 0
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as running:
+        yield running
+        running.kill()
+
+
+def record_of(running: subprocess.Popen[bytes], *, ticks_off: int = 0) -> ProcessRecord:
+    ticks = start_ticks(running.pid)
+    assert ticks is not None
+    return ProcessRecord("nessie", running.pid, ticks + ticks_off, 1)
+
+
+def test_a_record_survives_the_file(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    record = record_of(sleeper)
+    record.save(tmp_path / "nessie.json")
+    assert ProcessRecord.load(tmp_path / "nessie.json") == record
+    assert [path.name for path in tmp_path.iterdir()] == ["nessie.json"]
+    assert record.alive()
+
+
+def test_a_stale_pid_is_not_alive_and_a_zombie_neither(sleeper: subprocess.Popen[bytes]) -> None:
+    record = record_of(sleeper)
+    sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # dead, not collected yet
+    assert not record.alive()
+    sleeper.wait()
+    assert not record.alive()
+    assert process.stop(record) is False
+
+
+def test_a_reused_pid_is_neither_alive_nor_stopped(sleeper: subprocess.Popen[bytes]) -> None:
+    record = record_of(sleeper, ticks_off=-100)
+    assert not record.alive()
+    assert process.stop(record) is False
+    assert sleeper.poll() is None
+
+
+def test_stop_insists_when_asking_does_not_help(tmp_path: Path) -> None:
+    deaf = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", deaf], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        record = record_of(running)
+        assert process.stop(record, grace_s=0.5)
+        assert not record.alive()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"name": "nessie"}', json.dumps({"pid": 1, "what": "else"}), "\x00\x00"]
+)
+def test_a_damaged_record_counts_as_none(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "nessie.json"
+    path.write_text(content)
+    assert ProcessRecord.load(path) is None
+
+
+def test_no_record_is_none(tmp_path: Path) -> None:
+    assert ProcessRecord.load(tmp_path / "nessie.json") is None
+
+
+def test_a_server_that_ends_at_once_quotes_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "nessie.log"
+    command = ["/bin/sh", "-c", "echo starting; sleep 0.2; echo 'ERROR the store is locked' >&2; exit 1"]
+    record = process.launch("nessie", command, log=log, environment={}, port=1)
+    with pytest.raises(ServerDidNotStart, match=r"nessie ended: ERROR the store is locked .*nessie\.log"):
+        process.wait_until(lambda: False, record, log=log, timeout_s=60)
+
+
+def test_a_server_that_never_answers_is_stopped(tmp_path: Path) -> None:
+    log = tmp_path / "nessie.log"
+    record = process.launch("nessie", ["/bin/sleep", "600"], log=log, environment={}, port=1)
+    with pytest.raises(
+        ServerDidNotStart, match=r"did not answer within 0 s: its log is empty .*STARTUP_TIMEOUT"
+    ):
+        process.wait_until(lambda: False, record, log=log, timeout_s=0.1)
+    assert not record.alive()
+
+
+def test_endpoints_do_not_print_the_token() -> None:
+    shown = Endpoints("http://127.0.0.1:1/api/v2", "sc://localhost:2", "s3cret")
+    assert "s3cret" not in f"{shown} {shown!r} {[shown]}"
+
+
+def test_remote_servers_leave_nothing_to_start(tmp_path: Path) -> None:
+    settings = Settings(
+        state_dir=tmp_path / "state",
+        nessie_uri="http://nessie.example/api/v2",
+        spark_remote="sc://spark:15002",
+    )
+    servers = EmbeddedServers(settings, say=pytest.fail)
+    assert servers.wanted() == ()
+    assert servers.endpoints() == Endpoints("http://nessie.example/api/v2", "sc://spark:15002", None)
+    assert not (tmp_path / "state").exists()
+    assert EmbeddedServers(Settings(state_dir=tmp_path, session_kind="classic")).wanted() == (NESSIE,)
+    assert EmbeddedServers(Settings(state_dir=tmp_path)).wanted() == (NESSIE, SPARK)
+
+
+# -- a Nessie of their own -----------------------------------------------------------------------------
+
+ENDPOINTS = """
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.settings import Settings
+print(Lakehouse(Settings()).endpoints().nessie_uri)
+"""
+
+
+@pytest.fixture(scope="module")
+def own_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A state folder for Nessie only, with its servers stopped afterwards."""
+    folder = tmp_path_factory.mktemp("own")
+    yield folder
+    EmbeddedServers(Settings(state_dir=folder)).down()
+
+
+@pytest.fixture
+def own_lake(own_folder: Path) -> Callable[[], Lakehouse]:
+    """Makes the lake as a new process would: nothing is remembered but the folder."""
+    return lambda: Lakehouse(Settings(state_dir=own_folder, session_kind="classic"))
+
+
+def launches(folder: Path) -> int:
+    """How often a Nessie got as far as listening, by its log."""
+    return (folder / "logs" / "nessie.log").read_text().count("Listening on:")
+
+
+@pytest.mark.integration
+def test_two_processes_at_once_start_one_server(own_folder: Path) -> None:
+    (own_folder / "run").mkdir()
+    (own_folder / "run" / "nessie.json").write_text("{")  # an unclean stop long ago
+    environment = {
+        **os.environ,
+        "BRANCHLAKE_STATE_DIR": str(own_folder),
+        "BRANCHLAKE_SESSION_KIND": "classic",
+    }
+
+    def call(_: int) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", ENDPOINTS], env=environment, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(call, range(2))
+    assert one == other
+    assert launches(own_folder) == 1
+    assert not (own_folder / "spark").exists()
+
+
+@pytest.mark.integration
+def test_data_survives_a_kill_and_a_down(own_folder: Path, own_lake: Callable[[], Lakehouse]) -> None:
+    lake = own_lake()
+    main_with_history(lake.nessie)
+    lake.catalog().create_namespace("survives")
+    head = lake.nessie.reference("main").hash
+    record = lake.servers.status()[NESSIE]
+    assert record is not None
+    assert lake.servers.status()[SPARK] is None
+
+    os.kill(record.pid, signal.SIGKILL)
+    while record.alive():
+        process._reap_child(record.pid)
+    assert own_lake().servers.status()[NESSIE] is None
+    # The very object that knew the dead server, and one that never saw it.
+    assert lake.nessie.reference("main").hash == head
+    assert ("survives",) in own_lake().catalog().list_namespaces()
+    revived = own_lake().servers.status()[NESSIE]
+    assert revived is not None
+    assert revived.pid != record.pid
+
+    assert lake.servers.down() == (NESSIE,)
+    assert lake.servers.down() == ()
+    assert not revived.alive()
+    assert own_lake().nessie.reference("main").hash == head
