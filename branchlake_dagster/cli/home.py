@@ -11,6 +11,9 @@ _DAGSTER_YAML = """\
 telemetry:
   enabled: false
 
+nux:
+  enabled: false
+
 # A run worker that dies leaves its run "started" for ever, and its branch with it, unless somebody looks.
 run_monitoring:
   enabled: true
