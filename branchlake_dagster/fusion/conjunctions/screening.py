@@ -27,7 +27,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.spatial import cKDTree
 
 from branchlake_dagster.fusion.orbits.frames import Floats, Micros
 from branchlake_dagster.fusion.orbits.propagation import Elements, hermite, propagate
@@ -125,6 +124,8 @@ def _near_pairs(
     middle: Floats, speed_begin: Floats, speed_end: Floats, h: float, threshold_km: float
 ) -> npt.NDArray[np.int64]:
     """Index pairs (k, 2), first below second, within the sieve radius at the middle of the cell."""
+    from scipy.spatial import cKDTree  # half a second of every run's start, used by few steps
+
     if len(middle) < 2:
         return np.zeros((0, 2), np.int64)
     fastest = max(float(np.linalg.norm(v, axis=1).max()) for v in (speed_begin, speed_end))

@@ -26,7 +26,7 @@ def user_java() -> Path:
     if not found or not Path(found).exists():
         raise ConfigurationError(
             f"No Java was found{f' in JAVA_HOME={home}' if home else ' on the PATH'}.",
-            hint=f"Install Java {SPARK_NEEDS_JAVA} or newer (Debian: apt-get install openjdk-17-jre-headless) "
+            hint=f"Install Java {SPARK_NEEDS_JAVA} or newer (Debian: apt install openjdk-17-jre-headless) "
             "or set JAVA_HOME.",
         )
     check_version(Path(found), java_version_text(Path(found)))
