@@ -58,7 +58,9 @@ class Settings(BaseSettings):
     require_checks: bool = Field(
         True, description="Block a run that wrote an asset for which no check is defined."
     )
-    publish_interval_s: int = Field(5, ge=1, description="Seconds between ticks of the publication sensor.")
+    publish_interval_s: int = Field(
+        3, ge=1, description="Seconds between ticks of the publication sensor (Dagster looks every 5)."
+    )
     reap_interval_min: int = Field(
         60, ge=1, le=60, description="Minutes between runs of the reaper (seed 000)."
     )
@@ -72,6 +74,21 @@ class Settings(BaseSettings):
     def _absolute(cls, value: Path) -> Path:
         # Dagster starts run workers with their own working directory.
         return value.expanduser().absolute()
+
+    @field_validator("nessie_verify_tls", mode="before")
+    @classmethod
+    def _boolean_or_path(cls, value: object) -> object:
+        # An environment variable is always text: "false" is no file.
+        return {"true": True, "false": False}.get(str(value).lower(), value)
+
+    @field_validator("reap_interval_min")
+    @classmethod
+    def _even_hours(cls, value: int) -> int:
+        if 60 % value:
+            raise ValueError(
+                f"{value} does not divide an hour; use 1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30 or 60"
+            )
+        return value
 
     @property
     def warehouse_uri(self) -> str:

@@ -6,14 +6,12 @@ import threading
 from collections.abc import Callable, Mapping
 
 from branchlake_dagster.branching.errors import RunBranchGone
+from branchlake_dagster.branching.run_tags import base_hash_of, opened
 from branchlake_dagster.lakehouse.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, Namespace, Put, Reference
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX
-
-BRANCH_TAG = "branchlake/branch"
-BASE_TAG = "branchlake/base_hash"
 
 
 def branch_name(run_id: str) -> str:
@@ -81,10 +79,11 @@ class RunBranch:
         """Make sure that the branch exists; its name. Raises RunBranchGone when it was deleted meanwhile."""
         with self._lock:
             if self._base_hash is None:
-                self._base_hash = self._tags().get(BASE_TAG)
+                tags = self._tags()
+                self._base_hash = base_hash_of(tags, self.name)
                 if self._base_hash is None:
                     self._base_hash = self._create()
-                    self._remember({BRANCH_TAG: self.name, BASE_TAG: self._base_hash})
+                    self._remember(opened(self.name, self._base_hash, tags))
                 else:
                     self._must_exist()
         return self.name

@@ -15,6 +15,12 @@ import requests
 
 from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ServerDidNotStart, choose_port
 
+_LOCATIONS = """
+{ workspaceOrError { ... on Workspace { locationEntries { name locationOrLoadError {
+    __typename ... on PythonError { message }
+} } } } }
+"""
+
 
 @contextmanager
 def dagster_dev(
@@ -49,12 +55,25 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: floa
     while True:
         try:
             if requests.get(f"{url}/server_info", timeout=2.0).ok:
+                _require_loaded(url, log)
                 return
         except requests.RequestException:
             pass
         if process.poll() is not None or time.monotonic() > deadline:
             raise ServerDidNotStart("dagster dev did not start.", hint=f"Its log: {log}")
         time.sleep(0.2)
+
+
+def _require_loaded(url: str, log: Path) -> None:
+    """The UI answers although the code location failed to load; every launch would then fail obscurely."""
+    reply = requests.post(f"{url}/graphql", json={"query": _LOCATIONS}, timeout=60.0).json()
+    for entry in reply["data"]["workspaceOrError"].get("locationEntries", []):
+        loaded = entry["locationOrLoadError"] or {}
+        if loaded.get("__typename") == "PythonError":
+            told = loaded["message"].strip().splitlines()[-1]
+            raise ServerDidNotStart(
+                f"Code location {entry['name']} failed to load: {told}", hint=f"Its log: {log}"
+            )
 
 
 def _end(process: subprocess.Popen[bytes], *, grace_s: float = 20.0) -> None:

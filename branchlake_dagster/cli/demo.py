@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from branchlake_dagster.branching.run_tags import PUBLICATION_TAG, REASON_TAG, VERDICT_TAG
 from branchlake_dagster.cli.home import dagster_home
 from branchlake_dagster.definitions import build_definitions, gp_folder
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
@@ -19,7 +21,6 @@ from branchlake_dagster.fusion.partitions import FIRST_WINDOW, gp_snapshots, win
 from branchlake_dagster.fusion.sensors.native import SOURCE_KINDS
 from branchlake_dagster.fusion.sources import DEFAULT_SNAPSHOT, snapshot_id, snapshot_time
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.announce import PUBLICATION_TAG, REASON_TAG, VERDICT_TAG
 from branchlake_dagster.publication.reconcile import RUN_BRANCHES, Action, Outcome, Reconciler
 from branchlake_dagster.settings import Settings
 
@@ -89,8 +90,8 @@ def run_demo(settings: Settings, catalogue: Sequence[str], *, say: Callable[[str
         for number, plan in enumerate(plans, start=1):
             say(f"[{number}/{len(plans)}] {plan.job} {plan.partition} …")
             line = _one(plan, definitions, instance, reconciler, lake)
-            told = f"published {line.publication[:12]}" if line.publication else f"blocked: {line.reason}"
-            say(f"        {line.verdict}, {told} ({line.seconds:.1f} s)")
+            told = f"published as {line.publication[:12]}" if line.publication else str(line.reason)
+            say(f"      {line.verdict}, {told} ({line.seconds:.1f} s)")
             result.lines.append(line)
             result.as_expected &= (line.publication is None) is plan.blocked
     result.catalogue_objects = _rows(lake, (".".join(CATALOGUE.path),)).get(".".join(CATALOGUE.path), 0)
@@ -193,28 +194,28 @@ def _link(files: Sequence[str], folder: Path) -> list[str]:
 
 
 def show(result: DemoResult) -> None:
-    """The closing table and what to type next."""
+    """The closing table, why runs were blocked, and what to type next; fits into 80 columns."""
     console = Console()
-    table = Table("run", "job", "partition", "checks", "verdict", "publication", "rows on main", "s")
+    table = Table("branch", "partition", "checks", "verdict", "publication", "rows on main", box=box.SIMPLE)
     for line in result.lines:
-        rows = ", ".join(f"{name.split('.')[-1]} {count:,}" for name, count in (line.rows or {}).items())
         colour = "green" if line.publication else "red"
         table.add_row(
-            line.branch[:12],
-            line.job.removesuffix("_job"),
+            f"{line.branch[:12]}…",
             line.partition,
             line.checks,
             f"[{colour}]{line.verdict}[/]",
             (line.publication or "none")[:12],
-            rows or (line.reason or "")[:60],
-            f"{line.seconds:.1f}",
+            "\n".join(f"{count:,} {name.split('.')[-1]}" for name, count in (line.rows or {}).items()),
         )
     console.print(table)
+    for line in result.lines:
+        if line.reason:
+            console.print(f"{line.branch[:12]}… was not published: {line.reason}", markup=False)
     console.print(f"{result.catalogue_objects:,} catalogue objects on main, {result.seconds:.0f} s in all.")
     if not result.as_expected:
         console.print("[red]Not as expected:[/] a run that should be published was not, or the reverse.")
     console.print(
-        "Next:  make dev               the same in the Dagster UI\n"
+        "Next:  make dev                      the same in the Dagster UI\n"
         "       .venv/bin/branchlake status   servers, run branches, last publications\n"
         "       .venv/bin/branchlake down     stop the servers; the data stays"
     )

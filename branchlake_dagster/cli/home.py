@@ -14,7 +14,8 @@ telemetry:
 nux:
   enabled: false
 
-# A run worker that dies leaves its run "started" for ever, and its branch with it, unless somebody looks.
+# Fails runs that never start or never stop. (That a worker died it sees only with launchers that can ask
+# for it, such as the Kubernetes one; the default launcher cannot.)
 run_monitoring:
   enabled: true
   poll_interval_seconds: 30

@@ -42,6 +42,14 @@ def open_session(
     return _open_connect(endpoints, settled)
 
 
+def connect_url(remote: str, token: str | None) -> str:
+    """A Spark Connect URL with the token among its parameters, unless it names one itself."""
+    if not token or "token=" in remote:
+        return remote
+    separator = ";" if ";" in remote else "/;"
+    return f"{remote.rstrip('/')}{separator}token={token}"
+
+
 def is_connect(session: SparkSession) -> bool:
     """Whether this is a Spark Connect session."""
     return type(session).__module__.startswith("pyspark.sql.connect")
@@ -53,9 +61,8 @@ def _open_connect(endpoints: Endpoints, conf: dict[str, str]) -> SparkSession:
     remote = conf.pop("spark.remote", None) or endpoints.spark_remote
     if remote is None:
         raise ConfigurationError("No Spark Connect server is known.", hint="Set BRANCHLAKE_SPARK_REMOTE.")
-    if endpoints.spark_token and "token=" not in remote:
-        remote = f"{remote.rstrip('/')}/;token={endpoints.spark_token}"
-    session: SparkSession = SparkSession.builder.remote(remote).create()
+    url = connect_url(remote, endpoints.spark_token)
+    session: SparkSession = SparkSession.builder.remote(url).create()
     for key, value in conf.items():
         if key not in _SERVER_SIDE:
             session.conf.set(key, value)

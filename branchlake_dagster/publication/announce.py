@@ -8,12 +8,10 @@ from typing import Any
 from dagster import AssetKey, AssetObservation, DagsterInstance, DagsterRun, MetadataValue
 from dagster._core.events import EngineEventData
 
+from branchlake_dagster.branching.run_tags import PUBLICATION_TAG, REASON_TAG, VERDICT_TAG
 from branchlake_dagster.publication.evidence import RunEvidence
 from branchlake_dagster.publication.gate import Verdict
 
-VERDICT_TAG = "branchlake/verdict"
-PUBLICATION_TAG = "branchlake/publication"
-REASON_TAG = "branchlake/reason"
 _TAG_LENGTH = 250
 _ROWS_SHOWN = 200
 
@@ -26,22 +24,20 @@ def announce(
     *,
     branch: str,
     publication: str | None,
-    refused: str | None = None,
+    why: str | None = None,
     took_s: float,
 ) -> None:
     """Tell the run's log, its tags and each written asset. Doing it twice tells it once.
 
-    `publication` is the commit on `main`; without one, `refused` or the verdict's reasons say why. The
+    `publication` is the commit on `main`; without one, `why` or the verdict's reasons tell the cause. The
     tags come last: they mark that the rest was told. `took_s`: seconds from evidence to publication.
     """
-    tags = _tags(verdict, publication, refused)
+    tags = _tags(verdict, publication, why)
     current = instance.get_run_by_id(run.run_id)
     if current is not None and tags.items() <= current.tags.items():
         return
-    text = (
-        f"Published as {publication}." if publication else f"Not published: {refused or verdict.summary()}."
-    )
-    metadata = _metadata(run, verdict, branch, publication, refused)
+    text = f"Published as {publication}." if publication else f"Not published: {_sentence(why, verdict)}"
+    metadata = _metadata(run, verdict, branch, publication, why)
     metadata["branchlake/publisher_s"] = MetadataValue.float(round(took_s, 4))
     for (asset, partition), written in list(evidence.written.items())[:_ROWS_SHOWN]:
         rows = {"branchlake/rows": MetadataValue.int(written.rows)} if written.rows is not None else {}
@@ -57,18 +53,22 @@ def announce(
     instance.add_run_tags(run.run_id, dict(tags))
 
 
-def _tags(verdict: Verdict, publication: str | None, refused: str | None) -> Mapping[str, str]:
+def _sentence(why: str | None, verdict: Verdict) -> str:
+    return f"{(why or verdict.summary()).rstrip('.')}."
+
+
+def _tags(verdict: Verdict, publication: str | None, why: str | None) -> Mapping[str, str]:
     tags = {VERDICT_TAG: str(verdict.decision)}
     if publication:
         tags[PUBLICATION_TAG] = publication
-    reason = refused or "; ".join(verdict.reasons)
-    if reason:
+    reason = why or "; ".join(verdict.reasons)
+    if reason and not publication:
         tags[REASON_TAG] = reason if len(reason) <= _TAG_LENGTH else f"{reason[: _TAG_LENGTH - 1]}…"
     return tags
 
 
 def _metadata(
-    run: DagsterRun, verdict: Verdict, branch: str, publication: str | None, refused: str | None
+    run: DagsterRun, verdict: Verdict, branch: str, publication: str | None, why: str | None
 ) -> dict[str, Any]:
     found: dict[str, Any] = {
         "branchlake/verdict": MetadataValue.text(str(verdict.decision)),
@@ -78,7 +78,7 @@ def _metadata(
     }
     if publication:
         found["branchlake/publication"] = MetadataValue.text(publication)
-    listed = [refused] if refused else [*verdict.reasons, *(f"warning: {text}" for text in verdict.warnings)]
+    listed = [why] if why else [*verdict.reasons, *(f"warning: {text}" for text in verdict.warnings)]
     if listed:
         found["branchlake/reasons"] = MetadataValue.md("\n".join(f"- {line}" for line in listed))
     return found

@@ -26,9 +26,10 @@ from dagster import (
 from branchlake_dagster.branching.io_manager import NessieBranchIOManager
 from branchlake_dagster.branching.reaper import Reaping, RunState, reap
 from branchlake_dagster.branching.resource import LakehouseResource
+from branchlake_dagster.branching.run_branch import branch_name
+from branchlake_dagster.branching.run_tags import judged
 from branchlake_dagster.branching.session import BranchSparkResource
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.announce import VERDICT_TAG
 from branchlake_dagster.publication.reconcile import RUN_BRANCHES, Action, Reconciler
 from branchlake_dagster.settings import Settings
 
@@ -67,7 +68,14 @@ def _publication_sensor(settings: Settings) -> SensorDefinition:
         repository = context.repository_def
         assert repository is not None  # noqa: S101 - the daemon always evaluates within a code location
         lake = lakehouse.lakehouse
-        reconciler = Reconciler(lake.nessie, context.instance, repository.asset_graph, lake.settings)
+        origin = context.code_location_origin
+        reconciler = Reconciler(
+            lake.nessie,
+            context.instance,
+            repository.asset_graph,
+            lake.settings,
+            location=origin.location_name if origin else None,
+        )
         told = []
         waiting = 0
         for outcome in reconciler.run():
@@ -125,7 +133,7 @@ def reap_branches(lake: Lakehouse, instance: DagsterInstance, *, dry_run: bool =
         run = record.dagster_run
         if not run.is_finished:
             return RunState.ACTIVE, record.create_timestamp
-        waits = run.is_success and VERDICT_TAG not in run.tags
+        waits = run.is_success and not judged(run.tags, branch_name(run_id))
         state = RunState.AWAITING_PUBLICATION if waits else RunState.SETTLED
         return state, record.create_timestamp
 

@@ -15,7 +15,8 @@ from typing import Any
 from dagster import DagsterInstance, DagsterRun
 from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGraph
 
-from branchlake_dagster.branching.run_branch import BASE_TAG, run_id_of
+from branchlake_dagster.branching.run_branch import run_id_of
+from branchlake_dagster.branching.run_tags import base_hash_of
 from branchlake_dagster.lakehouse.errors import BranchlakeError, NessieConflict, ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import Reference
@@ -58,7 +59,11 @@ class Outcome:
 
 
 class Reconciler:
-    """Brings run branches to their end. Several may run at once: every step can be repeated."""
+    """Brings run branches to their end. Several may run at once: every step can be repeated.
+
+    `graph` are the definitions that say which checks an asset has; `location` is the code location they
+    come from (None: judge the runs of all).
+    """
 
     def __init__(
         self,
@@ -67,12 +72,14 @@ class Reconciler:
         graph: BaseAssetGraph[Any],
         settings: Settings,
         *,
+        location: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._instance = instance
         self._graph = graph
         self._settings = settings
+        self._location = location
         self._clock = clock
 
     def run(self) -> Iterator[Outcome]:
@@ -98,14 +105,25 @@ class Reconciler:
             return Outcome(
                 branch.name, run_id, Action.UNKNOWN_RUN, "Dagster knows no such run; left to the reaper"
             )
+        if (other := self._other_location(run)) is not None:
+            detail = f"the run belongs to code location {other}, whose own sensor judges it"
+            return Outcome(branch.name, run_id, Action.WAITING, detail)
         if not run.is_finished:
             return Outcome(branch.name, run_id, Action.WAITING, f"the run is {run.status.value.lower()}")
-        base_hash = run.tags.get(BASE_TAG) or (
+        base_hash = base_hash_of(run.tags, branch.name) or (
             branch.metadata.common_ancestor_hash if branch.metadata else None
         )
         if base_hash is None:
             return Outcome(branch.name, run_id, Action.TRY_AGAIN, "its base hash is unknown")
         return self._finish(run, branch, base_hash)
+
+    def _other_location(self, run: DagsterRun) -> str | None:
+        """The code location of the run, if it is not ours: only its own definitions know its checks."""
+        origin = run.remote_job_origin
+        if self._location is None or origin is None:
+            return None
+        name = origin.repository_origin.code_location_origin.location_name
+        return None if name == self._location else name
 
     def _finish(self, run: DagsterRun, branch: Reference, base_hash: str) -> Outcome:
         began = self._clock()
@@ -120,13 +138,15 @@ class Reconciler:
         )
         verdict = judge(evidence, strict_tables=self._settings.require_checks)
         publication: str | None = None
-        refused: str | None = None
+        why: str | None = None
         if not run.is_success:
-            action, detail = Action.DISCARDED, f"the run ended as {run.status.value.lower()}"
+            why = f"the run ended as {run.status.value.lower()}"
+            action, detail = Action.DISCARDED, why
         elif verdict.blocked:
             action, detail = Action.BLOCKED, verdict.summary()
         elif not tables:
-            action, detail = Action.DISCARDED, "the run changed no table"
+            why = "the run changed no table"
+            action, detail = Action.DISCARDED, why
         else:
             candidate = Candidate(
                 branch=branch.name,
@@ -139,8 +159,8 @@ class Reconciler:
             )
             result = publish(self._client, candidate)
             if isinstance(result, Conflicting):
-                refused = result.reason()
-                action, detail = Action.REFUSED, refused
+                why = result.reason()
+                action, detail = Action.REFUSED, why
             else:
                 publication = result.hash
                 listed = ", ".join(tables)
@@ -152,7 +172,7 @@ class Reconciler:
             verdict,
             branch=branch.name,
             publication=publication,
-            refused=refused,
+            why=why,
             took_s=self._clock() - began,
         )
         self._drop(branch)

@@ -19,7 +19,8 @@ from branchlake_dagster.branching.errors import (
     UnsupportedType,
 )
 from branchlake_dagster.branching.resource import LakehouseResource
-from branchlake_dagster.branching.run_branch import BASE_TAG, branch_name
+from branchlake_dagster.branching.run_branch import branch_name
+from branchlake_dagster.branching.run_tags import BASE_TAG
 from branchlake_dagster.branching.tables import table_metadata
 from branchlake_dagster.lakehouse.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse

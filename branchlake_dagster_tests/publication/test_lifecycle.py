@@ -3,13 +3,25 @@
 import dagster as dg
 import polars as pl
 import pytest
+from dagster._core.remote_origin import (
+    RegisteredCodeLocationOrigin,
+    RemoteJobOrigin,
+    RemoteRepositoryOrigin,
+)
 
-from branchlake_dagster.branching.run_branch import BASE_TAG, BRANCH_TAG, branch_name
+from branchlake_dagster.branching.run_branch import branch_name
+from branchlake_dagster.branching.run_tags import (
+    BASE_TAG,
+    BRANCH_TAG,
+    PUBLICATION_TAG,
+    REASON_TAG,
+    VERDICT_TAG,
+)
 from branchlake_dagster.branching.tables import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.announce import PUBLICATION_TAG, REASON_TAG, VERDICT_TAG
+from branchlake_dagster.publication.machinery import reap_branches
 from branchlake_dagster.publication.publisher import RUN_ID, TABLES, find_publication, publications
-from branchlake_dagster.publication.reconcile import Action
+from branchlake_dagster.publication.reconcile import Action, Reconciler
 from branchlake_dagster_tests.harness import project
 
 pytestmark = pytest.mark.integration
@@ -179,3 +191,47 @@ def test_unknown_runs_are_left_to_the_reaper(lakehouse: Lakehouse, namespace: st
 
 def test_find_publication_knows_only_what_was_published(lakehouse: Lakehouse) -> None:
     assert find_publication(lakehouse.nessie, "00000000-0000-0000-0000-000000000000") is None
+
+
+def test_a_full_reexecution_opens_a_branch_of_its_own(lakehouse: Lakehouse, namespace: str) -> None:
+    """Dagster copies the parent's tags: its base hash and verdict are not the new run's."""
+    asset = table(namespace, "t")
+    with project(lakehouse, asset, check(asset)) as p:
+        parent = p.run()
+        p.settle(parent)
+        inherited = dict(p.instance.get_run_by_id(parent).tags)
+        again = p.run(tags=inherited)
+        tags = p.instance.get_run_by_id(again).tags
+        assert tags[BRANCH_TAG] == branch_name(again)
+        assert tags[VERDICT_TAG] == "pending"
+        assert tags[PUBLICATION_TAG] == "none"
+        outcome = p.settle(again)
+        assert outcome.action is Action.PUBLISHED
+        assert p.instance.get_run_by_id(again).tags[PUBLICATION_TAG] == outcome.publication
+        assert len(p.observations([namespace, "t"])) == 2
+
+
+def test_a_reexecution_waiting_for_its_verdict_is_not_reaped(lakehouse: Lakehouse, namespace: str) -> None:
+    asset = table(namespace, "t")
+    with project(lakehouse, asset, check(asset)) as p:
+        parent = p.run()
+        p.settle(parent)
+        again = p.run(tags=dict(p.instance.get_run_by_id(parent).tags))
+        found = {r.run_id: r for r in reap_branches(lakehouse, p.instance, dry_run=True)}
+        assert not found[again].delete
+        assert found[again].reason == "its run waits for the publisher"
+        p.settle(again)
+
+
+def test_runs_of_another_code_location_are_left_to_its_sensor(lakehouse: Lakehouse, namespace: str) -> None:
+    asset = table(namespace, "t")
+    with project(lakehouse, asset, check(asset)) as p:
+        run_id = p.run()
+        origin = RemoteJobOrigin(
+            RemoteRepositoryOrigin(RegisteredCodeLocationOrigin("elsewhere"), "__repository__"), "__ASSET_JOB"
+        )
+        run = p.instance.get_run_by_id(run_id)._replace(remote_job_origin=origin)
+        reconciler = Reconciler(lakehouse.nessie, p.instance, p.graph, lakehouse.settings, location="here")
+        assert reconciler._other_location(run) == "elsewhere"
+        assert p.reconciler()._other_location(run) is None
+        p.settle(run_id)

@@ -1,0 +1,35 @@
+"""The tags by which a run shows its branch and its fate in Dagster's UI.
+
+Dagster copies all tags of a run to its re-execution. Whoever reads them therefore asks `opened_by` first,
+and a run that opens its branch overwrites what it inherited: a re-execution once took its parent's base
+hash for its own and reported a deleted branch that had never existed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+BRANCH_TAG = "branchlake/branch"
+BASE_TAG = "branchlake/base_hash"
+VERDICT_TAG = "branchlake/verdict"
+PUBLICATION_TAG = "branchlake/publication"
+REASON_TAG = "branchlake/reason"
+
+PENDING = "pending"
+"""The verdict of a run that nobody has judged yet."""
+
+
+def opened(branch: str, base_hash: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The tags of a run that has just opened its branch."""
+    stale = {name: "none" for name in (PUBLICATION_TAG, REASON_TAG) if name in inherited}
+    return {BRANCH_TAG: branch, BASE_TAG: base_hash, VERDICT_TAG: PENDING, **stale}
+
+
+def base_hash_of(tags: Mapping[str, str], branch: str) -> str | None:
+    """The base hash, if these tags are about this very branch."""
+    return tags.get(BASE_TAG) if tags.get(BRANCH_TAG) == branch else None
+
+
+def judged(tags: Mapping[str, str], branch: str) -> bool:
+    """Whether the publisher has told its verdict on this branch."""
+    return tags.get(BRANCH_TAG) == branch and tags.get(VERDICT_TAG, PENDING) != PENDING
