@@ -1,0 +1,65 @@
+"""The main job on the real servers: real catalogue snapshots where they are present, else simulated ones."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from branchlake_dagster.cli.demo import run_demo
+from branchlake_dagster.cli.status import gather
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+
+pytestmark = [pytest.mark.integration, pytest.mark.spark, pytest.mark.timeout(900)]
+
+SNAPSHOTS = Path(__file__).parents[2].resolve().parent / "shared" / "data" / "gp"
+TWO = ("active-20260808T0220Z.tle.gz", "active-20260808T0713Z.tle.gz")
+
+
+@pytest.fixture
+def dagster_home(tmp_path: Path) -> None:
+    before = dict(os.environ)
+    os.environ["DAGSTER_HOME"] = str(tmp_path / "dagster")
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_the_demo_publishes_what_passes_and_blocks_what_does_not(
+    lakehouse: Lakehouse, dagster_home: None
+) -> None:
+    files = [str(SNAPSHOTS / name) for name in TWO]
+    real = all(Path(name).exists() for name in files)
+    result = run_demo(lakehouse.settings, files if real else [], say=lambda _: None)
+
+    assert result.as_expected, [(line.job, line.partition, line.reason) for line in result.lines]
+    published = [line for line in result.lines if line.publication]
+    (blocked,) = [line for line in result.lines if not line.publication]
+    assert blocked.partition.startswith("sim-bad-")
+    assert "mean_motion" in (blocked.reason or "")
+    assert result.catalogue_objects == (16_095 if real else 2_000)
+
+    # `main` holds exactly the published rows: the last publication of each table tells its size.
+    expected = {}
+    for line in published:
+        expected |= line.rows or {}
+    catalog = lakehouse.catalog()
+    on_main = {
+        f"sda.{name}": catalog.load_table(("sda", name)).scan().to_arrow().num_rows
+        for _, name in catalog.list_tables("sda")
+    }
+    assert on_main == expected
+    snapshots = catalog.load_table(("sda", "element_sets")).scan(selected_fields=("snapshot_id",)).to_arrow()
+    assert not [key for key in set(snapshots["snapshot_id"].to_pylist()) if key.startswith("sim-bad-")]
+
+    told = gather(lakehouse.settings)
+    ours = {line.branch for line in result.lines}
+    assert not [row for row in told["branches"] if row["branch"] in ours]
+    assert {row["run_id"] for row in told["publications"]} <= {line.run for line in published}
+
+
+def test_the_real_snapshots_are_there_in_ci() -> None:
+    if not SNAPSHOTS.exists() and not os.environ.get("CI"):
+        pytest.skip("the real catalogue snapshots are kept beside the repository, in shared/data/gp")
+    assert all((SNAPSHOTS / name).exists() for name in TWO)
