@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from branchlake_dagster.lakehouse.embedded.jars import NESSIE_SERVER
+from branchlake_dagster.lakehouse.embedded.process import LOOPBACK
 from branchlake_dagster.lakehouse.embedded.servers import (
     EmbeddedServers,
     Endpoints,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _SERVER_SIDE = ("spark.sql.extensions",)
+_CATALOG = "spark.sql.catalog."
 _classic_start = threading.Lock()
 
 
@@ -77,15 +79,27 @@ def _open_classic(settings: Settings, conf: dict[str, str]) -> SparkSession:
         for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED"):
             os.environ.pop(name, None)
         os.environ.update(s3_environment(settings))
-        builder = SparkSession.builder.master(settings.spark_master).appName("branchlake")
         jars = EmbeddedServers(settings).fetch_jars()
         paths = ",".join(str(path) for jar, path in jars.items() if jar is not NESSIE_SERVER)
-        builder = builder.config("spark.jars", paths).config("spark.ui.enabled", "false")
-        builder = builder.config("spark.driver.memory", settings.spark_driver_memory)
-        builder = builder.config("spark.sql.extensions", conf["spark.sql.extensions"])
-        session = builder.getOrCreate().newSession()
+        of_process = {
+            "spark.jars": paths,
+            "spark.ui.enabled": "false",
+            "spark.driver.memory": settings.spark_driver_memory,
+            "spark.sql.warehouse.dir": str(settings.state_dir / "spark" / "warehouse"),
+        }
+        if settings.spark_master.startswith("local"):
+            of_process |= {
+                "spark.driver.bindAddress": LOOPBACK,
+                "spark.driver.host": LOOPBACK,
+                "spark.sql.shuffle.partitions": str(max(2, os.cpu_count() or 2)),
+            }
+        # Not the catalogue's: as settings of the process they would be every session's, the branch included.
+        of_process |= {key: value for key, value in conf.items() if not key.startswith(_CATALOG)}
+        builder = SparkSession.builder.master(settings.spark_master).appName("branchlake")
+        session = builder.config(map=dict(of_process)).getOrCreate().newSession()
     for key, value in conf.items():
-        if session.conf.isModifiable(key):
+        # Spark does not know a catalogue's settings and so calls them not modifiable; setting them works.
+        if key.startswith(_CATALOG) or session.conf.isModifiable(key):
             session.conf.set(key, value)
     return session
 
