@@ -10,6 +10,7 @@ from typing import Any
 import dagster as dg
 
 from branchlake_dagster.branching.resource import LakehouseResource
+from branchlake_dagster.lakehouse.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.machinery import branchlake_definitions
 from branchlake_dagster.publication.reconcile import Outcome, Reconciler
@@ -39,6 +40,17 @@ class Project:
         assert result.success is ok, [e.message for e in result.all_events if e.is_failure]
         self.last = result
         return result.run_id
+
+    def failed_with(self, kind: type[BranchlakeError], *texts: str) -> None:
+        """The last run's one failed step ended in our `kind` of error, which says `texts`."""
+        (failure,) = [e for e in self.last.all_events if e.is_step_failure]
+        error = failure.step_failure_data.error
+        assert error is not None
+        while error.cause and (error.cls_name or "").startswith("Dagster"):
+            error = error.cause
+        assert error.cls_name == kind.__name__, error.message
+        for text in texts:
+            assert text in error.message
 
     @property
     def graph(self) -> Any:

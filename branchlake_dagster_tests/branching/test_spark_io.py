@@ -24,7 +24,6 @@ from branchlake_dagster.branching.run_branch import branch_name
 from branchlake_dagster.branching.run_tags import BASE_TAG
 from branchlake_dagster.branching.session import BranchSparkResource
 from branchlake_dagster.branching.tables import table_metadata
-from branchlake_dagster.lakehouse.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile import Action
 from branchlake_dagster_tests.harness import Project, project
@@ -38,16 +37,6 @@ Rows = list[dict[str, Any]]
 
 def at(hour: int, minute: int = 0) -> datetime:
     return datetime(2026, 8, 8, hour, minute, tzinfo=UTC)
-
-
-def failed_with(p: Project, kind: type[BranchlakeError], *texts: str) -> None:
-    (failure,) = [e for e in p.last.all_events if e.is_step_failure]
-    error = failure.step_failure_data.error
-    while error.cause and error.cls_name.startswith("Dagster"):
-        error = error.cause
-    assert error.cls_name == kind.__name__, error.message
-    for text in texts:
-        assert text in error.message
 
 
 def settled(p: Project, *assets: str, partition: str | None = None) -> str:
@@ -96,7 +85,7 @@ def test_a_partition_is_replaced_and_rows_outside_it_are_refused(
         main = lakehouse.nessie.reference("main").hash
         rows[:] = [{"ts": at(1), "n": 4}, {"ts": at(2), "n": 5}, {"ts": None, "n": 6}]
         run_id = p.run(partition="2026-08-08-01:00", ok=False)
-        failed_with(p, PartitionMismatch, "2 rows of the frame are outside", f"{namespace}.t")
+        p.failed_with(PartitionMismatch, "2 rows of the frame are outside", f"{namespace}.t")
         assert p.settle(run_id).action is Action.DISCARDED
         assert lakehouse.nessie.reference("main").hash == main
 
@@ -132,7 +121,7 @@ def test_append_to_a_partition_refuses_rows_outside_it(lakehouse: Lakehouse, nam
     )
     with project(lakehouse, t) as p:
         p.run(partition="a", ok=False)
-        failed_with(p, PartitionMismatch, "1 rows of the frame are outside", f"{namespace}.t")
+        p.failed_with(PartitionMismatch, "1 rows of the frame are outside", f"{namespace}.t")
 
 
 def test_a_new_column_evolves_the_table_and_nothing_else_does(lakehouse: Lakehouse, namespace: str) -> None:
@@ -153,10 +142,10 @@ def test_a_new_column_evolves_the_table_and_nothing_else_does(lakehouse: Lakehou
         ]
         query["now"] = "SELECT 'x' AS extra, 'two' AS n, map('k', array(1)) AS deep"
         p.run(ok=False)
-        failed_with(p, SchemaMismatch, "Column n is long in the table and string in the frame")
+        p.failed_with(SchemaMismatch, "Column n is long in the table and string in the frame")
         query["now"] = "SELECT 3L AS n, 'x' AS extra"
         p.run(ok=False)
-        failed_with(p, SchemaMismatch, "lacks column deep", f"{namespace}.t")
+        p.failed_with(SchemaMismatch, "lacks column deep", f"{namespace}.t")
 
 
 # -- upserts -------------------------------------------------------------------------------------------
@@ -206,7 +195,7 @@ def test_a_bad_key_stops_an_upsert(
     t = sparks(namespace, rows, "kind string, id long, n long", metadata=UPSERT)
     with project(lakehouse, t) as p:
         run_id = p.run(ok=False)
-        failed_with(p, UpsertKeyInvalid, "share a key, or a key is null, in (kind, id)", f"{namespace}.t")
+        p.failed_with(UpsertKeyInvalid, "share a key, or a key is null, in (kind, id)", f"{namespace}.t")
         assert p.rows(namespace, "t", ref=branch_name(run_id)) == []
 
 
@@ -214,7 +203,7 @@ def test_an_upsert_without_its_key_column_is_refused(lakehouse: Lakehouse, names
     t = sparks(namespace, [{"kind": "a", "n": 1}], "kind string, n long", metadata=UPSERT)
     with project(lakehouse, t) as p:
         p.run(ok=False)
-        failed_with(p, UpsertKeyInvalid, "lacks key column id", f"{namespace}.t")
+        p.failed_with(UpsertKeyInvalid, "lacks key column id", f"{namespace}.t")
 
 
 def test_an_upsert_from_polars(lakehouse: Lakehouse, namespace: str) -> None:
@@ -278,7 +267,7 @@ def test_a_frame_of_a_session_elsewhere_is_refused(
 
     with project(lakehouse, t) as p:
         run_id = p.run(ok=False)
-        failed_with(p, ForeignSession, "session on 'main'", branch_name(run_id), f"{namespace}.t")
+        p.failed_with(ForeignSession, "session on 'main'", branch_name(run_id), f"{namespace}.t")
         assert not lakehouse.catalog().table_exists((namespace, "t"))
 
 
