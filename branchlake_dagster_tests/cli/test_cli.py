@@ -1,0 +1,164 @@
+"""The command line: what each command says, what it starts, and what a wrong setting looks like."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import dagster as dg
+import pytest
+from click.testing import CliRunner, Result
+
+from branchlake_dagster.cli import main
+from branchlake_dagster.cli.demo import BAD_SNAPSHOT, Plan, plan_for
+from branchlake_dagster.fusion.partitions import FIRST_WINDOW, windows
+from branchlake_dagster.fusion.sensors.native import SOURCE_KINDS
+from branchlake_dagster.fusion.sources import DEFAULT_SNAPSHOT
+from branchlake_dagster.lakehouse.embedded import jars
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path: Path) -> Iterator[None]:
+    """A state folder and a Dagster home of the test's own; commands export both."""
+    before = dict(os.environ)
+    os.environ["BRANCHLAKE_STATE_DIR"] = str(tmp_path / "state")
+    os.environ["DAGSTER_HOME"] = str(tmp_path / "dagster")
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def call(*arguments: str, **settings: str) -> Result:
+    environment = {f"BRANCHLAKE_{name.upper()}": value for name, value in settings.items()}
+    return CliRunner().invoke(main, arguments, env=environment)
+
+
+def test_every_command_is_described() -> None:
+    told = call("--help").output
+    for command in ("up", "down", "status", "fetch", "reap", "demo", "bench"):
+        assert f"\n  {command} " in told
+        assert call(command, "--help").exit_code == 0
+
+
+def test_demo_help_tells_the_options() -> None:
+    told = call("demo", "--help").output
+    assert "--catalogue FILE" in told
+    assert "--json" in told
+
+
+def test_a_catalogue_file_that_does_not_exist_is_named() -> None:
+    done = call("demo", "--catalogue", "absent.tle")
+    assert done.exit_code == 2
+    assert "'absent.tle' does not exist" in done.output
+
+
+def test_status_with_the_servers_down_starts_nothing(tmp_path: Path) -> None:
+    done = call("status", "--json")
+    assert done.exit_code == 0, done.output
+    down = {"running": False, "pid": None, "port": None}
+    told = json.loads(done.stdout)
+    assert told["servers"] == {"nessie": down, "spark": down}
+    assert (told["main"], told["branches"], told["publications"]) == (None, [], [])
+    assert not (tmp_path / "state").exists()
+    assert "branchlake up" in call("status").output
+
+
+def test_down_with_nothing_running() -> None:
+    assert call("down").output == "Nothing was running.\n"
+
+
+@pytest.mark.integration
+def test_status_lists_branches_with_run_state_and_age(lakehouse: Lakehouse, namespace: str) -> None:
+    nessie = lakehouse.nessie
+    branch = nessie.create_branch(
+        f"run-{namespace}", from_ref="main", from_hash=nessie.reference("main").hash
+    )
+    try:
+        lakehouse.catalog(branch.name).create_namespace(namespace)
+        done = call("status", "--json", state_dir=str(lakehouse.settings.state_dir))
+        for_people = call("status", state_dir=str(lakehouse.settings.state_dir))
+    finally:
+        nessie.delete_branch(branch.name, expected_hash=nessie.reference(branch.name).hash)
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["servers"]["nessie"]["running"]
+    assert told["main"]
+    (row,) = [row for row in told["branches"] if row["branch"] == branch.name]
+    assert row["age_s"] >= 0
+    assert (row["run_id"], row["state"], row["commits"]) == (namespace, "unknown", 1)
+    assert for_people.exit_code == 0, for_people.output
+    assert "Warehouse" in for_people.output
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "told"),
+    [
+        ("nessie_port", "seven", "BRANCHLAKE_NESSIE_PORT"),
+        ("nessie_port", "70000", "BRANCHLAKE_NESSIE_PORT"),
+        ("session_kind", "remote", "BRANCHLAKE_SESSION_KIND"),
+        ("reap_interval_min", "7", "BRANCHLAKE_REAP_INTERVAL_MIN"),
+        ("default_namespace", "a-b", "BRANCHLAKE_DEFAULT_NAMESPACE"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(setting: str, value: str, told: str) -> None:
+    done = call("status", **{setting: value})
+    assert done.exit_code == 1
+    assert done.output.startswith(f"Error: A setting is wrong: {told}: ")
+    assert "Traceback" not in done.output
+    assert len(done.output.splitlines()) == 1
+
+
+def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jars.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    done = call("fetch")
+    assert done.exit_code == 1
+    assert "Error: Only 0 MiB are free" in done.output
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(jars, "_check_room", full)
+    done = call("fetch")
+    assert done.exit_code == 1
+    assert "Error: The disk is full: [Errno 28]" in done.output
+
+
+# -- the demo's plan -----------------------------------------------------------------------------------
+
+
+def valid(plan: Plan, snapshots: list[str]) -> bool:
+    if plan.job == "catalogue_job":
+        return plan.partition in snapshots
+    if plan.job == "observations_job":
+        kind, window = plan.partition.split("|")
+        return kind in SOURCE_KINDS and windows.has_partition_key(window)
+    return plan.job == "window_job" and windows.has_partition_key(plan.partition)
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "window"),
+    [
+        ([DEFAULT_SNAPSHOT], None),
+        (["active-20260808T0220Z", "active-20260808T0713Z"], "2026-08-08-07:00"),
+        (["active-20260808T0713Z", "active-20260808T0220Z"], "2026-08-08-07:00"),
+        (["without-a-time"], FIRST_WINDOW),
+    ],
+)
+def test_the_plan_ingests_then_observes_then_fuses(snapshots: list[str], window: str | None) -> None:
+    plans = plan_for(snapshots)
+    assert [plan.partition for plan in plans if plan.blocked] == [BAD_SNAPSHOT]
+    assert [plan.job for plan in plans] == [
+        *["catalogue_job"] * (len(snapshots) + 1),
+        *["observations_job"] * len(SOURCE_KINDS),
+        "window_job",
+    ]
+    assert all(valid(plan, [*snapshots, BAD_SNAPSHOT]) for plan in plans)
+    if window is not None:
+        assert plans[-1].partition == window
+    kinds = {dg.MultiPartitionKey({"source_kind": k, "window": plans[-1].partition}) for k in SOURCE_KINDS}
+    assert {plan.partition for plan in plans if plan.job == "observations_job"} == kinds
