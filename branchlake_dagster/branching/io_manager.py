@@ -105,7 +105,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
             raise UnsupportedType(
                 f"The asset returned a {type(obj).__module__}.{type(obj).__qualname__}.",
                 table=spec.name,
-                hint="Return a Spark, pandas or Polars frame or a pyarrow.Table (or None after own SQL).",
+                hint="Return a Spark, pandas or Polars frame or a pyarrow.Table.",
             )
         if is_spark:
             spark_frames.require_branch(obj, branch, table=spec.name)

@@ -20,6 +20,7 @@ _SNAPSHOT_PROPERTY = "snapshot-property."
 _SESSION_PROPERTY = "spark.sql.iceberg.snapshot-property."
 _COPIES = "__branchlake_copies"
 _NOT_UNIQUE = "branchlake: upsert key not unique"
+_OUTSIDE = "branchlake: row outside the partitions"
 _settings_lock = threading.Lock()
 
 
@@ -52,7 +53,7 @@ def write(
     Raises PartitionMismatch, UpsertKeyInvalid; on a branch, so what they leave behind is discarded.
     """
     if spec.write_mode == "upsert":
-        _merge(frame, spec, properties)
+        _merge(frame, spec, schema, selection, properties)
         return
     observed, observation = _observe_outside(frame, schema, selection)
     writer = observed.writeTo(spec.spark_name)
@@ -85,7 +86,13 @@ def _observe_outside(
     return frame.observe(observation, outside), observation
 
 
-def _merge(frame: DataFrame, spec: TableSpec, properties: Mapping[str, str]) -> None:
+def _merge(
+    frame: DataFrame,
+    spec: TableSpec,
+    schema: Schema,
+    selection: Selection | None,
+    properties: Mapping[str, str],
+) -> None:
     """MERGE by the keys. A key that is null or occurs twice stops the job: Iceberg would insert both."""
     check_keys(spec, frame.columns)
     copies = F.count(F.lit(1)).over(Window.partitionBy(*spec.keys))
@@ -93,6 +100,9 @@ def _merge(frame: DataFrame, spec: TableSpec, properties: Mapping[str, str]) -> 
     unique = f"assert_true({_COPIES} = 1 AND {present}, '{_NOT_UNIQUE}') IS NULL"
     # The window shuffles by the keys, which the merge's join needs anyway.
     source = frame.withColumn(_COPIES, copies).filter(F.expr(unique))
+    if selection is not None:
+        inside = f"coalesce({to_sql(selection, schema)}, false)"
+        source = source.filter(F.expr(f"assert_true({inside}, '{_OUTSIDE}') IS NULL"))
     source = source.drop(_COPIES).alias("incoming")
     on = " AND ".join(f"{spec.spark_name}.`{key}` = incoming.`{key}`" for key in spec.keys)
     columns = {f"`{name}`": F.col(f"incoming.`{name}`") for name in frame.columns}
@@ -112,6 +122,12 @@ def _merge(frame: DataFrame, spec: TableSpec, properties: Mapping[str, str]) -> 
                     f"Two rows share a key, or a key is null, in ({', '.join(spec.keys)}).",
                     table=spec.name,
                     hint="Keep one row per key before returning the frame.",
+                ) from error
+            if _OUTSIDE in str(error):
+                raise PartitionMismatch(
+                    "Rows of the frame are outside the run's partitions.",
+                    table=spec.name,
+                    hint=f"The rows must satisfy {to_sql(selection, schema) if selection else ''}.",
                 ) from error
             raise
 

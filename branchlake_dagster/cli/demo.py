@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from branchlake_dagster.branching.run_tags import PUBLICATION_TAG, REASON_TAG, VERDICT_TAG
 from branchlake_dagster.cli.home import dagster_home
@@ -25,6 +24,7 @@ from branchlake_dagster.publication.reconcile import RUN_BRANCHES, Action, Outco
 from branchlake_dagster.settings import Settings
 
 BAD_SNAPSHOT = "sim-bad-20260808T0600Z"
+_INDENT = " " * 14
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 """Dagster prints every event of an in-process run; the demo's own lines are enough."""
 
@@ -195,22 +195,22 @@ def _link(files: Sequence[str], folder: Path) -> list[str]:
 
 def show(result: DemoResult) -> None:
     """The closing table, why runs were blocked, and what to type next; fits into 80 columns."""
-    console = Console()
-    table = Table("branch", "partition", "checks", "verdict", "publication", "rows on main", box=box.SIMPLE)
+    console = Console(highlight=False)
+    console.print(
+        f"\n[bold]{'branch':14}{'partition':27}{'checks':8}{'verdict':22}publication[/]", soft_wrap=True
+    )
     for line in result.lines:
         colour = "green" if line.publication else "red"
-        table.add_row(
-            f"{line.branch[:12]}…",
-            line.partition,
-            line.checks,
-            f"[{colour}]{line.verdict}[/]",
-            (line.publication or "none")[:12],
-            "\n".join(f"{count:,} {name.split('.')[-1]}" for name, count in (line.rows or {}).items()),
+        hash_ = line.publication[:8] if line.publication else "none"
+        console.print(
+            f"{line.branch[:12]:14}{line.partition:27}{line.checks:8}[{colour}]{line.verdict:22}[/]{hash_}",
+            soft_wrap=True,
         )
-    console.print(table)
-    for line in result.lines:
-        if line.reason:
-            console.print(f"{line.branch[:12]}… was not published: {line.reason}", markup=False)
+        rows = ", ".join(f"{count:,} {name.split('.')[-1]}" for name, count in (line.rows or {}).items())
+        told = f"rows on main: {rows}" if line.publication else str(line.reason)
+        for text in textwrap.wrap(told, console.width - len(_INDENT) - 1):
+            console.print(f"{_INDENT}{text}", style="dim", markup=False)
+    console.print()
     console.print(f"{result.catalogue_objects:,} catalogue objects on main, {result.seconds:.0f} s in all.")
     if not result.as_expected:
         console.print("[red]Not as expected:[/] a run that should be published was not, or the reverse.")

@@ -206,6 +206,23 @@ def test_an_upsert_without_its_key_column_is_refused(lakehouse: Lakehouse, names
         p.failed_with(UpsertKeyInvalid, "lacks key column id", f"{namespace}.t")
 
 
+def test_an_upsert_stays_within_the_partitions_of_its_run(lakehouse: Lakehouse, namespace: str) -> None:
+    rows: Rows = [{"ts": at(3), "id": 1}, {"ts": at(4), "id": 2}]
+    t = sparks(
+        namespace,
+        rows,
+        "ts timestamp, id long",
+        partitions_def=HOURLY,
+        metadata=table_metadata(write_mode="upsert", keys=["id"], partition_by="ts", require_checks=False),
+    )
+    with project(lakehouse, t) as p:
+        p.run(partition="2026-08-08-03:00", ok=False)
+        p.failed_with(PartitionMismatch, "outside the run's partitions", f"{namespace}.t")
+        del rows[1]
+        settled(p, partition="2026-08-08-03:00")
+        assert p.rows(namespace, "t") == [{"ts": at(3), "id": 1}]
+
+
 def test_an_upsert_from_polars(lakehouse: Lakehouse, namespace: str) -> None:
     frame = {"now": pl.DataFrame({"kind": ["a"], "id": [1], "seen": [at(1)]})}
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from branchlake_dagster.lakehouse.errors import BranchlakeError, ConfigurationError, Terminal
 
 LOOPBACK = "127.0.0.1"
+_MARK = "==== started"
+"""Separates the runs of a server in its log, so that an error of an earlier one is not quoted."""
 
 
 class ServerDidNotStart(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -96,6 +98,8 @@ def launch(
     Not through subprocess: the server outlives us on purpose, and a Popen object warns about that.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as output:
+        output.write(f"{_MARK} {name}\n")
     pid = os.posix_spawn(
         command[0],
         list(command),
@@ -161,6 +165,7 @@ def listening(port: int) -> bool:
 
 
 def _tail(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    latest = log.read_text(errors="replace").rpartition(_MARK)[2]
+    lines = [line.strip() for line in latest.splitlines()[1:] if line.strip()]
     telling = [line for line in lines[-200:] if "ERROR" in line or "Exception" in line or "Caused by" in line]
     return " | ".join((telling or lines)[-3:])[:600] or "its log is empty"
