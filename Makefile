@@ -44,7 +44,7 @@ bench: setup  ## where the time goes
 	$(BIN)/branchlake bench lifecycle
 
 lock: setup  ## resolve requirements.lock anew
-	$(BIN)/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras \
+	$(BIN)/pip-compile --quiet --generate-hashes --allow-unsafe --no-strip-extras \
 		--no-emit-index-url --no-emit-find-links --extra dev -o requirements.lock setup.cfg
 
 clean:  ## stop the servers and remove everything that was made here

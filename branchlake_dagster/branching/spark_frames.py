@@ -67,11 +67,7 @@ def write(
         assert selection is not None  # noqa: S101 - the mode implies partitions
         writer.overwrite(F.expr(to_sql(selection, schema)))
     if observation is not None and (outside := observation.get["outside"]):
-        raise PartitionMismatch(
-            f"{outside} rows of the frame are outside the run's partitions.",
-            table=spec.name,
-            hint=f"The rows must satisfy {to_sql(selection, schema) if selection else ''}.",
-        )
+        raise _mismatch(spec, schema, selection, f"{outside} rows")
 
 
 def _observe_outside(
@@ -124,12 +120,17 @@ def _merge(
                     hint="Keep one row per key before returning the frame.",
                 ) from error
             if _OUTSIDE in str(error):
-                raise PartitionMismatch(
-                    "Rows of the frame are outside the run's partitions.",
-                    table=spec.name,
-                    hint=f"The rows must satisfy {to_sql(selection, schema) if selection else ''}.",
-                ) from error
+                raise _mismatch(spec, schema, selection, "Rows") from error
             raise
+
+
+def _mismatch(spec: TableSpec, schema: Schema, selection: Selection | None, rows: str) -> PartitionMismatch:
+    wanted = to_sql(selection, schema) if selection else "true"
+    return PartitionMismatch(
+        f"{rows} of the frame are outside the run's partitions.",
+        table=spec.name,
+        hint=f"The rows must satisfy {wanted}.",
+    )
 
 
 def check_keys(spec: TableSpec, columns: list[str]) -> None:
