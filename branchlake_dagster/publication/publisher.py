@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from uuid import NAMESPACE_URL, uuid5
 
+from branchlake_dagster.lakehouse.errors import BranchlakeError, OutcomeUnknown
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import (
@@ -85,6 +86,10 @@ class Conflicting:
         return f"main changed meanwhile: {', '.join(told)}"
 
 
+class PublicationUnexplained(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like the other outcomes
+    """`main` is said to hold the candidate, and the ledger does not know it."""
+
+
 def write_set(client: NessieClient, base_hash: str, ref: Reference) -> tuple[str, ...]:
     """The tables whose content differs between the base and the branch, by dotted name."""
     if ref.hash == base_hash:
@@ -116,7 +121,15 @@ def publish(client: NessieClient, candidate: Candidate) -> Published | Conflicti
         return Published(result.target_hash, now=True)
     if result.successful:
         found = find_publication(client, candidate.publication_id)
-        return Published(found.commit.hash if found else result.target_hash, now=False)
+        if found is None:
+            # Merged by hand, or not at all: Nessie answers the same. Saying "published" would be a guess.
+            raise PublicationUnexplained(
+                "Nessie says that main holds this branch, but main's log has no publication of it.",
+                branch=candidate.branch,
+                run_id=candidate.run_id,
+                hint="Look at main's log for who merged it; if its rows are there, delete the branch.",
+            )
+        return Published(found.commit.hash, now=False)
     return Conflicting(result.conflicts, _who_changed(client, candidate, result.conflicts))
 
 

@@ -20,7 +20,13 @@ from branchlake_dagster.branching.run_tags import (
 from branchlake_dagster.branching.tables import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.machinery import reap_branches
-from branchlake_dagster.publication.publisher import RUN_ID, TABLES, find_publication, publications
+from branchlake_dagster.publication.publisher import (
+    RUN_ID,
+    TABLES,
+    PublicationUnexplained,
+    find_publication,
+    publications,
+)
 from branchlake_dagster.publication.reconcile import Action, Reconciler
 from branchlake_dagster_tests.harness import project
 
@@ -235,3 +241,22 @@ def test_runs_of_another_code_location_are_left_to_its_sensor(lakehouse: Lakehou
         assert reconciler._other_location(run) == "elsewhere"
         assert p.reconciler()._other_location(run) is None
         p.settle(run_id)
+
+
+def test_a_branch_merged_by_hand_is_not_called_published(lakehouse: Lakehouse, namespace: str) -> None:
+    asset = table(namespace, "t")
+    with project(lakehouse, asset, check(asset)) as p:
+        run_id = p.run()
+        nessie, branch = lakehouse.nessie, lakehouse.nessie.reference(branch_name(run_id))
+        nessie.merge(
+            from_name=branch.name,
+            from_hash=branch.hash,
+            into="main",
+            expected_hash=nessie.reference("main").hash,
+            message="by hand",
+        )
+        with pytest.raises(PublicationUnexplained, match="no publication of it"):
+            p.settle(run_id)
+        (told,) = [o for o in p.reconciler().run() if o.run_id == run_id]
+        assert told.action is Action.TRY_AGAIN
+        nessie.delete_branch(branch.name, expected_hash=branch.hash)
