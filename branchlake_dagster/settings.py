@@ -69,6 +69,19 @@ class Settings(BaseSettings):
     )
     orphan_max_age_h: float = Field(6.0, gt=0, description="Age at which a run branch is reaped (seed 000).")
 
+    heartbeat_interval_s: float = Field(
+        10.0, gt=0, description="Seconds between a writer's heartbeats; three missed: suspect, then dead."
+    )
+    keep_failed_hours: float = Field(
+        0.0, ge=0, description="Hours the branch of a failed, blocked or refused run is kept for debugging."
+    )
+    discard_grace_h: float = Field(
+        24.0, ge=0, description="Hours after which the data files of a discarded branch are deleted."
+    )
+    when_unavailable: Literal["fail", "direct_main"] = Field(
+        "fail", description="What a run does when its branch cannot be created: fail, or write to main."
+    )
+
     @field_validator("state_dir")
     @classmethod
     def _absolute(cls, value: Path) -> Path:

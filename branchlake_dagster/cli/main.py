@@ -95,7 +95,7 @@ def reap(dry_run: bool) -> None:
 
     from branchlake_dagster.cli.home import dagster_home
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-    from branchlake_dagster.publication.machinery import reap_branches
+    from branchlake_dagster.publication.reaping import reap_branches
 
     settings = Settings()
     dagster_home(settings)
