@@ -15,8 +15,8 @@ from dagster import (
 from branchlake_dagster.branching.io_manager import NessieBranchIOManager
 from branchlake_dagster.branching.resource import LakehouseResource
 from branchlake_dagster.branching.session import BranchSparkResource
-from branchlake_dagster.publication.reconcile import Action, Reconciler
 from branchlake_dagster.publication.reaping import reap_job, reap_schedule
+from branchlake_dagster.publication.reconcile import Action, Reconciler
 from branchlake_dagster.settings import Settings
 
 

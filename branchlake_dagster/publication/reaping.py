@@ -27,6 +27,8 @@ from branchlake_dagster.settings import Settings
 
 
 def reap_job() -> JobDefinition:
+    """The job `reap_branches`: one pass, its decisions in the output's metadata."""
+
     @op(description="Deletes run branches that nobody will publish, by seed 000's rules.")
     def reap_branches_op(context: OpExecutionContext, lakehouse: LakehouseResource) -> None:
         reaped = list(reap_branches(lakehouse.lakehouse, context.instance))
@@ -49,6 +51,7 @@ def reap_job() -> JobDefinition:
 
 
 def reap_schedule(reaper: JobDefinition, settings: Settings) -> ScheduleDefinition:
+    """Runs `reaper` every `reap_interval_min` minutes."""
     minutes = settings.reap_interval_min
     return ScheduleDefinition(
         name="reap_branches_schedule",

@@ -19,7 +19,6 @@ from branchlake_dagster.branching.run_tags import (
 )
 from branchlake_dagster.branching.tables import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reaping import reap_branches
 from branchlake_dagster.publication.publisher import (
     RUN_ID,
     TABLES,
@@ -27,6 +26,7 @@ from branchlake_dagster.publication.publisher import (
     find_publication,
     publications,
 )
+from branchlake_dagster.publication.reaping import reap_branches
 from branchlake_dagster.publication.reconcile import Action, Reconciler
 from branchlake_dagster_tests.harness import project
 
