@@ -84,6 +84,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
                     branch=ref,
                     hint="Materialise it and let it be published first, or select it in the same run.",
                 ) from error
+            provenance.tell_read(context, spec, ref)
             selection = self._input_selection(context, spec, definition)
             if spark:
                 return spark_frames.read(self.spark.spark_session, spec, table.schema(), selection)
@@ -156,6 +157,8 @@ class NessieBranchIOManager(ConfigurableIOManager):
             code_version=context.asset_spec.code_version,
             run=self.lakehouse.run_branch,
             root_run_id=run.root_run_id or run.run_id,
+            step=context.step_context.step.key,
+            attempt=context.step_context.previous_attempt_count + 1,
         )
 
     # -- shared ----------------------------------------------------------------------------------------

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dagster import MetadataValue, OutputContext, TableColumn, TableColumnConstraints, TableSchema
+from dagster import (
+    InputContext,
+    MetadataValue,
+    OutputContext,
+    TableColumn,
+    TableColumnConstraints,
+    TableSchema,
+)
 from pyiceberg.table import Table
 
 from branchlake_dagster.branching.run_branch import RunBranch
@@ -23,12 +30,25 @@ def snapshot_properties(
     code_version: str | None,
     run: RunBranch | None,
     root_run_id: str | None,
+    step: str | None = None,
+    attempt: int | None = None,
 ) -> dict[str, str]:
-    """The entries our writes add to an Iceberg snapshot's summary, all prefixed `branchlake.`."""
+    """The entries our writes add to an Iceberg snapshot's summary, all prefixed `branchlake.`.
+
+    `step` and `attempt` (from 1) tell the writes of one step's attempts from each other.
+    """
     listed = ",".join(partitions[:_MANY]) + (
         f",… {len(partitions)} in all" if len(partitions) > _MANY else ""
     )
-    found = {"asset": asset, "write_mode": spec.write_mode, "partition": listed, "code_version": code_version}
+    found = {
+        "asset": asset,
+        "write_mode": spec.write_mode,
+        "keys": ",".join(spec.keys),
+        "partition": listed,
+        "code_version": code_version,
+        "step": step,
+        "attempt": str(attempt) if attempt else None,
+    }
     if run is not None:
         found |= {"run_id": run.run_id, "root_run_id": root_run_id or run.run_id, "base_hash": run.base_hash}
     return {f"{PREFIX}{key}": value for key, value in found.items() if value}
@@ -78,3 +98,13 @@ def _column_schema(table: Table) -> TableSchema:
 def asset_partitions(context: OutputContext) -> tuple[str, ...]:
     """The partition keys this output covers; empty when the asset is not partitioned."""
     return tuple(context.asset_partition_keys) if context.has_asset_partitions else ()
+
+
+def tell_read(context: InputContext, spec: TableSpec, ref: str) -> None:
+    """Let the input's LOADED_INPUT event say which table was read and where: a run's read set.
+
+    Not by `add_input_metadata`: that also reports an observation of the upstream asset, which Dagster takes
+    for an update of an external asset, and it raises for an input of several partitions.
+    """
+    told = {"branchlake/table": MetadataValue.text(spec.name), "branchlake/ref": MetadataValue.text(ref)}
+    context._user_generated_metadata = {**context._user_generated_metadata, **told}

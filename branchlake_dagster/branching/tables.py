@@ -11,10 +11,12 @@ from dagster import AssetKey
 from branchlake_dagster.lakehouse.errors import ConfigurationError
 
 WriteMode = Literal["replace_partitions", "replace_table", "append", "upsert"]
+Isolation = Literal["snapshot", "serializable"]
 
 WRITE_MODE = "branchlake/write_mode"
 KEYS = "branchlake/keys"
 REQUIRE_CHECKS = "branchlake/require_checks"
+ISOLATION = "branchlake/isolation"
 PARTITION_EXPR = "partition_expr"
 """Dagster's own name for it in its database IO managers."""
 
@@ -25,6 +27,7 @@ def table_metadata(
     keys: Sequence[str] = (),
     partition_by: str | Mapping[str, str] | None = None,
     require_checks: bool | None = None,
+    isolation: Isolation | None = None,
 ) -> dict[str, Any]:
     """Asset metadata for `@dg.asset(metadata=…)`.
 
@@ -33,6 +36,8 @@ def table_metadata(
     partition, or for multi-dimensional partitions `{dimension: column}`; a time window needs a timestamp
     or date column, other partitions a string column equal to the partition key. `require_checks`: whether
     a run that writes this table without any check is blocked (default: the setting of that name).
+    `isolation`: with `serializable` a run is published only if nothing it read changed on `main` meanwhile;
+    the default, `snapshot`, asks that only of what it wrote.
     """
     found: dict[str, Any] = {}
     if write_mode is not None:
@@ -43,6 +48,8 @@ def table_metadata(
         found[PARTITION_EXPR] = partition_by if isinstance(partition_by, str) else dict(partition_by)
     if require_checks is not None:
         found[REQUIRE_CHECKS] = require_checks
+    if isolation is not None:
+        found[ISOLATION] = isolation
     return found
 
 
@@ -58,6 +65,7 @@ class TableSpec:
     write_mode: WriteMode
     keys: tuple[str, ...] = ()
     columns_by_dimension: Mapping[str, str] = field(default_factory=dict)
+    isolation: Isolation = "snapshot"
 
     @property
     def name(self) -> str:
@@ -89,6 +97,11 @@ def table_spec(
         raise ConfigurationError(
             f"Unknown write mode {mode!r}.", table=name, hint=f"Use one of {', '.join(get_args(WriteMode))}."
         )
+    isolation: Any = _plain(metadata.get(ISOLATION)) or "snapshot"
+    if isolation not in get_args(Isolation):
+        raise ConfigurationError(
+            f"Unknown isolation {isolation!r}.", table=name, hint=f"Use {' or '.join(get_args(Isolation))}."
+        )
     if mode == "upsert" and not keys:
         raise ConfigurationError("An upsert needs keys.", table=name, hint="table_metadata(keys=[…])")
     if mode == "replace_partitions" and not columns:
@@ -103,7 +116,7 @@ def table_spec(
             table=name,
             hint="Name the column with table_metadata(partition_by=…), or choose append or upsert.",
         )
-    return TableSpec(identifier, mode, keys, columns)
+    return TableSpec(identifier, mode, keys, columns, isolation)
 
 
 def _plain(value: Any) -> Any:

@@ -116,8 +116,36 @@ def test_metadata_and_snapshot_tell_their_origin(lakehouse: Lakehouse, namespace
             "branchlake.code_version": "v7",
             "branchlake.base_hash": base,
             "branchlake.write_mode": "replace_partitions",
+            "branchlake.step": f"{namespace}__t",
+            "branchlake.attempt": "1",
         }
         assert table.properties["gc.enabled"] == "false"
+
+
+def test_a_loaded_input_tells_which_table_was_read_where(lakehouse: Lakehouse, namespace: str) -> None:
+    """The read set of a run is in the event log, without an observation that automation would react to."""
+
+    @dg.asset(key=[namespace, "t"], partitions_def=HOURLY, metadata=table_metadata(partition_by="ts"))
+    def t(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        return pl.DataFrame({"ts": [window.start for window in [context.partition_time_window]]})
+
+    @dg.asset(key=[namespace, "all"], ins={"t": dg.AssetIn([namespace, "t"])})
+    def everything(t: pl.DataFrame) -> None: ...
+
+    with project(lakehouse, t, everything) as p:
+        first = p.run(dg.AssetKey([namespace, "t"]), partition="2026-08-08-01:00")
+        lakehouse.nessie.merge(
+            from_name=branch_name(first),
+            from_hash=lakehouse.nessie.reference(branch_name(first)).hash,
+            into="main",
+            expected_hash=lakehouse.nessie.reference("main").hash,
+            message="test",
+        )
+        run_id = p.run(dg.AssetKey([namespace, "all"]))
+        (loaded,) = [e for e in p.last.all_events if e.event_type == dg.DagsterEventType.LOADED_INPUT]
+        told = {key: value.value for key, value in loaded.event_specific_data.metadata.items()}
+        assert told == {"branchlake/table": f"{namespace}.t", "branchlake/ref": branch_name(run_id)}
+        assert p.observations([namespace, "t"]) == []
 
 
 def test_a_partition_is_replaced_and_the_others_stay(lakehouse: Lakehouse, namespace: str) -> None:

@@ -25,6 +25,11 @@ def test_defaults_follow_the_partitions() -> None:
     assert spec(table_metadata(partition_by="ts"), partitioned=True).write_mode == "replace_partitions"
 
 
+def test_isolation_is_snapshot_unless_the_asset_asks_for_more() -> None:
+    assert spec({}).isolation == "snapshot"
+    assert spec(table_metadata(isolation="serializable")).isolation == "serializable"
+
+
 @pytest.mark.parametrize(
     ("metadata", "partitioned", "told"),
     [
@@ -34,6 +39,7 @@ def test_defaults_follow_the_partitions() -> None:
         ({}, True, "only its last partition"),
         ({"branchlake/write_mode": "overwrite"}, False, "Unknown write mode"),
         ({"partition_expr": 3}, True, "partition_expr"),
+        ({"branchlake/isolation": "strict"}, False, "Unknown isolation 'strict'. .*snapshot or serializable"),
     ],
 )
 def test_contradictions_name_the_table(metadata: dict[str, object], partitioned: bool, told: str) -> None:
