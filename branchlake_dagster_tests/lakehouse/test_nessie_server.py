@@ -186,6 +186,35 @@ def test_log(client: NessieClient, base: str) -> None:
     assert len(found) == 5
 
 
+@pytest.mark.parametrize("page_size", [1, 2, 3, 200])
+@pytest.mark.parametrize("last", range(5))
+def test_log_since_a_commit(client: NessieClient, base: str, page_size: int, last: int) -> None:
+    for i in range(4):
+        at = head(client, base)
+        content = client.content(base, T)
+        assert isinstance(content, IcebergTable)
+        put = Put(T, table(content.content_id, f"file:///{i}.json"))
+        client.commit(base, expected_hash=at, operations=[put], message=str(i), properties={"i": str(i % 2)})
+    hashes = [entry.commit.hash for entry in client.log(base)][::-1]
+    read = [e.commit.hash for e in client.log(base, since=hashes[last], page_size=page_size)]
+    assert read == hashes[:last:-1]
+    # The limit commit does not match here in every case, and must stop the walk all the same.
+    odd = "'i' in commit.properties && commit.properties['i'] == '1'"
+    found = [e.commit.message for e in client.log(base, since=hashes[last], filter=odd, page_size=page_size)]
+    assert found == [m for m in ("3", "1") if int(m) >= last]
+
+
+def test_log_since_what_is_not_in_it(client: NessieClient, base: str, new_branch: NewBranch) -> None:
+    none = client.config().no_ancestor_hash
+    assert len(list(client.log(base, since=none))) == len(list(client.log(base)))
+    other = new_branch(base, head(client, base))
+    foreign = changed(client, other, "file:///2.json")
+    with pytest.raises(ReferenceNotFound, match=foreign):
+        list(client.log(base, since=foreign))
+    with pytest.raises(ReferenceNotFound, match=foreign):
+        list(client.log(base, since=foreign, filter="'x' in commit.properties"))
+
+
 def test_diff(client: NessieClient, base: str, new_branch: NewBranch) -> None:
     other = new_branch(base, head(client, base))
     commit(client, other, Put(U, table()), Put(ContentKey(["n", "x"]), table()))

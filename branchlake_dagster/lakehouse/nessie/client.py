@@ -222,19 +222,50 @@ class NessieClient:
         ref: str,
         *,
         filter: str | None = None,  # noqa: A002 - Nessie's word
+        since: str | None = None,
         limit: int | None = None,
         fetch_operations: bool = False,
         page_size: int = 200,
     ) -> Iterator[LogEntry]:
         """Commits of `ref`, newest first, at most `limit`; `filter` is a CEL expression on `commit`.
 
-        With a filter the server walks the whole history: bound it by `limit` only where matches are sure.
+        `since` is the hash of a commit in the history of `ref`: only commits after it are read. Raises
+        ReferenceNotFound, when the end of the history is reached, for a hash that is not in it. Without
+        it a filter walks the whole history: bound it by `limit` only where matches are sure. An
+        expression that fails on one commit (a property that it lacks) fails the whole call.
         """
-        params = _given(filter=filter, fetch="ALL" if fetch_operations else None)
-        path = f"trees/{parse_ref(ref).path}/history"
+        fetch = "ALL" if fetch_operations else None
         size = page_size if limit is None else max(1, min(page_size, limit))
-        entries = self._pages(path, "logEntries", codec.log_entry, params, size, f"read the log of {ref}")
+        if since is None:
+            entries = self._history(ref, _given(filter=filter, fetch=fetch), size)
+        else:
+            entries = self._history_after(ref, since, filter, _given(fetch=fetch), size)
         return paging.first(entries, limit)
+
+    def _history(self, ref: str, params: Mapping[str, str], page_size: int) -> Iterator[LogEntry]:
+        path = f"trees/{parse_ref(ref).path}/history"
+        return self._pages(path, "logEntries", codec.log_entry, params, page_size, f"read the log of {ref}")
+
+    def _history_after(
+        self,
+        ref: str,
+        since: str,
+        filter: str | None,  # noqa: A002 - Nessie's word
+        params: Mapping[str, str],
+        page_size: int,
+    ) -> Iterator[LogEntry]:
+        """The commits after `since`; its own entry is asked for as the proof that it was reached."""
+        itself = f"commit.hash == '{since}'"
+        # The server filters first and looks for its limit in what is left, so let the limit through.
+        bounds = {"limit-hash": since} | _given(filter=f"({filter}) || {itself}" if filter else None)
+        for entry in self._history(ref, {**params, **bounds}, page_size):
+            if entry.commit.hash == since:
+                return
+            yield entry
+        # It also leaves the limit itself out when a page ends just before it. Look for it alone.
+        alone = self._history(ref, {"limit-hash": since, "filter": itself}, 1)
+        if next(alone, None) is None and since != self.config().no_ancestor_hash:
+            raise ReferenceNotFound(f"The history of {ref} has no commit {since}.", branch=ref, status=404)
 
     def diff(self, from_ref: str, to_ref: str, *, page_size: int = 500) -> Iterator[DiffEntry]:
         """Keys whose content differs between two references, each at one hash."""
