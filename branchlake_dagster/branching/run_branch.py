@@ -83,7 +83,7 @@ class RunBranch:
                 self._base_hash = base_hash_of(tags, self.name)
                 if self._base_hash is None:
                     self._base_hash = self._create()
-                    self._remember(opened(self.name, self._base_hash, tags))
+                    self._remember(opened(self.run_id, self.name, self._base_hash, tags))
                 else:
                     self._must_exist()
         return self.name

@@ -1,6 +1,6 @@
 """The tags by which a run shows its branch and its fate in Dagster's UI.
 
-Dagster copies all tags of a run to its re-execution. Whoever reads them therefore asks `opened_by` first,
+Dagster may copy all tags of a run to its re-execution. Whoever reads them therefore asks `opened_by` first,
 and a run that opens its branch overwrites what it inherited: a re-execution once took its parent's base
 hash for its own and reported a deleted branch that had never existed.
 """
@@ -11,6 +11,10 @@ from collections.abc import Mapping
 
 BRANCH_TAG = "branchlake/branch"
 BASE_TAG = "branchlake/base_hash"
+OPENED_TAG = "branchlake/opened_by"
+"""The run that wrote these tags. Another id than the run's own: they were inherited."""
+UNBRANCHED_TAG = "branchlake/unbranched"
+"""`true`: the run wrote to `main` directly, because its branch could not be made."""
 VERDICT_TAG = "branchlake/verdict"
 PUBLICATION_TAG = "branchlake/publication"
 REASON_TAG = "branchlake/reason"
@@ -19,10 +23,21 @@ PENDING = "pending"
 """The verdict of a run that nobody has judged yet."""
 
 
-def opened(branch: str, base_hash: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The tags of a run that has just opened its branch."""
-    stale = {name: "none" for name in (PUBLICATION_TAG, REASON_TAG) if name in inherited}
-    return {BRANCH_TAG: branch, BASE_TAG: base_hash, VERDICT_TAG: PENDING, **stale}
+def opened(run_id: str, branch: str, base_hash: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The tags of a run that has just opened its branch, its own or the one of the run it retries."""
+    stale = {name: "none" for name in (PUBLICATION_TAG, REASON_TAG, UNBRANCHED_TAG) if name in inherited}
+    return {
+        BRANCH_TAG: branch,
+        BASE_TAG: base_hash,
+        VERDICT_TAG: PENDING,
+        OPENED_TAG: run_id,
+        **stale,
+    }
+
+
+def opened_by(tags: Mapping[str, str], run_id: str) -> bool:
+    """Whether run `run_id` itself wrote these tags, rather than a run it was made from."""
+    return tags.get(OPENED_TAG) == run_id
 
 
 def base_hash_of(tags: Mapping[str, str], branch: str) -> str | None:

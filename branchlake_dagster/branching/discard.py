@@ -1,0 +1,129 @@
+"""Fencing a run: its branch is renamed to a tag, so that it cannot be written to and nothing is lost yet.
+
+The tag is the journal of the clean-up and lives in Nessie. `discarded-{run_id}` means: nobody writes here any
+more, a retry may still take it back. `sweeping-{run_id}` means: its files are being deleted. The tag is made
+before the branch is deleted, so a crash in between loses neither; every step may be repeated.
+"""
+
+from __future__ import annotations
+
+from branchlake_dagster.branching.errors import RetryNeedsFullRun
+from branchlake_dagster.branching.run_branch import run_id_of
+from branchlake_dagster.lakehouse.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
+from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.lakehouse.nessie.model import Reference
+
+DISCARDED_PREFIX = "discarded-"
+SWEEPING_PREFIX = "sweeping-"
+_ATTEMPTS = 4
+
+
+def discarded_name(branch: str) -> str:
+    """The tag a run branch becomes when it is discarded."""
+    return f"{DISCARDED_PREFIX}{run_id_of(branch)}"
+
+
+def discard(client: NessieClient, branch: Reference) -> Reference | None:
+    """Fence the writer of `branch` and keep its state as a tag, which is returned.
+
+    None when the branch holds no commit of its own: then it is only deleted. Raises NessieConflict when it
+    was written to after `branch` was read; it stays then. Safe to repeat after any failure.
+    """
+    if branch.metadata is None:
+        try:
+            branch = _with_metadata(client, branch)
+        except ReferenceNotFound:
+            return _tag_at(client, discarded_name(branch.name), branch.hash)
+    if branch.metadata and branch.metadata.commits_ahead == 0:
+        _delete(client, branch)
+        return None
+    tag = _tag(client, discarded_name(branch.name), branch)
+    try:
+        _delete(client, branch)
+    except NessieConflict:
+        # A late write: what the tag holds is no longer all of it.
+        _untag(client, tag)
+        raise
+    # A retry that took an earlier discard back may have claimed the tag while we deleted its branch.
+    return _tag_at(client, tag.name, tag.hash) or _tag(client, tag.name, branch)
+
+
+def take_back(client: NessieClient, branch: str) -> Reference | None:
+    """Make a discarded branch again, for a retry that continues on it; None when it was not discarded.
+
+    Deleting the tag is the claim: the sweeper deletes files only after it deleted that tag itself. Raises
+    RetryNeedsFullRun when the sweeper was first.
+    """
+    tag = _find(client, discarded_name(branch))
+    if tag is None:
+        return None
+    try:
+        found = client.create_branch(branch, from_ref=tag.name, from_hash=tag.hash)
+    except NessieAlreadyExists:
+        # Another step of the same retry; it claims the tag, or takes the branch away again.
+        return client.reference(branch)
+    except ReferenceNotFound:
+        found = None
+    if found is not None:
+        try:
+            client.delete_tag(tag.name, expected_hash=tag.hash)
+        except (ReferenceNotFound, NessieConflict):
+            _delete(client, found)
+        else:
+            return found
+    raise RetryNeedsFullRun(
+        "The discarded branch of the run's parent is being cleaned up.",
+        branch=branch,
+        hint="Re-execute all steps.",
+    )
+
+
+def _with_metadata(client: NessieClient, branch: Reference) -> Reference:
+    """The branch as it was handed in, with the metadata of that very hash; NessieConflict when it moved."""
+    found = client.reference(branch.name, fetch_metadata=True)
+    if found.hash != branch.hash:
+        raise NessieConflict("The branch was written to meanwhile.", branch=branch.name)
+    return found
+
+
+def _delete(client: NessieClient, branch: Reference) -> None:
+    try:
+        client.delete_branch(branch.name, expected_hash=branch.hash)
+    except ReferenceNotFound:
+        return  # another clean-up was faster; the tag stands, whoever made it
+
+
+def _tag(client: NessieClient, name: str, branch: Reference) -> Reference:
+    """Tag `name` at the branch's hash, in place of one that an interrupted clean-up left elsewhere."""
+    for _ in range(_ATTEMPTS):
+        try:
+            # From main and not from the branch, which may be gone: the hash alone says what is meant.
+            return client.create_tag(name, from_ref=MAIN, from_hash=branch.hash)
+        except NessieAlreadyExists as taken:
+            last = taken
+            found = _find(client, name)
+            if found is not None and found.hash == branch.hash:
+                return found
+            if found is not None:
+                _untag(client, found)
+    raise last
+
+
+def _untag(client: NessieClient, tag: Reference) -> None:
+    try:
+        client.delete_tag(tag.name, expected_hash=tag.hash)
+    except (ReferenceNotFound, NessieConflict):
+        return  # replaced or claimed by somebody who knows more
+
+
+def _find(client: NessieClient, name: str) -> Reference | None:
+    try:
+        return client.reference(name)
+    except ReferenceNotFound:
+        return None
+
+
+def _tag_at(client: NessieClient, name: str, at: str) -> Reference | None:
+    found = _find(client, name)
+    return found if found is not None and found.hash == at else None
