@@ -28,7 +28,7 @@ from branchlake_dagster.lakehouse.nessie.model import (
 )
 from branchlake_dagster.lakehouse.nessie.refs import parse_name, parse_ref
 from branchlake_dagster.lakehouse.nessie.retry import RetryPolicy
-from branchlake_dagster.lakehouse.nessie.transport import Transport
+from branchlake_dagster.lakehouse.nessie.transport import HttpTransport, Transport
 
 T = TypeVar("T")
 MergeMode = Literal["NORMAL", "DROP", "FORCE"]
@@ -44,6 +44,7 @@ class NessieClient:
     A *ref* argument is a branch or tag name, `name@hash`, `@hash` or a full hash. Every method raises the
     NessieError that fits and retries by `retry`; a change is repeated after an unknown outcome only where
     that is the same as doing it once (merge, creation, deletion; not commit). Timeouts are in seconds.
+    A `transport` takes the place of HTTP to `uri`, and of its token, verification and timeouts.
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class NessieClient:
         read_timeout_s: float = 30.0,
         retry: RetryPolicy = RetryPolicy(),  # noqa: B008 - it is immutable
         sleep: Callable[[float], None] = time.sleep,
+        transport: Transport | None = None,
     ) -> None:
-        self._transport = Transport(
+        self._transport = transport or HttpTransport(
             uri,
             token=token,
             verify=verify,
@@ -112,8 +114,9 @@ class NessieClient:
         return self._pages("trees", "references", codec.reference, params, page_size, "list references")
 
     def create_branch(self, name: str, *, from_ref: str, from_hash: str) -> Reference:
-        """Make a branch at `from_hash`, which must be reachable from the branch or tag `from_ref`.
+        """Make a branch at `from_hash`. `from_ref` is any branch or tag that exists.
 
+        The server does not check that the hash is on `from_ref`, so a deleted branch can be made again.
         Raises NessieAlreadyExists for a taken name, also when it is at that hash already.
         """
         return self._create(ReferenceType.BRANCH, name, from_ref, from_hash)

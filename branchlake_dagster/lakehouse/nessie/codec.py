@@ -95,10 +95,11 @@ def content(data: Json) -> Content:
         )
     if data["type"] == "NAMESPACE":
         return Namespace(data.get("id"), tuple(data["elements"]), dict(data.get("properties") or {}))
-    return OtherContent(data.get("id"), data["type"])
+    payload = {name: value for name, value in data.items() if name not in ("id", "type")}
+    return OtherContent(data.get("id"), data["type"], payload)
 
 
-def content_json(value: IcebergTable | Namespace) -> dict[str, Any]:
+def content_json(value: Content) -> dict[str, Any]:
     """The JSON of a content to be put; without an id it is a creation."""
     body: dict[str, Any]
     if isinstance(value, IcebergTable):
@@ -110,12 +111,14 @@ def content_json(value: IcebergTable | Namespace) -> dict[str, Any]:
             "specId": value.spec_id,
             "sortOrderId": value.sort_order_id,
         }
-    else:
+    elif isinstance(value, Namespace):
         body = {
             "type": "NAMESPACE",
             "elements": list(value.elements),
             "properties": dict(value.properties),
         }
+    else:
+        body = {"type": value.type, **value.payload}
     return body | ({"id": value.content_id} if value.content_id else {})
 
 
@@ -141,9 +144,7 @@ def _operations(items: Iterable[Json]) -> Iterable[Operation]:
         if item["type"] == "DELETE":
             yield Delete(key(item["key"]))
         elif item["type"] == "PUT":
-            value = content(item["content"])
-            if not isinstance(value, OtherContent):
-                yield Put(key(item["key"]), value)
+            yield Put(key(item["key"]), content(item["content"]))
 
 
 def log_entry(data: Json) -> LogEntry:

@@ -136,10 +136,11 @@ class Namespace:
 
 @dataclass(frozen=True)
 class OtherContent:
-    """A content we name but do not change, such as `ICEBERG_VIEW` or `UDF`."""
+    """A content we carry but do not read, such as `ICEBERG_VIEW` or `UDF`; `payload` is its JSON."""
 
     content_id: str | None
     type: str
+    payload: Mapping[str, object] = field(default_factory=dict, hash=False)
 
 
 Content = IcebergTable | Namespace | OtherContent
@@ -150,7 +151,7 @@ class Put:
     """Create (`content_id` None) or update (its content id) what is stored under `key`."""
 
     key: ContentKey
-    content: IcebergTable | Namespace
+    content: Content
 
 
 @dataclass(frozen=True)
@@ -220,10 +221,7 @@ class DiffEntry:
 
 @dataclass(frozen=True)
 class LogEntry:
-    """One commit; `operations` is empty unless it was asked for.
-
-    Operations on contents we do not model (views, functions) are left out of it.
-    """
+    """One commit; `operations` is empty unless it was asked for."""
 
     commit: CommitMeta
     operations: tuple[Operation, ...]

@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import requests
@@ -60,7 +60,34 @@ def checked_verify(verify: bool | str) -> bool | str:
     return verify
 
 
-class Transport:
+class Transport(Protocol):
+    """What the client needs of the wire; every failure comes out as a NessieError."""
+
+    @property
+    def uri(self) -> str:
+        """The API's base address."""
+        ...
+
+    def close(self) -> None:
+        """Release what is kept between calls."""
+        ...
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        decode: Callable[[Any], T],
+        *,
+        action: str,
+        changes: bool,
+        params: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+    ) -> T:
+        """One request to `uri/path`; the decoded JSON of a 2xx answer."""
+        ...
+
+
+class HttpTransport:
     """Sends requests and turns every failure into a NessieError; knows nothing of Nessie's objects.
 
     `verify` is True, False, or the path of a CA bundle. Timeouts are in seconds; the read timeout is the
@@ -87,7 +114,7 @@ class Transport:
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"Transport({self.uri})"
+        return f"HttpTransport({self.uri})"
 
     def close(self) -> None:
         """Close every thread's connections; the next call opens new ones."""
