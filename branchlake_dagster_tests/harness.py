@@ -57,7 +57,7 @@ class Project:
         return self.definitions.get_repository_def().asset_graph
 
     def reconciler(self) -> Reconciler:
-        return Reconciler(self.lake.nessie, self.instance, self.graph, self.lake.settings)
+        return Reconciler.of(self.lake, self.instance, self.graph)
 
     def settle(self, run_id: str) -> Outcome:
         """What the publication sensor does about one run."""

@@ -19,13 +19,24 @@ VERDICT_TAG = "branchlake/verdict"
 PUBLICATION_TAG = "branchlake/publication"
 REASON_TAG = "branchlake/reason"
 
+JUDGED_HEAD_TAG = "branchlake/judged_head"
+"""The branch's hash that the gate judged: what is published is this and nothing written later."""
+CHECK_REF_TAG = "branchlake/check_ref"
+"""On a run that repeats checks for the publisher: the branch on which it stands."""
+CHECK_HASH_TAG = "branchlake/check_hash"
+"""The state of that branch which its verdict is about."""
+
 PENDING = "pending"
 """The verdict of a run that nobody has judged yet."""
 
 
 def opened(run_id: str, branch: str, base_hash: str, inherited: Mapping[str, str]) -> dict[str, str]:
     """The tags of a run that has just opened its branch, its own or the one of the run it retries."""
-    stale = {name: "none" for name in (PUBLICATION_TAG, REASON_TAG, UNBRANCHED_TAG) if name in inherited}
+    stale = {
+        name: "none"
+        for name in (PUBLICATION_TAG, REASON_TAG, UNBRANCHED_TAG, JUDGED_HEAD_TAG)
+        if name in inherited
+    }
     return {
         BRANCH_TAG: branch,
         BASE_TAG: base_hash,
@@ -48,3 +59,18 @@ def base_hash_of(tags: Mapping[str, str], branch: str) -> str | None:
 def judged(tags: Mapping[str, str], branch: str) -> bool:
     """Whether the publisher has told its verdict on this branch."""
     return tags.get(BRANCH_TAG) == branch and tags.get(VERDICT_TAG, PENDING) != PENDING
+
+
+def published_as(tags: Mapping[str, str], branch: str) -> str | None:
+    """The commit on `main` that this branch was published as, if the publisher has told one."""
+    return _told(tags, PUBLICATION_TAG, branch)
+
+
+def judged_head(tags: Mapping[str, str], branch: str) -> str | None:
+    """The hash of this branch that the gate has judged, if it has."""
+    return _told(tags, JUDGED_HEAD_TAG, branch)
+
+
+def _told(tags: Mapping[str, str], name: str, branch: str) -> str | None:
+    found = tags.get(name) if tags.get(BRANCH_TAG) == branch else None
+    return None if found == "none" else found

@@ -17,6 +17,9 @@ WRITE_MODE = "branchlake/write_mode"
 KEYS = "branchlake/keys"
 REQUIRE_CHECKS = "branchlake/require_checks"
 ISOLATION = "branchlake/isolation"
+CHECK_SCOPE = "branchlake/scope"
+"""Key in a check spec's metadata. `rows`: the verdict is on the run's partitions alone and stays true when
+other runs publish. `table`: it is on all rows of the table and must be found again after a rebase."""
 PARTITION_EXPR = "partition_expr"
 """Dagster's own name for it in its database IO managers."""
 

@@ -7,14 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import dagster as dg
 
+from branchlake_dagster.branching.tables import CHECK_SCOPE
 from branchlake_dagster.checks.model import ContractError
 
 CheckedAsset = dg.AssetKey | str | Sequence[str] | dg.AssetsDefinition
 """What a check may be attached to: an asset's key in any form, or its definition."""
-
-SCOPE = "branchlake/scope"
-"""Key in a check spec's metadata. `rows`: the verdict is on the run's partitions alone and stays true when
-other runs publish. `table`: it is on all rows of the table and must be found again after a rebase."""
 
 
 def asset_key(asset: CheckedAsset) -> dg.AssetKey:
@@ -62,7 +59,7 @@ def check_specs(
                 asset=asset_key(asset),
                 description=description,
                 partitions_def=partitions_def,
-                metadata={SCOPE: "table" if partitions_def is None else "rows"},
+                metadata={CHECK_SCOPE: "table" if partitions_def is None else "rows"},
             )
             for name, description in descriptions.items()
         ]

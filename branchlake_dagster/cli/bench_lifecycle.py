@@ -22,8 +22,7 @@ from branchlake_dagster.fusion.partitions import gp_snapshots
 from branchlake_dagster.fusion.sources import DEFAULT_SNAPSHOT
 from branchlake_dagster.lakehouse.errors import BranchlakeError, Terminal
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.nessie.model import LogEntry
-from branchlake_dagster.publication.publisher import RUN_ID, publications
+from branchlake_dagster.publication.ledger import Publication, publications
 from branchlake_dagster.settings import Settings
 
 PHASES = ("process_start", "session", "compute", "checks", "waiting", "publication")
@@ -143,12 +142,12 @@ class _Stack:
             raise BenchFailed(f"{job} could not be launched: {result}")
         return str(result["run"]["runId"])
 
-    def _publication(self, run_id: str) -> LogEntry | None:
-        head = next(iter(publications(self._lake.nessie, limit=1)), None)
-        return head if head and head.commit.properties.get(RUN_ID) == run_id else None
+    def _publication(self, run_id: str) -> Publication | None:
+        head = publications(self._lake.nessie, limit=1)
+        return next((one for one in head if one.run_id == run_id), None)
 
-    def _split(self, run_id: str, launched: float, entry: LogEntry) -> Timed:
-        visible = entry.commit.commit_time.timestamp() if entry.commit.commit_time else time.time()
+    def _split(self, run_id: str, launched: float, entry: Publication) -> Timed:
+        visible = entry.time.timestamp() if entry.time else time.time()
         times: dict[str, list[tuple[float, str]]] = {}
         for record in self._instance.all_logs(run_id):
             event = record.dagster_event

@@ -85,7 +85,7 @@ def run_demo(settings: Settings, catalogue: Sequence[str], *, say: Callable[[str
     result = DemoResult(dagster_home=str(home))
     with dg.DagsterInstance.get() as instance:
         graph = definitions.get_repository_def().asset_graph
-        reconciler = Reconciler(lake.nessie, instance, graph, settings)
+        reconciler = Reconciler.of(lake, instance, graph)
         instance.add_dynamic_partitions(gp_snapshots.name or "", [*snapshots, BAD_SNAPSHOT])
         for number, plan in enumerate(plans, start=1):
             say(f"[{number}/{len(plans)}] {plan.job} {plan.partition} …")

@@ -13,7 +13,7 @@ from branchlake_dagster.branching.run_branch import run_id_of
 from branchlake_dagster.cli.home import dagster_home
 from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.publisher import RUN_ID, TABLES, VERDICT, publications
+from branchlake_dagster.publication.ledger import publications
 from branchlake_dagster.publication.reconcile import RUN_BRANCHES
 from branchlake_dagster.settings import Settings
 
@@ -62,11 +62,11 @@ def gather(settings: Settings) -> dict[str, Any]:
             )
     ledger = [
         {
-            "publication": entry.commit.hash,
-            "run_id": entry.commit.properties.get(RUN_ID),
-            "verdict": entry.commit.properties.get(VERDICT),
-            "tables": entry.commit.properties.get(TABLES, "").split(","),
-            "time": entry.commit.commit_time.isoformat() if entry.commit.commit_time else None,
+            "publication": entry.hash,
+            "run_id": entry.run_id,
+            "verdict": entry.verdict,
+            "tables": list(entry.tables),
+            "time": entry.time.isoformat() if entry.time else None,
         }
         for entry in publications(lake.nessie, limit=_LAST)
     ]

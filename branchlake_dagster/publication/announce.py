@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dagster import AssetKey, AssetObservation, DagsterInstance, DagsterRun, MetadataValue
@@ -24,20 +24,23 @@ def announce(
     *,
     branch: str,
     publication: str | None,
+    rebased: Sequence[str] = (),
     why: str | None = None,
+    kept_hours: float = 0.0,
     took_s: float,
 ) -> None:
     """Tell the run's log, its tags and each written asset. Doing it twice tells it once.
 
-    `publication` is the commit on `main`; without one, `why` or the verdict's reasons tell the cause. The
-    tags come last: they mark that the rest was told. `took_s`: seconds from evidence to publication.
+    `publication` is the commit on `main`, `rebased` the tables whose changes were replayed for it. Without
+    one, `why` or the verdict's reasons tell the cause, and for `kept_hours` the branch stays for debugging.
+    The tags come last: they mark that the rest was told. `took_s`: seconds from evidence to publication.
     """
     tags = _tags(verdict, publication, why)
     current = instance.get_run_by_id(run.run_id)
     if current is not None and tags.items() <= current.tags.items():
         return
-    text = f"Published as {publication}." if publication else f"Not published: {_sentence(why, verdict)}"
-    metadata = _metadata(run, verdict, branch, publication, why)
+    text = _text(verdict, branch, publication, rebased, why, kept_hours)
+    metadata = _metadata(run, verdict, branch, publication, rebased, why)
     metadata["branchlake/publisher_s"] = MetadataValue.float(round(took_s, 4))
     for (asset, partition), written in list(evidence.written.items())[:_ROWS_SHOWN]:
         rows = {"branchlake/rows": MetadataValue.int(written.rows)} if written.rows is not None else {}
@@ -53,8 +56,19 @@ def announce(
     instance.add_run_tags(run.run_id, dict(tags))
 
 
-def _sentence(why: str | None, verdict: Verdict) -> str:
-    return f"{(why or verdict.summary()).rstrip('.')}."
+def _text(
+    verdict: Verdict,
+    branch: str,
+    publication: str | None,
+    rebased: Sequence[str],
+    why: str | None,
+    kept_hours: float,
+) -> str:
+    if publication:
+        again = f" {', '.join(rebased)} was rebased on what main had become." if rebased else ""
+        return f"Published as {publication}.{again}"
+    kept = f" Its branch {branch} is kept for {kept_hours:g} h." if kept_hours else ""
+    return f"Not published: {(why or verdict.summary()).rstrip('.')}.{kept}"
 
 
 def _tags(verdict: Verdict, publication: str | None, why: str | None) -> Mapping[str, str]:
@@ -68,7 +82,12 @@ def _tags(verdict: Verdict, publication: str | None, why: str | None) -> Mapping
 
 
 def _metadata(
-    run: DagsterRun, verdict: Verdict, branch: str, publication: str | None, why: str | None
+    run: DagsterRun,
+    verdict: Verdict,
+    branch: str,
+    publication: str | None,
+    rebased: Sequence[str],
+    why: str | None,
 ) -> dict[str, Any]:
     found: dict[str, Any] = {
         "branchlake/verdict": MetadataValue.text(str(verdict.decision)),
@@ -78,6 +97,8 @@ def _metadata(
     }
     if publication:
         found["branchlake/publication"] = MetadataValue.text(publication)
+    if rebased:
+        found["branchlake/rebased"] = MetadataValue.text(", ".join(rebased))
     listed = [why] if why else [*verdict.reasons, *(f"warning: {text}" for text in verdict.warnings)]
     if listed:
         found["branchlake/reasons"] = MetadataValue.md("\n".join(f"- {line}" for line in listed))

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dagster import AssetCheckSeverity, AssetKey, DagsterEventType, DagsterInstance, DagsterRun
+from dagster import (
+    AssetCheckSeverity,
+    AssetKey,
+    DagsterEvent,
+    DagsterEventType,
+    DagsterInstance,
+    DagsterRun,
+    EventLogRecord,
+)
 from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGraph
 
-from branchlake_dagster.branching.tables import REQUIRE_CHECKS, identifier_of
+from branchlake_dagster.branching.tables import CHECK_SCOPE, ISOLATION, REQUIRE_CHECKS, identifier_of
 
 CheckName = tuple[str, str]
 """(asset key as text, check name)."""
@@ -37,11 +45,18 @@ class Written:
 
 @dataclass(frozen=True)
 class AssetRules:
-    """What the definitions say about an asset now: its table, its checks, whether it demands one."""
+    """What the definitions say about an asset now.
+
+    Its table, its checks and whether it demands one; for each check that sees all rows, of which
+    tables; whether it asks for serializable isolation, and the tables of the assets it is made from.
+    """
 
     table: str
     checks: frozenset[str]
     demands_checks: bool
+    whole_tables: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    serializable: bool = False
+    upstream: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -55,6 +70,33 @@ class RunEvidence:
     written: Mapping[tuple[str, str | None], Written] = field(default_factory=dict)
     rules: Mapping[str, AssetRules] = field(default_factory=dict)
     write_set: frozenset[str] = frozenset()
+    loaded: frozenset[tuple[str | None, str]] = frozenset()
+    """(step, table) of every input that the IO manager loaded."""
+
+    @property
+    def read_set(self) -> frozenset[str] | None:
+        """The tables that must be on `main` as the run has seen them; None when no asset asks for that.
+
+        Of each serializable asset: what it is declared to be made from, and what was loaded for it.
+        """
+        strict = {asset for asset, rules in self.rules.items() if rules.serializable}
+        if not strict:
+            return None
+        steps = {written.step for (asset, _), written in self.written.items() if asset in strict}
+        declared = {table for asset in strict for table in self.rules[asset].upstream}
+        return frozenset(declared | {table for step, table in self.loaded if step in steps})
+
+    @property
+    def whole_tables(self) -> frozenset[str]:
+        """The tables of which some check sees all rows."""
+        seen = (tables for rules in self.rules.values() for tables in rules.whole_tables.values())
+        return frozenset().union(*seen)
+
+    @property
+    def last_order(self) -> int:
+        """The place of the run's last event of interest in Dagster's log: a measure of its age."""
+        written = (event.order for event in self.written.values())
+        return max((*written, *(event.order for event in self.evaluations.values())), default=0)
 
     def assets(self) -> tuple[str, ...]:
         """The assets the run materialised, in the order it did."""
@@ -66,63 +108,89 @@ _EVENTS = {
     DagsterEventType.ASSET_CHECK_EVALUATION_PLANNED,
     DagsterEventType.ASSET_CHECK_EVALUATION,
     DagsterEventType.ASSET_MATERIALIZATION,
+    DagsterEventType.LOADED_INPUT,
 }
 
 
 def collect(
     instance: DagsterInstance,
-    run: DagsterRun,
+    runs: Sequence[DagsterRun],
     graph: BaseAssetGraph[Any],
     *,
     write_set: frozenset[str],
     default_namespace: str,
     require_checks: bool,
 ) -> RunEvidence:
-    """Read the run's check and materialisation events. Later events of the same check or asset win."""
+    """Read the check, materialisation and input events of a run and of those it continues, oldest first.
+
+    Later events of the same check or asset win. The last run's end is the whole's.
+    """
     planned: set[tuple[CheckName, str | None]] = set()
     evaluations: dict[tuple[CheckName, str | None], Evaluation] = {}
     written: dict[tuple[str, str | None], Written] = {}
-    cursor: str | None = None
-    while True:
-        page = instance.get_records_for_run(run.run_id, cursor=cursor, of_type=_EVENTS, limit=1000)
-        for record in page.records:
-            event = record.event_log_entry.dagster_event
-            if event is None:
-                continue
-            step = record.event_log_entry.step_key
-            if event.event_type == DagsterEventType.ASSET_CHECK_EVALUATION_PLANNED:
-                plan = event.asset_check_planned_data
-                name = (plan.asset_key.to_user_string(), plan.check_name)
-                subset = plan.partitions_subset
-                planned |= {(name, key) for key in subset.get_partition_keys()} if subset else {(name, None)}
-            elif event.event_type == DagsterEventType.ASSET_CHECK_EVALUATION:
-                result = event.asset_check_evaluation_data
-                name = (result.asset_key.to_user_string(), result.check_name)
-                evaluations[name, result.partition] = Evaluation(
-                    passed=result.passed,
-                    blocks=result.severity == AssetCheckSeverity.ERROR,
-                    order=record.storage_id,
-                    step=step,
-                    description=result.description or "",
-                )
-            else:
-                made = event.step_materialization_data.materialization
-                rows = made.metadata.get(
-                    "dagster/partition_row_count", made.metadata.get("dagster/row_count")
-                )
-                written[made.asset_key.to_user_string(), made.partition] = Written(
-                    record.storage_id,
-                    step,
-                    rows.value if rows is not None and isinstance(rows.value, int) else None,
-                )
-        if not page.has_more:
-            break
-        cursor = page.cursor
+    loaded: set[tuple[str | None, str]] = set()
+    for record in (record for run in runs for record in _records(instance, run)):
+        event = record.event_log_entry.dagster_event
+        if event is None:
+            continue
+        step = record.event_log_entry.step_key
+        if event.event_type == DagsterEventType.ASSET_CHECK_EVALUATION_PLANNED:
+            plan = event.asset_check_planned_data
+            name = (plan.asset_key.to_user_string(), plan.check_name)
+            subset = plan.partitions_subset
+            planned |= {(name, key) for key in subset.get_partition_keys()} if subset else {(name, None)}
+        elif event.event_type == DagsterEventType.ASSET_CHECK_EVALUATION:
+            result = event.asset_check_evaluation_data
+            name = (result.asset_key.to_user_string(), result.check_name)
+            evaluations[name, result.partition] = Evaluation(
+                passed=result.passed,
+                blocks=result.severity == AssetCheckSeverity.ERROR,
+                order=record.storage_id,
+                step=step,
+                description=result.description or "",
+            )
+        elif event.event_type == DagsterEventType.LOADED_INPUT:
+            table = _metadata(event).get("branchlake/table")
+            if table is not None:
+                loaded.add((step, str(table.value)))
+        else:
+            made = event.step_materialization_data.materialization
+            rows = made.metadata.get("dagster/partition_row_count", made.metadata.get("dagster/row_count"))
+            written[made.asset_key.to_user_string(), made.partition] = Written(
+                record.storage_id,
+                step,
+                rows.value if rows is not None and isinstance(rows.value, int) else None,
+            )
     rules = {
         asset: _rules(AssetKey.from_user_string(asset), graph, default_namespace, require_checks)
         for asset in {asset for asset, _ in written}
     }
-    return RunEvidence(run.run_id, run.is_success, frozenset(planned), evaluations, written, rules, write_set)
+    last = runs[-1]
+    return RunEvidence(
+        last.run_id,
+        last.is_success,
+        frozenset(planned),
+        evaluations,
+        written,
+        rules,
+        write_set,
+        frozenset(loaded),
+    )
+
+
+def _metadata(event: DagsterEvent) -> Mapping[str, Any]:
+    data: Any = event.event_specific_data
+    return data.metadata or {}
+
+
+def _records(instance: DagsterInstance, run: DagsterRun) -> Iterator[EventLogRecord]:
+    cursor: str | None = None
+    while True:
+        page = instance.get_records_for_run(run.run_id, cursor=cursor, of_type=_EVENTS, limit=1000)
+        yield from page.records
+        if not page.has_more:
+            return
+        cursor = page.cursor
 
 
 def _rules(
@@ -133,7 +201,29 @@ def _rules(
         # Removed from the code since the run was launched: nobody says any more which checks it needs.
         return AssetRules(table, frozenset(), demands_checks=True)
     node = graph.get(key)
-    demanded = node.metadata.get(REQUIRE_CHECKS, require_checks)
+    demanded = _plain(node.metadata.get(REQUIRE_CHECKS, require_checks))
     return AssetRules(
-        table, frozenset(check.name for check in node.check_keys), bool(getattr(demanded, "value", demanded))
+        table,
+        frozenset(check.name for check in node.check_keys),
+        bool(demanded),
+        {
+            check.name: frozenset(
+                ".".join(identifier_of(seen, default_namespace))
+                for seen in graph.get(check).parent_entity_keys
+            )
+            for check in node.check_keys
+            if whole_table(graph.get(check))
+        },
+        _plain(node.metadata.get(ISOLATION)) == "serializable",
+        frozenset(".".join(identifier_of(parent, default_namespace)) for parent in node.parent_keys),
     )
+
+
+def whole_table(check: Any) -> bool:
+    """Whether a check speaks of all rows of its table: said by its author, else by its lack of partitions."""
+    scope = _plain((check.metadata or {}).get(CHECK_SCOPE))
+    return scope == "table" if scope is not None else check.partitions_def is None
+
+
+def _plain(value: Any) -> Any:
+    return getattr(value, "value", value)

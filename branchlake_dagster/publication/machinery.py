@@ -4,10 +4,13 @@ No postponed annotations here: Dagster compares the annotation of `context` with
 """
 
 from dagster import (
+    AssetSelection,
     DefaultSensorStatus,
     Definitions,
+    RunRequest,
     SensorDefinition,
     SensorEvaluationContext,
+    SensorResult,
     SkipReason,
     sensor,
 )
@@ -49,20 +52,24 @@ def _publication_sensor(settings: Settings) -> SensorDefinition:
         minimum_interval_seconds=settings.publish_interval_s,
         default_status=DefaultSensorStatus.RUNNING,
         description="Publishes the branches of finished runs whose checks passed; discards the others.",
+        # It launches nothing but checks: those of whole tables that a rebase has changed.
+        asset_selection=AssetSelection.all_asset_checks(),
     )
-    def publication_sensor(context: SensorEvaluationContext, lakehouse: LakehouseResource) -> SkipReason:
+    def publication_sensor(
+        context: SensorEvaluationContext, lakehouse: LakehouseResource
+    ) -> SensorResult | SkipReason:
         repository = context.repository_def
         assert repository is not None  # noqa: S101 - the daemon always evaluates within a code location
         lake = lakehouse.lakehouse
         origin = context.code_location_origin
-        reconciler = Reconciler(
-            lake.nessie,
+        reconciler = Reconciler.of(
+            lake,
             context.instance,
             repository.asset_graph,
-            lake.settings,
             location=origin.location_name if origin else None,
         )
-        told = []
+        told: list[str] = []
+        checks: list[RunRequest] = []
         waiting = 0
         for outcome in reconciler.run():
             if outcome.action is Action.WAITING:
@@ -70,6 +77,10 @@ def _publication_sensor(settings: Settings) -> SensorDefinition:
                 continue
             context.log.info(str(outcome))
             told.append(str(outcome))
+            if outcome.check_run:
+                checks.append(outcome.check_run.request())
+        if checks:
+            return SensorResult(run_requests=checks)
         if not told:
             return SkipReason(f"Nothing to publish; {waiting} runs are at work.")
         return SkipReason(" | ".join(told))

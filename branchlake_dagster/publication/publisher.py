@@ -1,161 +1,292 @@
-"""Publishing: one merge of a run's branch into `main`, whose commit is the entry in the ledger.
+"""Publishing: making passed branches visible on `main`, each wholly, exactly once, whatever is lost.
 
-Nessie's log on `main` is the only record of publications. The commit carries who, what and from where in
-its properties (prefix `branchlake.`), so a lost reply is looked up instead of guessed.
+A branch whose keys nobody else touched is merged: one call. Where `main` has moved under a table, or the
+run asked for serializable isolation, or several candidates want the same table, one commit is planned on
+`main`'s present hash and sent expecting that hash. Both can be repeated after a lost reply: Nessie
+recognises a merge that it has, and a commit is looked for in the ledger before it is planned again. Two
+commits of one plan cannot both succeed, because each changes keys that the other expects unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from uuid import NAMESPACE_URL, uuid5
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from types import MappingProxyType
 
-from branchlake_dagster.lakehouse.errors import BranchlakeError, OutcomeUnknown
-from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import (
-    ContentKey,
-    Delete,
-    IcebergTable,
-    KeyConflict,
-    LogEntry,
-    Put,
-    Reference,
+from branchlake_dagster.lakehouse.errors import (
+    BranchlakeError,
+    NessieConflict,
+    NessieOutcomeUnknown,
+    OutcomeUnknown,
+    ReferenceNotFound,
+    Transient,
 )
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.lakehouse.nessie.model import Content, ContentKey, DiffEntry, Namespace
+from branchlake_dagster.publication.candidate import Candidate, Prepared, Published, Refused, Result
+from branchlake_dagster.publication.ledger import Publication, find_publication, properties, published
+from branchlake_dagster.publication.rebase import Plan
+from branchlake_dagster.publication.replay import IcebergTables, Tables
 
-PUBLICATION_ID = "branchlake.publication_id"
-RUN_ID = "branchlake.run_id"
-ROOT_RUN_ID = "branchlake.root_run_id"
-VERDICT = "branchlake.verdict"
-BASE_HASH = "branchlake.base_hash"
-BRANCH = "branchlake.branch"
-TABLES = "branchlake.tables"
+PUBLICATION_BRANCH_PREFIX = "publish-"
+"""Branches on which a rebased state waits for its checks: `publish-{run_id}`."""
 
+GROUP = 32
+"""Most publications in one commit: bounds what is planned again when `main` moves meanwhile."""
 
-@dataclass(frozen=True)
-class Candidate:
-    """A run's branch as it shall be published: exactly the commits from `base_hash` to `head_hash`."""
+REBASED = "branchlake.rebased"
+"""On the commit of a prepared state: the tables whose changes were replayed."""
 
-    branch: str
-    head_hash: str
-    base_hash: str
-    run_id: str
-    root_run_id: str
-    verdict: str
-    tables: tuple[str, ...]
-
-    @property
-    def publication_id(self) -> str:
-        """The same for the same content: publishing twice is recognised by it."""
-        return str(uuid5(NAMESPACE_URL, f"branchlake:{self.run_id}:{self.head_hash}"))
-
-    def properties(self) -> dict[str, str]:
-        """What the publication's commit says about itself."""
-        return {
-            PUBLICATION_ID: self.publication_id,
-            RUN_ID: self.run_id,
-            ROOT_RUN_ID: self.root_run_id,
-            VERDICT: self.verdict,
-            BASE_HASH: self.base_hash,
-            BRANCH: self.branch,
-            TABLES: ",".join(self.tables),
-        }
-
-
-@dataclass(frozen=True)
-class Published:
-    """The candidate is on `main`, in the commit `hash`. `now` is False when an earlier call did it."""
-
-    hash: str
-    now: bool
-
-
-@dataclass(frozen=True)
-class Conflicting:
-    """`main` changed what the candidate changes; nothing was published."""
-
-    conflicts: tuple[KeyConflict, ...]
-    other_runs: Mapping[str, str]
-
-    def reason(self) -> str:
-        """The tables and who changed them meanwhile."""
-        told = [
-            f"{table} (changed by run {self.other_runs[table]})" if table in self.other_runs else table
-            for table in (c.key.name if c.key else c.message for c in self.conflicts)
-        ]
-        return f"main changed meanwhile: {', '.join(told)}"
+_ATTEMPTS = 5
 
 
 class PublicationUnexplained(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like the other outcomes
     """`main` is said to hold the candidate, and the ledger does not know it."""
 
 
-def write_set(client: NessieClient, base_hash: str, ref: Reference) -> tuple[str, ...]:
-    """The tables whose content differs between the base and the branch, by dotted name."""
-    if ref.hash == base_hash:
-        return ()
-    entries = client.diff(f"@{base_hash}", ref.pinned)
-    return tuple(
-        sorted(
-            entry.key.name
-            for entry in entries
-            if isinstance(entry.to_content or entry.from_content, IcebergTable)
+class PublicationContended(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
+    """Others kept publishing into the same tables; nothing was published, and the next tick tries again."""
+
+
+def publisher_of(lake: Lakehouse) -> Publisher:
+    """The publisher of a lake's Iceberg tables."""
+    return Publisher(lake.nessie, IcebergTables(lake.catalog()))
+
+
+class Publisher:
+    """Publishes candidates. Several publishers may run at once, in one process or many."""
+
+    def __init__(self, client: NessieClient, tables: Tables) -> None:
+        self._client = client
+        self._tables = tables
+
+    def publish(self, candidates: Sequence[Candidate]) -> dict[str, Result | BranchlakeError]:
+        """The result for each candidate by branch; an error where there is none yet.
+
+        Safe to call again after any failure. An error that is Transient or OutcomeUnknown means "again",
+        and the failure of one group of candidates does not hold up another.
+        """
+        results: dict[str, Result | BranchlakeError] = {}
+        for group in _groups(candidates):
+            try:
+                results |= self._group(group)
+            except BranchlakeError as error:
+                results |= {one.branch: error for one in group}
+        return results
+
+    def _group(self, group: Sequence[Candidate]) -> Mapping[str, Result]:
+        """Candidates that share keys. One alone is merged if it can be."""
+        if len(group) == 1 and not group[0].serializable:
+            merged = self._merge(group[0].branch, group[0].head_hash, [group[0].publication()])
+            if merged is not None:
+                return {group[0].branch: merged}
+        found: dict[str, Result] = {}
+        waiting = iter(group)
+        while batch := list(islice(waiting, GROUP)):
+            found |= self._commit(batch)
+        return found
+
+    # -- one merge -------------------------------------------------------------------------------------
+
+    def _merge(
+        self, branch: str, head_hash: str, publications: Sequence[Publication], *, expected: str | None = None
+    ) -> Published | None:
+        """Merge a branch into `main`; None when `main` changed one of its keys since."""
+        (first,) = publications
+        result = self._client.merge(
+            from_name=branch,
+            from_hash=head_hash,
+            into=MAIN,
+            # Any hash of main will do: Nessie compares from the common ancestor. This one is at hand.
+            expected_hash=expected or first.base_hash,
+            message=_message(publications),
+            properties=properties(publications),
         )
-    )
-
-
-def publish(client: NessieClient, candidate: Candidate) -> Published | Conflicting:
-    """Merge the candidate into `main` in one commit. Safe to call again after any failure of it.
-
-    Raises a NessieError: Transient and OutcomeUnknown ones mean "call again", nothing else is needed.
-    """
-    result = client.merge(
-        from_name=candidate.branch,
-        from_hash=candidate.head_hash,
-        into=MAIN,
-        expected_hash=client.reference(MAIN).hash,
-        message=f"Publish {', '.join(candidate.tables)} from run {candidate.run_id}",
-        properties=candidate.properties(),
-    )
-    if result.applied:
-        return Published(result.target_hash, now=True)
-    if result.successful:
-        found = find_publication(client, candidate.publication_id)
+        if result.applied:
+            return Published(result.target_hash)
+        if not result.successful:
+            return None
+        found = find_publication(self._client, first.publication_id)
         if found is None:
             # Merged by hand, or not at all: Nessie answers the same. Saying "published" would be a guess.
             raise PublicationUnexplained(
                 "Nessie says that main holds this branch, but main's log has no publication of it.",
-                branch=candidate.branch,
-                run_id=candidate.run_id,
+                branch=first.branch,
+                run_id=first.run_id,
                 hint="Look at main's log for who merged it; if its rows are there, delete the branch.",
             )
-        return Published(found.commit.hash, now=False)
-    return Conflicting(result.conflicts, _who_changed(client, candidate, result.conflicts))
+        return Published(found.hash, now=False)
+
+    # -- one commit for several ------------------------------------------------------------------------
+
+    def _commit(self, batch: Sequence[Candidate]) -> dict[str, Result]:
+        """Plan and commit until `main` holds still in between."""
+        reads = {one.branch: self._reads(one) for one in batch}
+        keys = sorted({key for one in batch for key in (*one.keys, *(one.read_set or ()))})
+        for _ in range(_ATTEMPTS):
+            seen = self._client.contents_at(MAIN, keys)
+            results: dict[str, Result] = {**self._known(batch, at=seen.reference.hash)}
+            plan = Plan(seen.reference.hash, seen.contents, self._tables)
+            for candidate in batch:
+                if candidate.branch not in results:
+                    refused = plan.add(candidate, reads[candidate.branch])
+                    if refused is not None:
+                        results[candidate.branch] = refused
+            if not plan.accepted:
+                return results
+            hash_ = self._send(plan, MAIN)
+            if hash_ is not None:
+                done = {one.branch: Published(hash_, rebased=tables) for one, tables in plan.accepted.items()}
+                return {**results, **done}
+        raise PublicationContended(
+            f"Main moved {_ATTEMPTS} times while the publication was planned.",
+            table=", ".join(batch[0].tables),
+            branch=batch[0].branch,
+            run_id=batch[0].run_id,
+            hint="Nothing is lost: the next tick of the publication sensor tries again.",
+        )
+
+    def _known(self, batch: Iterable[Candidate], *, at: str) -> dict[str, Published]:
+        """Those that the ledger has already. `at` is the hash that the plan will expect.
+
+        Looking at exactly that hash closes the race: whatever is published after it changes keys of the
+        plan, which is then refused and made again.
+        """
+        bases: dict[str, list[str]] = {}
+        for one in batch:
+            bases.setdefault(one.base_hash, []).append(one.branch)
+        found: dict[str, Published] = {}
+        for base, branches in bases.items():
+            for branch, done in published(self._client, branches, at=f"{MAIN}@{at}", since=base).items():
+                found[branch] = Published(done.hash, now=False)
+        return found
+
+    def _reads(self, candidate: Candidate) -> Mapping[ContentKey, Content]:
+        """The read set as it was at the base."""
+        if not candidate.read_set:
+            return {}
+        return self._client.contents(f"@{candidate.base_hash}", sorted(candidate.read_set))
+
+    def _send(self, plan: Plan, branch: str, more: Mapping[str, str] = MappingProxyType({})) -> str | None:
+        """Commit the plan to `branch`; None when one of its keys has changed, or nobody can say."""
+        entries = [one.publication() for one in plan.accepted]
+        try:
+            return self._client.commit(
+                branch,
+                expected_hash=plan.onto,
+                operations=plan.operations(),
+                message=_message(entries),
+                properties={**properties(entries), **more},
+            ).hash
+        except NessieConflict:
+            plan.discard()
+        except NessieOutcomeUnknown:
+            # The files stay: the commit may be there, or still come. The ledger tells at the next attempt;
+            # should it come after that, the keys have changed under it.
+            return None
+        return None
+
+    # -- a rebased state that must be checked first ----------------------------------------------------
+
+    def prepare(self, candidate: Candidate) -> Prepared | Published | Refused:
+        """Put the rebased candidate on a branch of its own, for the checks on its whole tables to run on."""
+        name = publication_branch(candidate.run_id)
+        plan, known = self._plan_one(candidate)
+        if not isinstance(plan, Plan):
+            return plan
+        if known is not None:
+            return known
+        self.forget(candidate.run_id)
+        self._client.create_branch(name, from_ref=MAIN, from_hash=plan.onto)
+        tables = next(iter(plan.accepted.values()))
+        hash_ = self._send(plan, name, {REBASED: ",".join(tables)})
+        if hash_ is None:
+            raise PublicationContended(
+                "The rebased state could not be stored for its checks.",
+                branch=name,
+                run_id=candidate.run_id,
+                hint="Nothing is lost: the next tick of the publication sensor tries again.",
+            )
+        return Prepared(name, hash_, plan.onto, tables)
+
+    def prepared(self, run_id: str) -> Prepared | None:
+        """What `prepare` of this or an earlier process has put there; None when there is nothing whole."""
+        name = publication_branch(run_id)
+        try:
+            (entry,) = self._client.log(name, limit=1)
+        except ReferenceNotFound:
+            return None
+        rebased = entry.commit.properties.get(REBASED)
+        if rebased is None:
+            return None  # it died between the branch and the commit
+        onto = entry.commit.parent_hashes[0]
+        return Prepared(name, entry.commit.hash, onto, tuple(filter(None, rebased.split(","))))
+
+    def publish_prepared(self, candidate: Candidate, prepared: Prepared) -> Published | Refused | None:
+        """Publish exactly the state that was checked; None when `main` has moved under it since."""
+        changes = tuple(self._client.diff(f"@{prepared.onto}", f"@{prepared.hash}"))
+        checked = replace(candidate, changes=changes)
+        plan, known = self._plan_one(checked)
+        if not isinstance(plan, Plan):
+            return plan
+        if known is not None:
+            return known
+        if plan.accepted[checked]:
+            plan.discard()
+            return None
+        hash_ = self._send(plan, MAIN)
+        return Published(hash_, rebased=prepared.tables) if hash_ else None
+
+    def forget(self, run_id: str) -> None:
+        """Delete the branch of a prepared state, if there is one."""
+        name = publication_branch(run_id)
+        try:
+            self._client.delete_branch(name, expected_hash=self._client.reference(name).hash)
+        except ReferenceNotFound:
+            return
+
+    def _plan_one(self, candidate: Candidate) -> tuple[Plan | Refused, Published | None]:
+        reads = self._reads(candidate)
+        keys = sorted({*candidate.keys, *(candidate.read_set or ())})
+        seen = self._client.contents_at(MAIN, keys)
+        plan = Plan(seen.reference.hash, seen.contents, self._tables)
+        for known in self._known([candidate], at=plan.onto).values():
+            return plan, known
+        refused = plan.add(candidate, reads, checked=True)
+        return (refused if isinstance(refused, Refused) else plan), None
 
 
-def find_publication(client: NessieClient, publication_id: str) -> LogEntry | None:
-    """The commit of a publication in `main`'s log."""
-    property_of = f"commit.properties['{PUBLICATION_ID}']"
-    expression = f"'{PUBLICATION_ID}' in commit.properties && {property_of} == '{publication_id}'"
-    return next(iter(client.log(MAIN, filter=expression, limit=1)), None)
+def publication_branch(run_id: str) -> str:
+    """Where the rebased state of a run waits for its checks."""
+    return f"{PUBLICATION_BRANCH_PREFIX}{run_id}"
 
 
-def publications(client: NessieClient, *, limit: int | None = None) -> Iterable[LogEntry]:
-    """The ledger: publications on `main`, newest first."""
-    return client.log(MAIN, filter=f"'{PUBLICATION_ID}' in commit.properties", limit=limit)
+def _message(publications: Sequence[Publication]) -> str:
+    tables = ", ".join(dict.fromkeys(table for one in publications for table in one.tables))
+    runs = ", ".join(one.run_id for one in publications)
+    return (
+        f"Publish {tables} from run {runs}"
+        if len(publications) == 1
+        else f"Publish {tables} from runs {runs}"
+    )
 
 
-def _who_changed(
-    client: NessieClient, candidate: Candidate, conflicts: Iterable[KeyConflict]
-) -> dict[str, str]:
-    """For each conflicting table the run whose publication changed it since the candidate's base."""
-    wanted: set[ContentKey] = {conflict.key for conflict in conflicts if conflict.key}
-    found: dict[str, str] = {}
-    for entry in client.log(MAIN, fetch_operations=True):
-        if entry.commit.hash == candidate.base_hash or not wanted:
-            break
-        for operation in entry.operations:
-            if isinstance(operation, Put | Delete) and operation.key in wanted:
-                wanted.discard(operation.key)
-                found[operation.key.name] = entry.commit.properties.get(RUN_ID, "outside branchlake")
-    return found
+def _groups(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
+    """Candidates that change a common key together, in their order."""
+    groups: list[tuple[set[ContentKey], list[Candidate]]] = []
+    for candidate in candidates:
+        # Two branches that made one namespace do not collide: a merge takes either.
+        keys = {entry.key for entry in candidate.changes if not _is_namespace(entry)}
+        members = [candidate]
+        for group in [group for group in groups if group[0] & keys]:
+            groups.remove(group)
+            keys |= group[0]
+            members = [*group[1], *members]
+        groups.append((keys, members))
+    return [members for _, members in groups]
+
+
+def _is_namespace(entry: DiffEntry) -> bool:
+    return isinstance(entry.to_content or entry.from_content, Namespace)

@@ -12,7 +12,7 @@ from dagster._core.definitions.asset_checks.asset_check_evaluation import AssetC
 from pandera.pyspark import DataFrameModel, Field
 from pyspark.sql import DataFrame, SparkSession
 
-from branchlake_dagster.checks import SCOPE, ContractError, pandera_checks, sql_check
+from branchlake_dagster.checks import CHECK_SCOPE, ContractError, pandera_checks, sql_check
 
 WINDOWS = dg.StaticPartitionsDefinition(["a", "b", "c"])
 
@@ -115,8 +115,8 @@ def test_a_check_on_the_whole_table_sees_all_of_it(instance: dg.DagsterInstance,
     result = _run(instance, lake, checks, partition_key="a")
     assert lake.asked == [["a", "b", "c"]]
     assert _planned(instance, result.run_id)["ge__v"] is None
-    assert {spec.metadata[SCOPE] for spec in checks.check_specs} == {"table"}
-    assert {spec.metadata[SCOPE] for spec in pandera_checks(values, Values).check_specs} == {"rows"}
+    assert {spec.metadata[CHECK_SCOPE] for spec in checks.check_specs} == {"table"}
+    assert {spec.metadata[CHECK_SCOPE] for spec in pandera_checks(values, Values).check_specs} == {"rows"}
 
 
 @pytest.mark.spark

@@ -124,8 +124,10 @@ def test_contents_without_an_id_are_creations() -> None:
     assert "id" not in codec.content_json(Namespace(None, ("a",)))
 
 
-def test_other_contents_are_named() -> None:
-    assert codec.content({"type": "UDF", "id": "u", "x": 1}) == OtherContent("u", "UDF")
+def test_other_contents_are_carried() -> None:
+    udf = {"type": "UDF", "id": "u", "x": 1}
+    assert codec.content(udf) == OtherContent("u", "UDF", {"x": 1})
+    assert codec.content_json(codec.content(udf)) == udf
 
 
 def test_operations() -> None:
@@ -137,7 +139,11 @@ def test_operations() -> None:
     assert put == {"type": "PUT", **where, "content": codec.content_json(TABLE)}
     view = {"type": "PUT", **where, "content": {"type": "ICEBERG_VIEW", "id": "v"}}
     data = {"commitMeta": {"hash": "h"}, "operations": [put, view, {"type": "DELETE", **where}]}
-    assert codec.log_entry(data).operations == (Put(key, TABLE), Delete(key))
+    assert codec.log_entry(data).operations == (
+        Put(key, TABLE),
+        Put(key, OtherContent("v", "ICEBERG_VIEW")),
+        Delete(key),
+    )
 
 
 def test_merge_conflicts() -> None:

@@ -139,6 +139,13 @@ class NessieCatalog(NoViews, NamespaceOperations):
             catalog=self,
         )
 
+    def table_of(self, identifier: Identifier, content: IcebergTable) -> Table:
+        """The table as `content` has it, which need not be what this reference holds now.
+
+        Its `io` and metadata are as usual; a commit through it meets the reference's present state.
+        """
+        return self._load(ContentKey(identifier), content)
+
     def load_table(self, identifier: str | Identifier) -> Table:
         """The table; NoSuchTableError, also for a namespace or view of that name.
 

@@ -1,0 +1,122 @@
+"""What a run, or `main` meanwhile, did to one table: plain values, judged by `overlap`.
+
+A change is a list of steps, one per snapshot since the common base, with the data files each added and
+removed (from manifests, no data is read) and the layout before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+Bounds = tuple[Any, Any]
+"""(lowest, highest) value of a column in a file, both inclusive; possibly wider than the truth."""
+
+
+class Mode(StrEnum):
+    """How one snapshot changed its table."""
+
+    APPEND = "append"
+    REPLACE_PARTITIONS = "replace_partitions"
+    UPSERT = "upsert"
+    REWRITE = "rewrite"
+    """An UPDATE, DELETE or MERGE of the user's own, copy-on-write: which rows it looked at is not known."""
+    REPLACE_TABLE = "replace_table"
+    """Replaced or truncated: all rows there were are gone."""
+    COMPACT = "compact"
+    """The same rows in other files."""
+    ROW_DELETES = "row deletes"
+    """Merge-on-read: delete files instead of rewritten data files."""
+    OLD_LAYOUT = "old layout"
+    """It touched files of an older partition spec, whose partitions cannot be compared with today's."""
+    UNKNOWN = "unknown"
+    """The history does not lead back to the base: rolled back, or replaced by another engine."""
+
+
+def _unbounded(_: str) -> Bounds | None:
+    return None
+
+
+@dataclass(frozen=True)
+class File:
+    """One data file. `partition` is printable (`day=2026-11-05/kind=radar`; empty: unpartitioned)."""
+
+    path: str
+    partition: str = ""
+    bounds: Callable[[str], Bounds | None] = field(default=_unbounded, compare=False, repr=False)
+    """Of a column by name; None when the manifest does not tell."""
+    handle: Any = field(default=None, compare=False, repr=False)
+    """What the table format knows the file as."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One snapshot. `run_id` is the run that made it, None for a writer that does not say."""
+
+    snapshot_id: int
+    mode: Mode
+    added: tuple[File, ...] = ()
+    removed: tuple[File, ...] = ()
+    keys: tuple[str, ...] = ()
+    """The columns an upsert matched on."""
+    run_id: str | None = None
+    properties: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """What the writer put into the snapshot's summary, without the totals."""
+
+    @property
+    def touched(self) -> tuple[File, ...]:
+        """Added and removed files."""
+        return (*self.added, *self.removed)
+
+    @property
+    def partitions(self) -> frozenset[str]:
+        """The partitions it touched."""
+        return frozenset(file.partition for file in self.touched)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column as files see it: by id."""
+
+    id: int
+    name: str
+    type: str
+    required: bool
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Columns, and the partition fields as (source column, transform, name)."""
+
+    columns: tuple[Column, ...] = ()
+    spec: tuple[tuple[str, str, str], ...] = ()
+    highest_column_id: int = 0
+
+    @property
+    def partition_columns(self) -> frozenset[str]:
+        """The columns the table is partitioned by."""
+        return frozenset(source for source, _, _ in self.spec)
+
+
+@dataclass(frozen=True)
+class TableChange:
+    """Everything between `before` (None: the table was created) and `after`. Oldest step first."""
+
+    before: Layout | None
+    after: Layout
+    steps: tuple[Step, ...] = ()
+    properties_set: Mapping[str, str] = field(default_factory=dict)
+    properties_removed: tuple[str, ...] = ()
+    base_snapshot_id: int | None = None
+
+    @property
+    def created(self) -> bool:
+        """Whether the table is new."""
+        return self.before is None
+
+    @property
+    def removed(self) -> dict[str, Step]:
+        """The step that removed each file, by path."""
+        return {file.path: step for step in self.steps for file in step.removed}
