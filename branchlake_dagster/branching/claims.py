@@ -81,8 +81,9 @@ def _branch_of(run: DagsterRun, records: Mapping[str, RunRecord]) -> str:
     """The branch a run works on: the one it opened; a retry's parent's, until it opened one; else its own."""
     if opened_by(run.tags, run.run_id):
         return run.tags[BRANCH_TAG]
-    if is_retry(run) and run.parent_run_id in records:
-        return _branch_of(records[run.parent_run_id].dagster_run, records)
+    parent = records.get(run.parent_run_id or "")
+    if parent is not None and is_retry(run):
+        return _branch_of(parent.dagster_run, records)
     return branch_name(run.run_id)
 
 

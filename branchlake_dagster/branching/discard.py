@@ -12,7 +12,7 @@ from branchlake_dagster.branching.run_branch import run_id_of
 from branchlake_dagster.lakehouse.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import Reference
+from branchlake_dagster.lakehouse.nessie.model import Reference, ReferenceType
 
 DISCARDED_PREFIX = "discarded-"
 SWEEPING_PREFIX = "sweeping-"
@@ -49,31 +49,34 @@ def discard(client: NessieClient, branch: Reference) -> Reference | None:
     return _tag_at(client, tag.name, tag.hash) or _tag(client, tag.name, branch)
 
 
-def take_back(client: NessieClient, branch: str) -> Reference | None:
-    """Make a discarded branch again, for a retry that continues on it; None when it was not discarded.
+def take_over(client: NessieClient, branch: str, own: str) -> Reference | None:
+    """Continue the work of `branch`, discarded or not, as branch `own`; None when there is neither.
 
-    Deleting the tag is the claim: the sweeper deletes files only after it deleted that tag itself. Raises
-    RetryNeedsFullRun when the sweeper was first.
+    The state moves to the new name and the old name goes, so a writer of the old one that is still alive
+    stays fenced. Safe to repeat, and to do by several steps of one run at once. Raises RetryNeedsFullRun
+    when the clean-up of the discarded branch has begun.
     """
-    tag = _find(client, discarded_name(branch))
-    if tag is None:
-        return None
-    try:
-        found = client.create_branch(branch, from_ref=tag.name, from_hash=tag.hash)
-    except NessieAlreadyExists:
-        # Another step of the same retry; it claims the tag, or takes the branch away again.
-        return client.reference(branch)
-    except ReferenceNotFound:
-        found = None
-    if found is not None:
+    for _ in range(_ATTEMPTS):
+        source = _find(client, branch) or _find(client, discarded_name(branch))
+        if source is None:
+            return _find(client, own)
         try:
-            client.delete_tag(tag.name, expected_hash=tag.hash)
-        except (ReferenceNotFound, NessieConflict):
-            _delete(client, found)
-        else:
-            return found
+            # From main and not from the source, which may be gone: the hash alone says what is meant.
+            found, made = client.create_branch(own, from_ref=MAIN, from_hash=source.hash), True
+        except NessieAlreadyExists:
+            # By another step of this run, or before a crash of this one, which then left the old name.
+            found, made = client.reference(own), False
+        try:
+            if made or found.hash == source.hash:
+                _remove(client, source)
+        except (NessieConflict, ReferenceNotFound):
+            # Written to, discarded or claimed meanwhile: what we made is not all of it, or not ours.
+            if made:
+                _delete(client, found)
+                continue
+        return found
     raise RetryNeedsFullRun(
-        "The discarded branch of the run's parent is being cleaned up.",
+        "The branch of the run's parent is being written to or cleaned up.",
         branch=branch,
         hint="Re-execute all steps.",
     )
@@ -87,9 +90,14 @@ def _with_metadata(client: NessieClient, branch: Reference) -> Reference:
     return found
 
 
+def _remove(client: NessieClient, ref: Reference) -> None:
+    delete = client.delete_tag if ref.type is ReferenceType.TAG else client.delete_branch
+    delete(ref.name, expected_hash=ref.hash)
+
+
 def _delete(client: NessieClient, branch: Reference) -> None:
     try:
-        client.delete_branch(branch.name, expected_hash=branch.hash)
+        _remove(client, branch)
     except ReferenceNotFound:
         return  # another clean-up was faster; the tag stands, whoever made it
 
@@ -98,7 +106,6 @@ def _tag(client: NessieClient, name: str, branch: Reference) -> Reference:
     """Tag `name` at the branch's hash, in place of one that an interrupted clean-up left elsewhere."""
     for _ in range(_ATTEMPTS):
         try:
-            # From main and not from the branch, which may be gone: the hash alone says what is meant.
             return client.create_tag(name, from_ref=MAIN, from_hash=branch.hash)
         except NessieAlreadyExists as taken:
             last = taken
@@ -112,7 +119,7 @@ def _tag(client: NessieClient, name: str, branch: Reference) -> Reference:
 
 def _untag(client: NessieClient, tag: Reference) -> None:
     try:
-        client.delete_tag(tag.name, expected_hash=tag.hash)
+        _remove(client, tag)
     except (ReferenceNotFound, NessieConflict):
         return  # replaced or claimed by somebody who knows more
 

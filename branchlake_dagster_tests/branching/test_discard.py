@@ -1,12 +1,13 @@
 """Discarding a branch on the real Nessie, interrupted at each of its steps."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from branchlake_dagster.branching.discard import discard, discarded_name, take_back
+from branchlake_dagster.branching.discard import discard, discarded_name, take_over
 from branchlake_dagster.branching.errors import RetryNeedsFullRun
 from branchlake_dagster.lakehouse.errors import NessieConflict, NessieUnavailable, ReferenceNotFound
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -22,6 +23,7 @@ class Branch:
     def __init__(self, lake: Lakehouse, name: str) -> None:
         self.lake, self.nessie, self.name = lake, lake.nessie, name
         self.tag = discarded_name(name)
+        self.own = name.replace("run-", "run-retry-of-")
         self.writes = 0
         lake.nessie.create_branch(name, from_ref="main", from_hash=lake.nessie.reference("main").hash)
 
@@ -34,8 +36,8 @@ class Branch:
         return self.nessie.reference(self.name, fetch_metadata=True)
 
     def state(self) -> dict[str, str]:
-        """Which of branch and tag exist, and where they stand."""
-        names = {self.name: "branch", self.tag: "tag"}
+        """Which of branch, tag and the retry's branch exist, and where they stand."""
+        names = {self.name: "branch", self.tag: "tag", self.own: "own"}
         found = self.nessie.references(filter=f"ref.name.endsWith('{self.name.removeprefix('run-')}')")
         return {names[ref.name]: ref.hash for ref in found if ref.name in names}
 
@@ -132,14 +134,71 @@ def test_two_clean_ups_at_once_leave_the_tag(branch: Branch) -> None:
     assert branch.state() == {"tag": seen.hash}
 
 
-def test_a_retry_takes_a_discarded_branch_back(branch: Branch) -> None:
+# -- a retry takes the branch over ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("discarded", [False, True])
+def test_a_retry_takes_the_work_over_under_its_own_name(branch: Branch, discarded: bool) -> None:
+    """The old name goes: a writer of the parent's that is still alive stays fenced."""
     seen = branch.write()
-    discard(branch.nessie, seen)
-    found = take_back(branch.nessie, branch.name)
-    assert found is not None
-    assert found.hash == seen.hash
-    assert branch.state() == {"branch": seen.hash}
-    assert take_back(branch.nessie, branch.name) is None
+    if discarded:
+        discard(branch.nessie, seen)
+    for _ in range(2):  # each step of the retry may do it
+        found = take_over(branch.nessie, branch.name, branch.own)
+        assert found is not None
+        assert (found.name, found.hash) == (branch.own, seen.hash)
+        assert branch.state() == {"own": seen.hash}
+    with pytest.raises(ReferenceNotFound):
+        branch.write()
+
+
+def test_there_is_nothing_to_take_over(branch: Branch) -> None:
+    discard(branch.nessie, branch.now())
+    assert take_over(branch.nessie, branch.name, branch.own) is None
+    assert branch.state() == {}
+
+
+@pytest.mark.parametrize("discarded", [False, True])
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("step", ["create_branch", "delete_branch", "delete_tag"])
+def test_taking_over_again_after_a_crash_finishes_it(
+    branch: Branch, step: str, before: bool, discarded: bool
+) -> None:
+    seen = branch.write()
+    if discarded:
+        discard(branch.nessie, seen)
+    with failing(step, before=before), contextlib.suppress(NessieUnavailable):
+        take_over(branch.nessie, branch.name, branch.own)
+    take_over(branch.nessie, branch.name, branch.own)
+    assert branch.state() == {"own": seen.hash}
+
+
+def test_a_late_write_of_the_parent_is_taken_over_too(branch: Branch) -> None:
+    branch.write()
+    real = NessieClient.delete_branch
+    written: list[Reference] = []
+
+    def late(self: NessieClient, *args: Any, **kwargs: Any) -> None:
+        if not written:
+            written.append(branch.write())
+        real(self, *args, **kwargs)
+
+    with patch.object(NessieClient, "delete_branch", late):
+        take_over(branch.nessie, branch.name, branch.own)
+    assert branch.state() == {"own": written[0].hash}
+
+
+def test_a_branch_that_is_discarded_meanwhile_is_taken_over_as_a_tag(branch: Branch) -> None:
+    seen = branch.write()
+    real = NessieClient.create_branch
+
+    def discarded_first(self: NessieClient, *args: Any, **kwargs: Any) -> Reference:
+        discard(self, seen)
+        return real(self, *args, **kwargs)
+
+    with patch.object(NessieClient, "create_branch", discarded_first):
+        take_over(branch.nessie, branch.name, branch.own)
+    assert branch.state() == {"own": seen.hash}
 
 
 def test_the_sweeper_is_not_robbed(branch: Branch) -> None:
@@ -153,18 +212,33 @@ def test_the_sweeper_is_not_robbed(branch: Branch) -> None:
         self.delete_tag(branch.tag, expected_hash=seen.hash)
         return found
 
-    with (
-        patch.object(NessieClient, "create_branch", sweeper_first),
-        pytest.raises(RetryNeedsFullRun, match="Re-execute all steps"),
-    ):
-        take_back(branch.nessie, branch.name)
+    with patch.object(NessieClient, "create_branch", sweeper_first):
+        assert take_over(branch.nessie, branch.name, branch.own) is None
     assert branch.state() == {}
 
 
-def test_a_discard_that_was_late_does_not_lose_what_a_retry_took_back(branch: Branch) -> None:
+def test_a_parent_that_does_not_stop_writing_is_not_taken_over(branch: Branch) -> None:
+    branch.write()
+    real = NessieClient.delete_branch
+
+    def busy(self: NessieClient, name: str, *, expected_hash: str) -> None:
+        if name == branch.name:
+            branch.write()
+        real(self, name, expected_hash=expected_hash)
+
+    with (
+        patch.object(NessieClient, "delete_branch", busy),
+        pytest.raises(RetryNeedsFullRun, match="Re-execute all steps"),
+    ):
+        take_over(branch.nessie, branch.name, branch.own)
+    assert branch.state() == {"branch": branch.now().hash}
+
+
+def test_a_discard_that_was_late_does_not_lose_what_a_retry_claimed(branch: Branch) -> None:
     seen = branch.write()
     discard(branch.nessie, seen)
-    take_back(branch.nessie, branch.name)
+    # Somebody made the branch again by hand, and claimed the tag while we deleted the branch.
+    branch.nessie.create_branch(branch.name, from_ref=branch.tag, from_hash=seen.hash)
     real = NessieClient.delete_branch
 
     def claimed_meanwhile(self: NessieClient, *args: Any, **kwargs: Any) -> None:
