@@ -44,6 +44,20 @@ class Candidate:
         """Whether what it read must still hold."""
         return self.read_set is not None
 
+    @property
+    def renames(self) -> bool:
+        """Whether a content has moved to another key."""
+        gone = {
+            entry.from_content.content_id
+            for entry in self.changes
+            if entry.from_content and not entry.to_content
+        }
+        return any(
+            entry.to_content.content_id in gone
+            for entry in self.changes
+            if entry.to_content and not entry.from_content
+        )
+
     def publication(self) -> Publication:
         """Its entry in the ledger."""
         return Publication(

@@ -26,6 +26,7 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import Content, ContentKey, DiffEntry, Namespace
 from branchlake_dagster.publication.candidate import Candidate, Prepared, Published, Refused, Result
+from branchlake_dagster.publication.explain import explained
 from branchlake_dagster.publication.ledger import Publication, find_publication, properties, published
 from branchlake_dagster.publication.rebase import Plan
 from branchlake_dagster.publication.replay import IcebergTables, Tables
@@ -78,10 +79,12 @@ class Publisher:
 
     def _group(self, group: Sequence[Candidate]) -> Mapping[str, Result]:
         """Candidates that share keys. One alone is merged if it can be."""
-        if len(group) == 1 and not group[0].serializable:
-            merged = self._merge(group[0].branch, group[0].head_hash, [group[0].publication()])
+        only = group[0]
+        # Nessie 0.99 merges a rename as a deletion: the table was lost. A commit of ours carries it over.
+        if len(group) == 1 and not only.serializable and not only.renames:
+            merged = self._merge(only.branch, only.head_hash, only.publication())
             if merged is not None:
-                return {group[0].branch: merged}
+                return {only.branch: merged}
         found: dict[str, Result] = {}
         waiting = iter(group)
         while batch := list(islice(waiting, GROUP)):
@@ -90,31 +93,28 @@ class Publisher:
 
     # -- one merge -------------------------------------------------------------------------------------
 
-    def _merge(
-        self, branch: str, head_hash: str, publications: Sequence[Publication], *, expected: str | None = None
-    ) -> Published | None:
+    def _merge(self, branch: str, head_hash: str, publication: Publication) -> Published | None:
         """Merge a branch into `main`; None when `main` changed one of its keys since."""
-        (first,) = publications
         result = self._client.merge(
             from_name=branch,
             from_hash=head_hash,
             into=MAIN,
             # Any hash of main will do: Nessie compares from the common ancestor. This one is at hand.
-            expected_hash=expected or first.base_hash,
-            message=_message(publications),
-            properties=properties(publications),
+            expected_hash=publication.base_hash,
+            message=_message([publication]),
+            properties=properties([publication]),
         )
         if result.applied:
             return Published(result.target_hash)
         if not result.successful:
             return None
-        found = find_publication(self._client, first.publication_id)
+        found = find_publication(self._client, publication.publication_id)
         if found is None:
             # Merged by hand, or not at all: Nessie answers the same. Saying "published" would be a guess.
             raise PublicationUnexplained(
                 "Nessie says that main holds this branch, but main's log has no publication of it.",
-                branch=first.branch,
-                run_id=first.run_id,
+                branch=publication.branch,
+                run_id=publication.run_id,
                 hint="Look at main's log for who merged it; if its rows are there, delete the branch.",
             )
         return Published(found.hash, now=False)
@@ -131,9 +131,11 @@ class Publisher:
             plan = Plan(seen.reference.hash, seen.contents, self._tables)
             for candidate in batch:
                 if candidate.branch not in results:
-                    refused = plan.add(candidate, reads[candidate.branch])
-                    if refused is not None:
-                        results[candidate.branch] = refused
+                    stopped = plan.add(candidate, reads[candidate.branch])
+                    if isinstance(stopped, Refused):
+                        stopped = explained(self._client, candidate, stopped, at=plan.onto)
+                    if stopped is not None:
+                        results[candidate.branch] = stopped
             if not plan.accepted:
                 return results
             hash_ = self._send(plan, MAIN)
@@ -255,7 +257,9 @@ class Publisher:
         for known in self._known([candidate], at=plan.onto).values():
             return plan, known
         refused = plan.add(candidate, reads, checked=True)
-        return (refused if isinstance(refused, Refused) else plan), None
+        if isinstance(refused, Refused):
+            return explained(self._client, candidate, refused, at=plan.onto), None
+        return plan, None
 
 
 def publication_branch(run_id: str) -> str:

@@ -15,9 +15,10 @@ from pyiceberg.exceptions import ValidationException
 from pyiceberg.table import Table, Transaction
 from pyiceberg.table.locations import load_location_provider
 from pyiceberg.table.metadata import TableMetadata
-from pyiceberg.table.snapshots import Operation, Snapshot
+from pyiceberg.table.snapshots import Operation, Snapshot, Summary
 from pyiceberg.table.update import (
     AddSchemaUpdate,
+    AddSnapshotUpdate,
     RemovePropertiesUpdate,
     SetCurrentSchemaUpdate,
     SetPropertiesUpdate,
@@ -194,8 +195,7 @@ def _replayed(staged: Staged, step: Step, start: Snapshot | None) -> tuple[Table
     transaction = _Fixed(table)
     producer: _FastAppendFiles | _OverwriteFiles
     if step.removed:
-        operation = {Mode.COMPACT: Operation.REPLACE}.get(step.mode)
-        operation = operation or (Operation.OVERWRITE if step.added else Operation.DELETE)
+        operation = Operation.OVERWRITE if step.added else Operation.DELETE
         removed = {file.handle for file in step.removed}
         head = table.metadata.current_snapshot()
         if start is not None and head is not None:
@@ -212,4 +212,12 @@ def _replayed(staged: Staged, step: Step, start: Snapshot | None) -> tuple[Table
         producer.append_data_file(file.handle)
     updates, _ = producer._commit()
     staged.written += [*producer._written_manifests, *producer._written_manifest_lists]
-    return updates
+    return tuple(map(_as_compaction, updates)) if step.mode is Mode.COMPACT else updates
+
+
+def _as_compaction(update: TableUpdate) -> TableUpdate:
+    """PyIceberg's producers know no `replace` operation; readers of change sets rely on it."""
+    if not isinstance(update, AddSnapshotUpdate) or update.snapshot.summary is None:
+        return update
+    summary = Summary(Operation.REPLACE, **update.snapshot.summary.additional_properties)
+    return AddSnapshotUpdate(snapshot=update.snapshot.model_copy(update={"summary": summary}))
