@@ -510,6 +510,17 @@ def test_a_table_recreated_on_the_branch_is_merged_with_its_id(scene: Scene) -> 
     assert scene.content_id(scene.main) == scene.content_id(run)
 
 
+def test_a_merge_loses_a_renamed_table(scene: Scene) -> None:
+    """Publishing a rename takes a commit."""
+    content_id = scene.content_id(scene.main)
+    run, changing = scene.branch(), scene.branch()
+    scene.commit(run, Delete(T), Put(U, table("m0", content_id)))
+    scene.commit(changing, Delete(T), Put(U, table("r1", content_id)))
+    assert outcome(scene.merge(changing)) == (False, False, [("n.u", "KEY_EXISTS")])
+    assert outcome(scene.merge(run)) == APPLIED
+    assert {entry.key for entry in scene.client.entries(scene.main)} == {NS}
+
+
 def test_forced_keys_win(scene: Scene) -> None:
     run = scene.branch()
     scene.change(run, "r1")

@@ -28,6 +28,11 @@ def _conflict(kind: str, key: Key) -> dict[str, Any]:
     return conflict(kind, key, _WORDS[kind].format(".".join(key)))
 
 
+def key_exists(key: Key) -> dict[str, Any]:
+    """The conflict of a new key that is there already."""
+    return _conflict("KEY_EXISTS", key)
+
+
 def moved(
     key: Key, expected: Json | None, now: Json | None, *, absent_is_fine: bool
 ) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from branchlake_dagster_tests.simulation.answers import Key
-from branchlake_dagster_tests.simulation.committing import check_namespaces, moved
+from branchlake_dagster_tests.simulation.committing import check_namespaces, key_exists, moved
 from branchlake_dagster_tests.simulation.history import Changes, Json
 
 
@@ -25,12 +25,19 @@ def plan(
 ) -> MergePlan:
     """What merging `source`, which started from `base`, does to `target`."""
     made = MergePlan()
+    gone = {value["id"]: value for key, value in base.items() if key not in source}
     for key in sorted(base.keys() | source.keys()):
         before, after, now = base.get(key), source.get(key), target.get(key)
         if before == after:
             continue
         mode = made.modes[key] = modes.get(key, "NORMAL")
         if mode == "DROP":
+            continue
+        if before is None and after is not None and after["id"] in gone:
+            # The server takes the new name of a renamed table for one that is there already, and where
+            # the value is the old one loses it: only the old name's deletion is merged.
+            if after != gone[after["id"]]:
+                made.conflicts[key] = key_exists(key)
             continue
         found = moved(key, before, now, absent_is_fine=after is not None)
         if found and mode == "NORMAL" and not _both_made_namespace(found, after, now):
