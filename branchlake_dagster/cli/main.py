@@ -139,3 +139,15 @@ def lifecycle(as_json: bool, rounds: int) -> None:
 
     found = measure(Settings(), rounds=rounds, say=say)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+
+
+@bench.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--rounds", default=80, show_default=True, help="Samples of each kind.")
+@click.option("--branches", default=10_000, show_default=True, help="Branches to reconcile.")
+def publication(as_json: bool, rounds: int, branches: int) -> None:
+    """Branch, publication, rebase and clean-up, beside Nessie's bare calls."""
+    from branchlake_dagster.cli.bench_publication import measure, show
+
+    found = measure(Settings(), rounds=rounds, branches=branches, say=say)
+    click.echo(json.dumps(found, indent=2)) if as_json else show(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal, Self, TypeVar
 
 from branchlake_dagster.lakehouse.errors import (
@@ -92,6 +93,11 @@ class NessieClient:
     def config(self) -> ServerConfig:
         """The server's default branch, versions and the hash before any commit."""
         return self._read("config", codec.server_config, action="read its configuration")
+
+    @cached_property
+    def no_ancestor_hash(self) -> str:
+        """The hash before any commit; a server's constant, asked for once."""
+        return self.config().no_ancestor_hash
 
     def reference(self, name: str, *, fetch_metadata: bool = False) -> Reference:
         """A branch or tag by name; metadata compares it with the default branch."""
