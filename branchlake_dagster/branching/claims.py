@@ -9,7 +9,7 @@ from dagster import DagsterInstance, DagsterRun, RunRecord, RunsFilter
 from dagster._core.storage.tags import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG
 
 from branchlake_dagster.branching.run_branch import branch_name, run_id_of
-from branchlake_dagster.branching.run_tags import BRANCH_TAG, opened_by
+from branchlake_dagster.branching.run_tags import BRANCH_TAG, opened_by, place_of
 
 _CHUNK = 500
 """Values in one query; SQLite takes at most 999."""
@@ -44,10 +44,18 @@ def claimant(instance: DagsterInstance, branch: str) -> DagsterRun | None:
 
 
 def workers(instance: DagsterInstance, branch: str) -> tuple[DagsterRun, ...]:
-    """All runs that write or wrote to `branch`, oldest first: the first one and its retries."""
+    """All runs whose work is on `branch`, oldest first: those it continues, then those that claim it."""
     records = _family(instance, [branch])
     found = [record for record in records.values() if _branch_of(record.dagster_run, records) == branch]
-    return tuple(record.dagster_run for record in sorted(found, key=_age))
+    runs = [record.dagster_run for record in sorted(found, key=_age)]
+    while runs and (earlier := _continued(instance, runs[0])) is not None:
+        runs.insert(0, earlier)
+    return tuple(runs)
+
+
+def _continued(instance: DagsterInstance, run: DagsterRun) -> DagsterRun | None:
+    place = place_of(run.tags, run.run_id)
+    return instance.get_run_by_id(run_id_of(place.continues)) if place and place.continues else None
 
 
 def _age(record: RunRecord) -> int:

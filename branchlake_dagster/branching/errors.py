@@ -12,7 +12,7 @@ class RunBranchGone(BranchlakeError, Terminal):
 
 
 class RetryNeedsFullRun(BranchlakeError, Terminal):
-    """A retry of single steps would read `main` where it expects its parent's unpublished outputs."""
+    """A retry of some steps cannot continue on its parent's state: it is gone, published or in use."""
 
 
 class SchemaMismatch(BranchlakeError, Terminal):

@@ -17,7 +17,7 @@ from pyiceberg.exceptions import NamespaceAlreadyExistsError, NoSuchTableError, 
 from pyiceberg.table import Table
 from pyspark.sql import DataFrame
 
-from branchlake_dagster.branching import arrow_frames, provenance, spark_frames
+from branchlake_dagster.branching import arrow_frames, attempts, provenance, spark_frames
 from branchlake_dagster.branching.errors import TableMissing, UnsupportedType
 from branchlake_dagster.branching.layout import partition_spec
 from branchlake_dagster.branching.resource import LakehouseResource
@@ -49,12 +49,15 @@ class NessieBranchIOManager(ConfigurableIOManager):
         with self._fenced():
             branch = self.lakehouse.ref()
             catalog = self.lakehouse.catalog()
+            table: Table | None = None
             if obj is not None:
-                self._write(context, obj, spec, definition, branch, catalog)
-            if catalog.table_exists(spec.identifier):
+                table = self._write(context, obj, spec, definition, branch, catalog)
+            elif catalog.table_exists(spec.identifier):
+                table = catalog.load_table(spec.identifier)
+            if table is not None:
                 context.add_output_metadata(
                     provenance.materialisation_metadata(
-                        catalog.load_table(spec.identifier),
+                        table,
                         spec,
                         self.lakehouse.run_branch,
                         partitioned=bool(spec.columns_by_dimension),
@@ -100,7 +103,8 @@ class NessieBranchIOManager(ConfigurableIOManager):
         definition: PartitionsDefinition[str] | None,
         branch: str,
         catalog: NessieCatalog,
-    ) -> None:
+    ) -> Table:
+        """The table after the write, without what earlier attempts of this step had added to it."""
         is_spark = isinstance(obj, DataFrame)
         if not is_spark and not arrow_frames.handles(type(obj)):
             raise UnsupportedType(
@@ -122,11 +126,13 @@ class NessieBranchIOManager(ConfigurableIOManager):
             else None
         )
         properties = self._properties(context, spec, keys)
+        table = attempts.undo_earlier(table, spec, properties)
         if is_spark or spec.write_mode == "upsert":
             frame = obj if is_spark else self.spark.spark_session.createDataFrame(obj)
             spark_frames.write(frame, spec, table.schema(), selection, properties)
         else:
             arrow_frames.write(obj, table, spec, selection, properties)
+        return attempts.settle(catalog.load_table(spec.identifier), spec, properties)
 
     def _table(
         self,

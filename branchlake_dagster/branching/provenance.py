@@ -51,6 +51,7 @@ def snapshot_properties(
     }
     if run is not None:
         found |= {"run_id": run.run_id, "root_run_id": root_run_id or run.run_id, "base_hash": run.base_hash}
+        found["unbranched"] = "true" if run.place.unbranched else None
     return {f"{PREFIX}{key}": value for key, value in found.items() if value}
 
 
@@ -78,6 +79,8 @@ def materialisation_metadata(
     if run is not None:
         found["branchlake/branch"] = MetadataValue.text(run.name)
         found["branchlake/base_hash"] = MetadataValue.text(run.base_hash)
+        if run.place.unbranched:
+            found["branchlake/unbranched"] = MetadataValue.bool(True)
     return found
 
 

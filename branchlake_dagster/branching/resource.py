@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
 from collections.abc import Mapping
 from typing import Any
 
-from dagster import ConfigurableResource, InitResourceContext
+from dagster import ConfigurableResource, DagsterInstance, DagsterRun, InitResourceContext
 from pydantic import PrivateAttr
 
+from branchlake_dagster.branching.beats import HeartbeatStore
+from branchlake_dagster.branching.claims import is_retry
 from branchlake_dagster.branching.errors import RetryNeedsFullRun
+from branchlake_dagster.branching.heartbeat import SharedHeartbeats, first_beat
+from branchlake_dagster.branching.retry import inherited
 from branchlake_dagster.branching.run_branch import RunBranch
+from branchlake_dagster.branching.run_tags import CHECK_REF_TAG
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.settings import Settings
+
+_log = logging.getLogger(__name__)
+_heartbeats = SharedHeartbeats()
+_first_use = threading.Lock()
 
 
 class LakehouseResource(ConfigurableResource[Any]):
@@ -26,18 +38,33 @@ class LakehouseResource(ConfigurableResource[Any]):
 
     _lakehouse: Lakehouse | None = PrivateAttr(default=None)
     _run_branch: RunBranch | None = PrivateAttr(default=None)
+    _stands_on: str = PrivateAttr(default=MAIN)
+    _heartbeat: tuple[str, str] | None = PrivateAttr(default=None)
 
     def setup_for_execution(self, context: InitResourceContext) -> None:
-        """Bind to the run. Touches neither Nessie nor Spark: a run that uses no table gets no branch."""
+        """Bind to the run. Touches neither Nessie nor Spark: a run that uses no table gets no branch.
+
+        But for a retry: it takes its parent's work over now, because its remaining steps may use no table.
+        """
         run, instance = context.run, context.instance
         if run is None or instance is None or instance.get_run_by_id(run.run_id) is None:
             return
-        if run.parent_run_id and run.step_keys_to_execute:
-            raise RetryNeedsFullRun(
-                "A retry of single steps cannot see its parent's outputs, which were on the parent's branch.",
-                run_id=run.run_id,
-                hint="Re-execute all steps instead.",
-            )
+        if CHECK_REF_TAG in run.tags:
+            # It checks a state that the publisher prepared, and writes nothing.
+            self._stands_on = run.tags[CHECK_REF_TAG]
+            return
+        self._run_branch = self._bound(run, instance, context.log)
+        if is_retry(run):
+            with contextlib.suppress(RetryNeedsFullRun):  # said again by the step that needs a table, if any
+                self.ref()
+
+    def teardown_after_execution(self, context: InitResourceContext) -> None:  # noqa: ARG002 - Dagster's signature
+        """Stop the heartbeat when no other resource of this process works on the branch."""
+        held, self._heartbeat = self._heartbeat, None
+        if held is not None:
+            _heartbeats.give_back(held)
+
+    def _bound(self, run: DagsterRun, instance: DagsterInstance, log: logging.Logger | None) -> RunBranch:
         run_id = run.run_id
 
         def tags() -> Mapping[str, str]:
@@ -47,7 +74,15 @@ class LakehouseResource(ConfigurableResource[Any]):
         def remember(new: Mapping[str, str]) -> None:
             instance.add_run_tags(run_id, dict(new))
 
-        self._run_branch = RunBranch(lambda: self.lakehouse.nessie, run_id, tags=tags, remember=remember)
+        return RunBranch(
+            lambda: self.lakehouse.nessie,
+            run_id,
+            tags=tags,
+            remember=remember,
+            inherit=lambda: inherited(self.lakehouse.nessie, instance, run),
+            direct_main=self.lakehouse.settings.when_unavailable == "direct_main",
+            warn=(log or _log).warning,
+        )
 
     @property
     def lakehouse(self) -> Lakehouse:
@@ -63,7 +98,19 @@ class LakehouseResource(ConfigurableResource[Any]):
 
     def ref(self) -> str:
         """Where reads and writes go now: the run's branch, made if needed, or `main` outside a run."""
-        return self._run_branch.open() if self._run_branch else MAIN
+        if self._run_branch is None:
+            return self._stands_on
+        place = self._run_branch.place
+        if not place.unbranched:
+            self._beat(place.branch, self._run_branch.run_id)
+        return place.branch
+
+    def _beat(self, branch: str, run_id: str) -> None:
+        with _first_use:
+            if self._heartbeat is None:
+                settings = self.lakehouse.settings
+                beat = first_beat(branch, run_id=run_id, interval_s=settings.heartbeat_interval_s)
+                self._heartbeat = _heartbeats.take(HeartbeatStore.of(settings), beat)
 
     def catalog(self) -> NessieCatalog:
         """PyIceberg's catalogue on `ref()`."""

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 
 from branchlake_dagster.branching.errors import RunBranchGone
-from branchlake_dagster.branching.run_tags import base_hash_of, opened
-from branchlake_dagster.lakehouse.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
+from branchlake_dagster.branching.run_tags import Place, base_hash_of, opened, place_of
+from branchlake_dagster.lakehouse.errors import (
+    NessieAlreadyExists,
+    NessieConflict,
+    NessieError,
+    ReferenceNotFound,
+)
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, Namespace, Put, Reference
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX
+
+FALLING_BACK = "Nessie unavailable, falling back to direct main writes"
+"""The warning of an unbranched run (seed 000)."""
+
+_log = logging.getLogger(__name__)
 
 
 def branch_name(run_id: str) -> str:
@@ -30,7 +41,7 @@ def main_with_history(client: NessieClient) -> str:
     A branch made from an empty `main` can never be merged: Nessie finds no common ancestor.
     """
     head = client.reference(MAIN).hash
-    if head != client.config().no_ancestor_hash:
+    if head != client.no_ancestor_hash:
         return head
     key = ContentKey(["branchlake"])
     try:
@@ -52,11 +63,13 @@ def main_with_history(client: NessieClient) -> str:
 
 
 class RunBranch:
-    """The branch of run `run_id`, created lazily and once, by whichever step touches the lake first.
+    """Where run `run_id` works: its branch, opened once, by whichever step touches the lake first.
 
     `tags` are the run's tags as Dagster knows them now, `remember` writes new ones. They tell a branch
     that was never made from one that was deleted: making the latter again would publish the rest of the
-    run as though it were all of it.
+    run as though it were all of it. `inherit` takes over the work of a run that this one retries, and
+    answers None when there is none. `direct_main`: stand on `main` when the branch cannot be made, and
+    `warn` of it.
     """
 
     def __init__(
@@ -66,57 +79,93 @@ class RunBranch:
         *,
         tags: Callable[[], Mapping[str, str]],
         remember: Callable[[Mapping[str, str]], None],
+        inherit: Callable[[], Place | None] = lambda: None,
+        direct_main: bool = False,
+        warn: Callable[[str], None] = _log.warning,
     ) -> None:
         self._client = client
         self._tags = tags
         self._remember = remember
+        self._inherit = inherit
+        self._direct_main = direct_main
+        self._warn = warn
         self._lock = threading.Lock()
-        self._base_hash: str | None = None
+        self._place: Place | None = None
         self.run_id = run_id
-        self.name = branch_name(run_id)
 
     def open(self) -> str:
         """Make sure that the branch exists; its name. Raises RunBranchGone when it was deleted meanwhile."""
+        return self.place.branch
+
+    @property
+    def place(self) -> Place:
+        """The branch, opened if needed, and where it started."""
         with self._lock:
-            if self._base_hash is None:
-                tags = self._tags()
-                self._base_hash = base_hash_of(tags, self.name)
-                if self._base_hash is None:
-                    self._base_hash = self._create()
-                    self._remember(opened(self.run_id, self.name, self._base_hash, tags))
-                else:
-                    self._must_exist()
-        return self.name
+            if self._place is None:
+                self._place = self._settle()
+            return self._place
+
+    @property
+    def name(self) -> str:
+        """The branch's name: the run's own, or `main` for an unbranched run."""
+        return self.open()
 
     @property
     def base_hash(self) -> str:
-        """The hash of `main` the branch started from: the run's snapshot of the world."""
-        self.open()
-        assert self._base_hash is not None  # noqa: S101 - open() has set it
-        return self._base_hash
+        """The hash of `main` the branch started from: the run's snapshot of the world.
+
+        Empty for an unbranched run, when Nessie could not tell.
+        """
+        return self.place.base_hash
 
     def head(self) -> Reference:
         """The branch as it is now. Raises RunBranchGone."""
-        return self._must_exist()
+        return self._must_exist(self.open())
 
-    def _create(self) -> str:
+    def _settle(self) -> Place:
+        tags = self._tags()
+        known = self._remembered(tags)
+        if known is None:
+            place = self._inherit() or self._create()
+            tags = self._tags()
+            known = self._remembered(tags)  # another process of this run was faster; follow it
+            if known is None:
+                self._remember(opened(self.run_id, place, tags))
+                return place
+        self._must_exist(known.branch)
+        return known
+
+    def _remembered(self, tags: Mapping[str, str]) -> Place | None:
+        own = branch_name(self.run_id)
+        base = base_hash_of(tags, own)
+        return place_of(tags, self.run_id) or (Place(own, base) if base else None)
+
+    def _create(self) -> Place:
         client = self._client()
-        base = main_with_history(client)
+        own = branch_name(self.run_id)
+        base = ""
         try:
-            client.create_branch(self.name, from_ref=MAIN, from_hash=base)
+            base = main_with_history(client)
+            client.create_branch(own, from_ref=MAIN, from_hash=base)
         except NessieAlreadyExists:
             # Another step of this run was first, or died before it could write the tag.
-            found = client.reference(self.name, fetch_metadata=True)
-            return (found.metadata and found.metadata.common_ancestor_hash) or base
-        return base
+            found = client.reference(own, fetch_metadata=True)
+            return Place(own, (found.metadata and found.metadata.common_ancestor_hash) or base)
+        except NessieError as error:
+            if not self._direct_main:
+                raise
+            self._warn(FALLING_BACK)
+            _log.warning("Branch %s could not be made: %s", own, error)
+            return Place(MAIN, base, unbranched=True)
+        return Place(own, base)
 
-    def _must_exist(self) -> Reference:
+    def _must_exist(self, name: str) -> Reference:
         try:
-            return self._client().reference(self.name)
+            return self._client().reference(name)
         except ReferenceNotFound as error:
             raise RunBranchGone(
-                "The run's branch was deleted under it; nothing of the run can be published.",
-                branch=self.name,
+                "The run was fenced: its branch was deleted under it; nothing of the run can be published.",
+                branch=name,
                 run_id=self.run_id,
                 hint="Launch the run again; it will start from today's main.",
             ) from error

@@ -8,11 +8,14 @@ hash for its own and reported a deleted branch that had never existed.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 BRANCH_TAG = "branchlake/branch"
 BASE_TAG = "branchlake/base_hash"
 OPENED_TAG = "branchlake/opened_by"
 """The run that wrote these tags. Another id than the run's own: they were inherited."""
+CONTINUES_TAG = "branchlake/continues"
+"""The branch of the run that this one retries, whose work it took over."""
 UNBRANCHED_TAG = "branchlake/unbranched"
 """`true`: the run wrote to `main` directly, because its branch could not be made."""
 VERDICT_TAG = "branchlake/verdict"
@@ -28,22 +31,51 @@ CHECK_HASH_TAG = "branchlake/check_hash"
 
 PENDING = "pending"
 """The verdict of a run that nobody has judged yet."""
+NONE = "none"
+"""In place of an inherited value: Dagster has no way to remove a tag."""
 
 
-def opened(run_id: str, branch: str, base_hash: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The tags of a run that has just opened its branch, its own or the one of the run it retries."""
-    stale = {
-        name: "none"
-        for name in (PUBLICATION_TAG, REASON_TAG, UNBRANCHED_TAG, JUDGED_HEAD_TAG)
-        if name in inherited
-    }
-    return {
-        BRANCH_TAG: branch,
-        BASE_TAG: base_hash,
+@dataclass(frozen=True)
+class Place:
+    """Where a run works: its branch and the hash of `main` that it started from.
+
+    `continues` is the branch whose work a retry took over. An unbranched run stands on `main`; its base
+    hash is empty when Nessie could not tell it.
+    """
+
+    branch: str
+    base_hash: str
+    continues: str | None = None
+    unbranched: bool = False
+
+
+def opened(run_id: str, place: Place, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The tags of a run that has just opened its branch; what it inherited and does not hold is undone."""
+    mine = {
+        BRANCH_TAG: place.branch,
+        BASE_TAG: place.base_hash or NONE,
         VERDICT_TAG: PENDING,
         OPENED_TAG: run_id,
-        **stale,
     }
+    if place.continues:
+        mine[CONTINUES_TAG] = place.continues
+    if place.unbranched:
+        mine[UNBRANCHED_TAG] = "true"
+    others = (PUBLICATION_TAG, REASON_TAG, CONTINUES_TAG, UNBRANCHED_TAG, JUDGED_HEAD_TAG)
+    return {name: NONE for name in others if name in inherited} | mine
+
+
+def place_of(tags: Mapping[str, str], run_id: str) -> Place | None:
+    """Where run `run_id` works, if these tags are its own; None: it has not opened a branch."""
+    if not opened_by(tags, run_id):
+        return None
+    base, continues = tags.get(BASE_TAG, NONE), tags.get(CONTINUES_TAG, NONE)
+    return Place(
+        tags[BRANCH_TAG],
+        "" if base == NONE else base,
+        None if continues == NONE else continues,
+        tags.get(UNBRANCHED_TAG) == "true",
+    )
 
 
 def opened_by(tags: Mapping[str, str], run_id: str) -> bool:
@@ -53,7 +85,7 @@ def opened_by(tags: Mapping[str, str], run_id: str) -> bool:
 
 def base_hash_of(tags: Mapping[str, str], branch: str) -> str | None:
     """The base hash, if these tags are about this very branch."""
-    return tags.get(BASE_TAG) if tags.get(BRANCH_TAG) == branch else None
+    return _told(tags, BASE_TAG, branch)
 
 
 def judged(tags: Mapping[str, str], branch: str) -> bool:
@@ -73,4 +105,4 @@ def judged_head(tags: Mapping[str, str], branch: str) -> str | None:
 
 def _told(tags: Mapping[str, str], name: str, branch: str) -> str | None:
     found = tags.get(name) if tags.get(BRANCH_TAG) == branch else None
-    return None if found == "none" else found
+    return None if found == NONE else found

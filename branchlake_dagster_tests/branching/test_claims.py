@@ -11,7 +11,7 @@ from dagster._core.test_utils import create_run_for_test
 
 from branchlake_dagster.branching.claims import claimant, claims, is_retry, workers
 from branchlake_dagster.branching.run_branch import branch_name
-from branchlake_dagster.branching.run_tags import OPENED_TAG, opened
+from branchlake_dagster.branching.run_tags import OPENED_TAG, Place, opened
 
 FAILED, RUNNING, SUCCESS = (
     dg.DagsterRunStatus.FAILURE,
@@ -33,6 +33,7 @@ def launch(
     parent: dg.DagsterRun | None = None,
     steps: list[str] | None = None,
     opens: str | None = None,
+    continues: str | None = None,
     **tags: str,
 ) -> dg.DagsterRun:
     """A run; with a parent it inherits all of its tags, as the UI and the retry daemon do."""
@@ -42,7 +43,7 @@ def launch(
         tags = {**parent.tags, PARENT_RUN_ID_TAG: parent.run_id, **tags}
         more = {"parent_run_id": parent.run_id, "root_run_id": parent.root_run_id or parent.run_id}
     if opens is not None:
-        tags |= opened(run_id, opens or branch_name(run_id), "0" * 64, tags)
+        tags |= opened(run_id, Place(opens or branch_name(run_id), "0" * 64, continues), tags)
     return create_run_for_test(
         instance, run_id=run_id, status=status, tags=tags, step_keys_to_execute=steps, **more
     )
@@ -64,9 +65,23 @@ def test_a_retry_claims_its_parents_branch_before_it_touched_it(instance: dg.Dag
     branch = branch_name(parent.run_id)
     retry = launch(instance, parent=parent, steps=["b"])
     assert claimant(instance, branch).run_id == retry.run_id
-    again = launch(instance, parent=retry, steps=["b"], opens=branch)
+    again = launch(instance, parent=retry, steps=["b"])
     assert claimant(instance, branch).run_id == again.run_id
     assert [run.run_id for run in workers(instance, branch)] == [parent.run_id, retry.run_id, again.run_id]
+
+
+def test_the_work_of_a_run_includes_what_it_took_over(instance: dg.DagsterInstance) -> None:
+    parent = launch(instance, FAILED, opens="")
+    first = launch(
+        instance, FAILED, parent=parent, steps=["b"], opens="", continues=branch_name(parent.run_id)
+    )
+    second = launch(
+        instance, FAILED, parent=first, steps=["b"], opens="", continues=branch_name(first.run_id)
+    )
+    third = launch(instance, parent=second, steps=["b"])
+    ids = [parent.run_id, first.run_id, second.run_id, third.run_id]
+    assert [run.run_id for run in workers(instance, branch_name(second.run_id))] == ids
+    assert claimant(instance, branch_name(first.run_id)).run_id == first.run_id
 
 
 def test_a_retry_whose_tags_were_not_copied_claims_too(instance: dg.DagsterInstance) -> None:
@@ -100,7 +115,7 @@ def test_a_full_re_execution_does_not_claim_with_inherited_tags(instance: dg.Dag
 def test_a_run_at_work_comes_before_newer_ones_that_ended(instance: dg.DagsterInstance) -> None:
     parent = launch(instance, FAILED, opens="")
     branch = branch_name(parent.run_id)
-    works = launch(instance, parent=parent, steps=["b"], opens=branch)
+    works = launch(instance, parent=parent, steps=["b"])
     launch(instance, FAILED, parent=parent, steps=["b"])
     assert claimant(instance, branch).run_id == works.run_id
 

@@ -8,17 +8,14 @@ import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pytest
-from dagster._core.test_utils import create_run_for_test
 
 from branchlake_dagster.branching.errors import (
     PartitionMismatch,
-    RetryNeedsFullRun,
     RunBranchGone,
     SchemaMismatch,
     TableMissing,
     UnsupportedType,
 )
-from branchlake_dagster.branching.resource import LakehouseResource
 from branchlake_dagster.branching.run_branch import branch_name
 from branchlake_dagster.branching.run_tags import BASE_TAG
 from branchlake_dagster.branching.tables import table_metadata
@@ -368,16 +365,3 @@ def test_a_run_sees_main_at_its_base_and_its_own_writes(lakehouse: Lakehouse, na
         assert [row["n"] for row in on_branch] == [1]
         assert len(p.rows(namespace, "source")) == 2
         p.settle(opened)
-
-
-def test_a_retry_of_single_steps_is_refused_loudly(lakehouse: Lakehouse) -> None:
-    """It would read `main` where it expects what its parent wrote on the parent's branch."""
-    with dg.instance_for_test() as instance:
-        parent = create_run_for_test(instance)
-        retry = create_run_for_test(
-            instance, parent_run_id=parent.run_id, root_run_id=parent.run_id, step_keys_to_execute=["b"]
-        )
-        context = dg.build_init_resource_context(instance=instance)
-        object.__setattr__(context, "_dagster_run", retry)
-        with pytest.raises(RetryNeedsFullRun, match="Re-execute all steps"):
-            LakehouseResource().setup_for_execution(context)

@@ -1,0 +1,151 @@
+"""Heartbeat files: `<warehouse>/_branchlake/heartbeats/<branch>/<writer>.json`, one per writing process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote, unquote
+
+import pyarrow as pa
+from pyarrow.fs import FileSelector, FileType, LocalFileSystem
+from pyiceberg.io.pyarrow import PyArrowFileIO
+
+from branchlake_dagster.lakehouse.errors import BranchlakeError, Transient
+from branchlake_dagster.settings import Settings
+
+FOLDER = "_branchlake/heartbeats"
+MISSED = 3
+"""So many intervals of silence make a writer suspect, and as many under watch make it dead."""
+
+Kind = Literal["run", "publisher"]
+_READERS = 8
+
+
+class HeartbeatsUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
+    """The folder of heartbeats cannot be read, so nobody can say which writers are alive."""
+
+
+def new_writer() -> str:
+    """A name for a writing process that no other one has."""
+    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What one writer said last. `counter` grows with each beat; `written_at` is the writer's own clock."""
+
+    branch: str
+    writer: str
+    run_id: str
+    kind: Kind = "run"
+    counter: int = 0
+    written_at: datetime | None = None
+    interval_s: float = 10.0
+    pid: int = 0
+    host: str = ""
+    text: str = field(default="", repr=False)
+    """The file as it was read; two readings that differ prove that somebody wrote in between."""
+
+    @property
+    def silent_s(self) -> float:
+        """The silence in seconds that makes the writer suspect."""
+        return MISSED * self.interval_s
+
+
+class HeartbeatStore:
+    """Reads and writes heartbeat files in the warehouse, with a file system client of its own.
+
+    `properties` are PyIceberg's for FileIO. Safe to share between threads.
+    """
+
+    def __init__(self, warehouse: str, properties: Mapping[str, str] | None = None) -> None:
+        io = PyArrowFileIO(dict(properties or {}))
+        scheme, netloc, path = io.parse_location(f"{warehouse.rstrip('/')}/{FOLDER}", io.properties)
+        self._files: Any = io.fs_by_scheme(scheme, netloc)
+        self.root = path
+
+    @classmethod
+    def of(cls, settings: Settings) -> HeartbeatStore:
+        """The store of a lake."""
+        return cls(settings.warehouse_uri, settings.file_io_properties())
+
+    def _path(self, branch: str, writer: str) -> str:
+        return f"{self.root}/{quote(branch, safe='')}/{writer}.json"
+
+    def write(self, beat: Beat) -> None:
+        """Replace the writer's file. Raises OSError."""
+        path = self._path(beat.branch, beat.writer)
+        told = {k: v for k, v in asdict(beat).items() if k != "text"}
+        told["written_at"] = beat.written_at.isoformat() if beat.written_at else None
+        # An object store shows an object whole or not at all; a local file needs the rename for that.
+        local = isinstance(self._files, LocalFileSystem)
+        target = f"{path}.{beat.counter}.tmp" if local else path
+        with self._files.open_output_stream(target) as stream:
+            stream.write(json.dumps(told).encode())
+        if local:
+            self._files.move(target, path)
+
+    def remove(self, branch: str, writer: str) -> None:
+        """Forget a writer. One that is gone already is fine."""
+        path = self._path(branch, writer)
+        with contextlib.suppress(FileNotFoundError):
+            self._files.delete_file(path)
+        if isinstance(self._files, LocalFileSystem):
+            with contextlib.suppress(OSError):  # another process beats there; S3 has no folders
+                Path(path).parent.rmdir()
+
+    def forget(self, branch: str) -> None:
+        """Remove all that writers of a branch left, which exists no more. Raises OSError."""
+        self._files.delete_dir_contents(f"{self.root}/{quote(branch, safe='')}", missing_dir_ok=True)
+        self.remove(branch, "")
+
+    def all(self) -> tuple[Beat, ...]:
+        """The last beat of every writer; raises HeartbeatsUnreadable when any of them cannot be read."""
+        try:
+            infos = self._files.get_file_info(FileSelector(self.root, recursive=True, allow_not_found=True))
+            paths = [i.path for i in infos if i.type is FileType.File and i.path.endswith(".json")]
+            with ThreadPoolExecutor(_READERS) as pool:
+                return tuple(beat for beat in pool.map(self._read, paths) if beat is not None)
+        except (OSError, pa.ArrowException) as error:
+            raise HeartbeatsUnreadable(
+                f"The heartbeats in {self.root} cannot be read: {type(error).__name__}.",
+                hint="Nobody can say which writers are alive; nothing is cleaned up until they can be read.",
+            ) from error
+
+    def _read(self, path: str) -> Beat | None:
+        try:
+            with self._files.open_input_stream(path) as stream:
+                text = stream.read().decode(errors="replace")
+        except FileNotFoundError:
+            return None  # stopped between the listing and the reading
+        folder, _, name = path.rpartition("/")
+        return _parsed(unquote(folder.rpartition("/")[2]), name.removesuffix(".json"), text)
+
+
+def _parsed(branch: str, writer: str, text: str) -> Beat:
+    """The beat in a file. A damaged one still is a writer, whose silence only a watch can prove."""
+    try:
+        told = json.loads(text)
+        return Beat(
+            branch=branch,
+            writer=writer,
+            run_id=str(told["run_id"]),
+            kind="publisher" if told["kind"] == "publisher" else "run",
+            counter=int(told["counter"]),
+            written_at=datetime.fromisoformat(told["written_at"]).astimezone(UTC),
+            interval_s=float(told["interval_s"]),
+            pid=int(told["pid"]),
+            host=str(told["host"]),
+            text=text,
+        )
+    except (ValueError, KeyError, TypeError):
+        return Beat(branch, writer, run_id="", text=text)
