@@ -26,20 +26,22 @@ def announce(
     publication: str | None,
     rebased: Sequence[str] = (),
     why: str | None = None,
+    text: str | None = None,
     kept_hours: float = 0.0,
     took_s: float,
 ) -> None:
     """Tell the run's log, its tags and each written asset. Doing it twice tells it once.
 
     `publication` is the commit on `main`, `rebased` the tables whose changes were replayed for it. Without
-    one, `why` or the verdict's reasons tell the cause, and for `kept_hours` the branch stays for debugging.
+    one, `why` or the verdict's reasons tell the cause, and for `kept_hours` the branch stays for debugging;
+    `text` replaces the sentence that is made of all that.
     The tags come last: they mark that the rest was told. `took_s`: seconds from evidence to publication.
     """
     tags = _tags(verdict, publication, why)
     current = instance.get_run_by_id(run.run_id)
     if current is not None and tags.items() <= current.tags.items():
         return
-    text = _text(verdict, branch, publication, rebased, why, kept_hours)
+    text = text or _text(verdict, branch, publication, rebased, why, kept_hours)
     metadata = _metadata(run, verdict, branch, publication, rebased, why)
     metadata["branchlake/publisher_s"] = MetadataValue.float(round(took_s, 4))
     for (asset, partition), written in list(evidence.written.items())[:_ROWS_SHOWN]:

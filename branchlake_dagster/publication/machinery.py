@@ -3,6 +3,8 @@
 No postponed annotations here: Dagster compares the annotation of `context` with the class itself.
 """
 
+from itertools import chain
+
 from dagster import (
     AssetSelection,
     DefaultSensorStatus,
@@ -20,6 +22,7 @@ from branchlake_dagster.branching.resource import LakehouseResource
 from branchlake_dagster.branching.session import BranchSparkResource
 from branchlake_dagster.publication.reaping import reap_job, reap_schedule
 from branchlake_dagster.publication.reconcile import Action, Reconciler
+from branchlake_dagster.publication.unbranched import settle_unbranched
 from branchlake_dagster.settings import Settings
 
 
@@ -62,16 +65,13 @@ def _publication_sensor(settings: Settings) -> SensorDefinition:
         assert repository is not None  # noqa: S101 - the daemon always evaluates within a code location
         lake = lakehouse.lakehouse
         origin = context.code_location_origin
-        reconciler = Reconciler.of(
-            lake,
-            context.instance,
-            repository.asset_graph,
-            location=origin.location_name if origin else None,
-        )
+        graph, location = repository.asset_graph, origin.location_name if origin else None
+        reconciler = Reconciler.of(lake, context.instance, graph, location=location)
+        unbranched = settle_unbranched(context.instance, graph, lake.settings, location=location)
         told: list[str] = []
         checks: list[RunRequest] = []
         waiting = 0
-        for outcome in reconciler.run():
+        for outcome in chain(reconciler.run(), unbranched):
             if outcome.action is Action.WAITING:
                 waiting += 1
                 continue

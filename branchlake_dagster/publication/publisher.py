@@ -77,6 +77,11 @@ class Publisher:
                 results |= {one.branch: error for one in group}
         return results
 
+    def known(self, branch: str, base_hash: str) -> Published | None:
+        """The publication of a branch that was made from `base_hash`, if the ledger has one."""
+        found = published(self._client, [branch], at=MAIN, since=base_hash).get(branch)
+        return Published(found.hash, now=False) if found else None
+
     def _group(self, group: Sequence[Candidate]) -> Mapping[str, Result]:
         """Candidates that share keys. One alone is merged if it can be."""
         only = group[0]

@@ -61,6 +61,7 @@ class Action(StrEnum):
     DISCARDED = "discarded"
     CHECKING = "checking"
     WAITING = "waiting"
+    UNBRANCHED = "unbranched"
     UNKNOWN_RUN = "unknown run"
     TRY_AGAIN = "try again"
 
@@ -97,6 +98,8 @@ class _Judged:
     why: str | None
     action: Action
     began: float
+    known: Published | None = None
+    """What the ledger has of it already: an earlier publisher died before it could tell."""
 
 
 class Reconciler:
@@ -172,8 +175,8 @@ class Reconciler:
                 found = Outcome(branch.name, run_id_of(branch.name), Action.TRY_AGAIN, str(error))
             if isinstance(found, Outcome):
                 yield found
-            elif found.candidate is None:
-                yield self._guarded(found, None)
+            elif found.known or found.candidate is None:
+                yield self._guarded(found, found.known)
             else:
                 ready.append(found)
         # The oldest first: it has waited longest, and a later run has seen less of what others did.
@@ -221,7 +224,7 @@ class Reconciler:
             return Outcome(
                 branch.name, run_id, Action.UNKNOWN_RUN, "Dagster knows no such run; left to the reaper"
             )
-        if (other := self._other_location(run)) is not None:
+        if (other := other_location(run, self._location)) is not None:
             detail = f"the run belongs to code location {other}, whose own sensor judges it"
             return Outcome(branch.name, run_id, Action.WAITING, detail)
         if not run.is_finished and not ended:
@@ -231,7 +234,11 @@ class Reconciler:
         base_hash = base_hash_of(run.tags, branch.name) or self._ancestor(branch)
         if base_hash is None:
             return Outcome(branch.name, run_id, Action.TRY_AGAIN, "its base hash is unknown")
-        return self._judge(run, self._pinned(run, branch), base_hash, ended)
+        known = None
+        if judged_head(run.tags, branch.name):
+            # Somebody has been here before and may have published it, even if the run failed after that.
+            known = self._publisher.known(branch.name, base_hash)
+        return self._judge(run, self._pinned(run, branch), base_hash, ended, known)
 
     def _again(self, run: DagsterRun, branch: Reference) -> Outcome:
         """A branch whose verdict was told already: only its deletion was missed, or it is kept."""
@@ -260,15 +267,9 @@ class Reconciler:
         self._instance.add_run_tags(run.run_id, {JUDGED_HEAD_TAG: branch.hash})
         return branch
 
-    def _other_location(self, run: DagsterRun) -> str | None:
-        """The code location of the run, if it is not ours: only its own definitions know its checks."""
-        origin = run.remote_job_origin
-        if self._location is None or origin is None:
-            return None
-        name = origin.repository_origin.code_location_origin.location_name
-        return None if name == self._location else name
-
-    def _judge(self, run: DagsterRun, branch: Reference, base_hash: str, ended: bool) -> _Judged:
+    def _judge(
+        self, run: DagsterRun, branch: Reference, base_hash: str, ended: bool, known: Published | None
+    ) -> _Judged:
         began = self._clock()
         changes = write_set(self._client, base_hash, branch)
         tables = tables_in(changes)
@@ -281,7 +282,7 @@ class Reconciler:
             default_namespace=self._settings.default_namespace,
             require_checks=self._settings.require_checks,
         )
-        if ended:
+        if ended or known:
             evidence = replace(evidence, succeeded=True)
         verdict = judge(evidence, strict_tables=self._settings.require_checks)
         why, action, candidate = None, Action.PUBLISHED, None
@@ -304,7 +305,9 @@ class Reconciler:
                 read_set=None if reads is None else frozenset(map(ContentKey.from_path, reads)),
                 table_checks=frozenset(map(ContentKey.from_path, evidence.whole_tables)),
             )
-        return _Judged(run, branch, evidence, verdict, candidate, why, action, began)
+        if known:
+            why, action = None, Action.PUBLISHED
+        return _Judged(run, branch, evidence, verdict, candidate, why, action, began, known)
 
     # -- ending ----------------------------------------------------------------------------------------
 
@@ -375,3 +378,12 @@ class Reconciler:
         except NessieConflict:
             # A late writer. The run is over: the next pass finds the verdict told and deletes what is there.
             return
+
+
+def other_location(run: DagsterRun, location: str | None) -> str | None:
+    """The code location of the run, if it is not `location`: only its own definitions know its checks."""
+    origin = run.remote_job_origin
+    if location is None or origin is None:
+        return None
+    name = origin.repository_origin.code_location_origin.location_name
+    return None if name == location else name

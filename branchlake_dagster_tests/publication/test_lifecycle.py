@@ -21,7 +21,7 @@ from branchlake_dagster.branching.tables import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.ledger import find_publication, publications
 from branchlake_dagster.publication.reaping import reap_branches
-from branchlake_dagster.publication.reconcile import Action, Reconciler
+from branchlake_dagster.publication.reconcile import Action, other_location
 from branchlake_dagster_tests.harness import project
 
 pytestmark = pytest.mark.integration
@@ -231,9 +231,9 @@ def test_runs_of_another_code_location_are_left_to_its_sensor(lakehouse: Lakehou
             RemoteRepositoryOrigin(RegisteredCodeLocationOrigin("elsewhere"), "__repository__"), "__ASSET_JOB"
         )
         run = p.instance.get_run_by_id(run_id)._replace(remote_job_origin=origin)
-        reconciler = Reconciler.of(lakehouse, p.instance, p.graph, location="here")
-        assert reconciler._other_location(run) == "elsewhere"
-        assert p.reconciler()._other_location(run) is None
+        assert other_location(run, "here") == "elsewhere"
+        assert other_location(run, "elsewhere") is None
+        assert other_location(run, None) is None
         p.settle(run_id)
 
 

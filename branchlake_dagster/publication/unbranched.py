@@ -1,0 +1,59 @@
+"""Runs that wrote to `main` directly because their branch could not be made (seed 000, "Fallback").
+
+There is nothing to publish or to take back. Their checks are judged all the same, and a failure is as loud
+as it can be: the run is marked failed and asks for manual validation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dagster import DagsterInstance, DagsterRun, DagsterRunStatus, RunsFilter
+from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGraph
+
+from branchlake_dagster.branching.run_tags import PENDING, UNBRANCHED_TAG, VERDICT_TAG, opened_by
+from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.publication import announce as ui
+from branchlake_dagster.publication.evidence import collect
+from branchlake_dagster.publication.gate import judge
+from branchlake_dagster.publication.reconcile import Action, Outcome, other_location
+from branchlake_dagster.settings import Settings
+
+_FINISHED = [DagsterRunStatus.SUCCESS, DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED]
+MANUAL = "Manual validation needed: the run wrote to main directly, so what it wrote is visible already"
+
+
+def settle_unbranched(
+    instance: DagsterInstance, graph: BaseAssetGraph[Any], settings: Settings, *, location: str | None = None
+) -> Iterator[Outcome]:
+    """Judge the finished unbranched runs that nobody has judged yet."""
+    waiting = RunsFilter(tags={UNBRANCHED_TAG: "true", VERDICT_TAG: PENDING}, statuses=_FINISHED)
+    for run in instance.get_runs(waiting):
+        if opened_by(run.tags, run.run_id) and other_location(run, location) is None:
+            yield _settle(instance, run, graph, settings)
+
+
+def _settle(
+    instance: DagsterInstance, run: DagsterRun, graph: BaseAssetGraph[Any], settings: Settings
+) -> Outcome:
+    evidence = collect(
+        instance,
+        [run],
+        graph,
+        write_set=frozenset(),
+        default_namespace=settings.default_namespace,
+        require_checks=settings.require_checks,
+    )
+    verdict = judge(evidence, strict_tables=False)
+    text = "Written to main directly, without a branch, because Nessie was unavailable; its checks passed."
+    why = None
+    if verdict.blocked:
+        why = f"{MANUAL}. {verdict.summary()}"
+        text = why
+        if run.is_success:
+            instance.report_run_failed(run, f"{MANUAL}. {'; '.join(verdict.reasons)}")
+    ui.announce(
+        instance, run, evidence, verdict, branch=MAIN, publication=None, why=why, text=text, took_s=0.0
+    )
+    return Outcome(MAIN, run.run_id, Action.UNBRANCHED, text, verdict)
