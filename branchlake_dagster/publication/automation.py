@@ -38,7 +38,7 @@ from dagster._core.definitions.sensor_definition import SensorType
 from branchlake_dagster.branching.run_tags import PENDING, VERDICT_TAG
 from branchlake_dagster.lakehouse.errors import ConfigurationError
 from branchlake_dagster.publication.told import Position, Telling, step
-from branchlake_dagster.publication.written import written_on, written_with
+from branchlake_dagster.publication.written import brought_by, written_with
 
 FORGOTTEN_AFTER = timedelta(hours=6)
 """A run without a verdict that Dagster has not touched for so long holds nothing up; the reaper's limit."""
@@ -214,13 +214,15 @@ def _news(context: AutomationContext[AssetKey], told: Iterable[Telling]) -> list
     by_branch: dict[str, list[Telling]] = defaultdict(list)
     for telling in told:
         by_branch[telling.branch].append(telling)
+    brought = brought_by(context.asset_graph_view.instance, by_branch, target)
     found: list[Telling] = []
     for branch, tellings in by_branch.items():
-        published = _subset(context, context.key, {telling.partition for telling in tellings})
-        dependents = published.compute_mapped_subset(target, direction="down")
-        written = written_on(context.asset_graph_view.instance, branch).get(target, ())
-        if not dependents.compute_difference(_subset(context, target, written)).is_empty:
-            found += tellings
+        if written := brought.get(branch):
+            published = _subset(context, context.key, {telling.partition for telling in tellings})
+            dependents = published.compute_mapped_subset(target, direction="down")
+            if dependents.compute_difference(_subset(context, target, written)).is_empty:
+                continue
+        found += tellings
     return found
 
 
