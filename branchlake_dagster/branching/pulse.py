@@ -6,14 +6,25 @@ the reader's own monotonic clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from enum import StrEnum
+from typing import Protocol
 
-from branchlake_dagster.branching.beats import MISSED, Beat, HeartbeatStore
+from branchlake_dagster.branching.beats import MISSED, Beat
 
 LOOKS = 2 * MISSED
 """So often at least is a suspect looked at. Elapsed time alone would count a pause of the reader itself."""
+
+
+class Heartbeats(Protocol):
+    """Where heartbeats are kept; see HeartbeatStore."""
+
+    def all(self) -> Sequence[Beat]:
+        """The last beat of every writer; raises HeartbeatsUnreadable when one cannot be read."""
+
+    def remove(self, branch: str, writer: str) -> None:
+        """Forget a writer."""
 
 
 class Pulse(StrEnum):
@@ -37,7 +48,7 @@ def glance(beats: Iterable[Beat], now: datetime) -> dict[Beat, Pulse]:
 
 
 def watch(
-    store: HeartbeatStore,
+    store: Heartbeats,
     suspects: Collection[Beat],
     *,
     monotonic: Callable[[], float],

@@ -1,94 +1,229 @@
-"""Reaping: deleting run branches that nobody will publish (seed 000, "Orphan Branch Cleanup").
+"""Reaping: ending run branches that nobody will publish (seed 000, "Orphan Branch Cleanup").
 
-The rules are a pure function; `reap` applies them. A branch is deleted by the hash it was judged at, so a
-write in between keeps it. Whatever is kept has its reason.
+Everything is looked up before the first branch is touched: when a page of the listing, the heartbeats or the
+runs cannot be read, nothing is ended. A branch is ended by the hash it was judged at, so a write in between
+keeps it. Whatever is kept has its reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from enum import StrEnum
+from typing import Protocol
 
-from branchlake_dagster.branching.run_branch import run_id_of
+from branchlake_dagster.branching.beats import Beat
+from branchlake_dagster.branching.discard import discard
+from branchlake_dagster.branching.pulse import Heartbeats, Pulse, glance, watch
+from branchlake_dagster.branching.reaping_rules import Action, Facts, Limits, RunState, decide
+from branchlake_dagster.branching.run_branch import branch_name, run_id_of
 from branchlake_dagster.lakehouse.errors import NessieConflict, ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import Reference
+from branchlake_dagster.settings import RUN_BRANCH_PREFIX
+
+PUBLICATION_PREFIX = "publish-"
+"""Branches on which the publisher prepares what had to be rebased: `publish-{run_id}`."""
+
+OUR_BRANCHES = (
+    f"refType == 'BRANCH' && (ref.name.startsWith('{RUN_BRANCH_PREFIX}')"
+    f" || ref.name.startsWith('{PUBLICATION_PREFIX}'))"
+)
+"""Nessie's filter for the branches that the reaper looks at."""
 
 
-class RunState(StrEnum):
-    """What Dagster says about the run of a branch."""
+@dataclass(frozen=True)
+class Holder:
+    """The run that a branch belongs to."""
 
-    ACTIVE = "active"
-    AWAITING_PUBLICATION = "awaiting publication"
-    SETTLED = "settled"
-    MISSING = "missing"
+    run_id: str
+    state: RunState
+    started: datetime | None = None
+    ended: datetime | None = None
 
 
 @dataclass(frozen=True)
 class Reaping:
-    """The decision on one branch and its reason."""
+    """The decision on one branch and its reason. `heartbeat` says `none` when nobody beats there."""
 
     branch: str
     run_id: str
-    delete: bool
+    action: Action
     reason: str
+    state: RunState = RunState.MISSING
+    age: timedelta | None = None
+    heartbeat: str = "none"
+
+    @property
+    def delete(self) -> bool:
+        """Whether the branch goes."""
+        return self.action is not Action.KEEP
 
     def __str__(self) -> str:
-        return f"{self.branch}: {'deleted' if self.delete else 'kept'}, {self.reason}"
+        return f"{self.branch}: {self.action}, {self.reason}"
 
 
-def decide(
-    state: RunState, age: timedelta | None, *, max_age: timedelta, orphan_grace: timedelta
-) -> tuple[bool, str]:
-    """Whether to delete, and why. `age` is the time since the last sign of life; None: unknown."""
-    old = age is not None and age > max_age
-    if state is RunState.SETTLED:
-        return True, "its run is settled and only the clean-up was missed"
-    if old:
-        hours = age.total_seconds() / 3600 if age else 0
-        return True, f"its last sign of life is {hours:.1f} h old ({state}), over the limit"
-    if state is RunState.ACTIVE:
-        return False, "its run is active"
-    if state is RunState.AWAITING_PUBLICATION:
-        return False, "its run waits for the publisher"
-    if age is None:
-        return False, "no run of that id is known, and its age is unknown"
-    if age > orphan_grace:
-        return True, "no run of that id is known"
-    # Another Dagster instance may work on the same lake; its runs are not ours to judge.
-    return False, "no run of that id is known, but it was written to a short while ago"
+class Runs(Protocol):
+    """What the reaper asks of Dagster, and tells it."""
+
+    def holders(self, branches: Collection[str]) -> Mapping[str, Holder]:
+        """The run of each branch; branches of unknown runs are left out."""
+
+    def reports_after(self, run_id: str, beat: Beat) -> bool:
+        """Whether the run still wrote events after its writer's last beat."""
+
+    def bury(self, run_id: str, message: str) -> None:
+        """End a run whose process is dead."""
 
 
-def reap(
-    client: NessieClient,
-    *,
-    listing: str,
-    state_of: Callable[[str], tuple[RunState, datetime | None]],
-    now: datetime,
-    max_age: timedelta,
-    orphan_grace: timedelta,
-    dry_run: bool = False,
-) -> Iterator[Reaping]:
-    """Judge every branch of the Nessie filter `listing` and delete those the rules allow.
+@dataclass(frozen=True)
+class _Seen:
+    """What a pass knows before it touches anything. `pulses` are by branch, also of those that are gone."""
 
-    `state_of(run_id)` gives the run's state and start. The whole listing is read first: when a page of it
-    fails, the error comes before anything was deleted.
+    branches: Mapping[str, Reference]
+    pulses: Mapping[str, Mapping[Beat, Pulse]]
+    holders: Mapping[str, Holder]
+    moment: datetime
+
+    def holder(self, branch: str) -> Holder:
+        return self.holders.get(branch) or Holder(run_id_of(branch), RunState.MISSING)
+
+    def dead(self, branch: str) -> list[Beat]:
+        return [beat for beat, pulse in self.pulses.get(branch, {}).items() if pulse is Pulse.DEAD]
+
+
+class Reaper:
+    """Judges the branches of the Nessie filter `listing` and ends those that the rules allow.
+
+    `now` is the wall clock, `monotonic` and `sleep` are for watching silent writers.
     """
-    for branch in list(client.references(filter=listing, fetch_metadata=True)):
-        run_id = run_id_of(branch.name)
-        state, started = state_of(run_id)
-        age = _age(branch, started, now)
-        delete, reason = decide(state, age, max_age=max_age, orphan_grace=orphan_grace)
-        if delete and not dry_run:
-            try:
-                client.delete_branch(branch.name, expected_hash=branch.hash)
-            except NessieConflict:
-                delete, reason = False, "it was written to while we looked"
-            except ReferenceNotFound:
-                reason = "somebody else deleted it meanwhile"
-        yield Reaping(branch.name, run_id, delete, reason)
+
+    def __init__(
+        self,
+        client: NessieClient,
+        runs: Runs,
+        limits: Limits,
+        *,
+        heartbeats: Heartbeats | None,
+        now: Callable[[], datetime],
+        monotonic: Callable[[], float],
+        sleep: Callable[[float], None],
+        listing: str = OUR_BRANCHES,
+    ) -> None:
+        self._client = client
+        self._runs = runs
+        self._limits = limits
+        self._heartbeats = heartbeats
+        self._now = now
+        self._monotonic = monotonic
+        self._sleep = sleep
+        self._listing = listing
+
+    def run(self, *, dry_run: bool = False) -> Iterator[Reaping]:
+        """One pass. With suspects it waits once until they can be told from the dead; a dry run does not.
+
+        Raises HeartbeatsUnreadable and whatever Nessie and Dagster raise, before anything was ended.
+        """
+        seen = self._look(watching=not dry_run)
+        decisions = [self._judge(branch, seen) for branch in seen.branches.values()]
+        ended = {branch for branch in seen.pulses if branch not in seen.branches}
+        for decision in decisions:
+            done = decision if dry_run else self._end(decision, seen.branches[decision.branch])
+            if done.delete:
+                ended.add(done.branch)
+            if not dry_run:
+                self._bury(done.branch, seen, ended)
+            yield done
+        if not dry_run:
+            # A pass that died before it told Dagster left the heartbeat of the dead behind.
+            for branch in seen.pulses.keys() - seen.branches.keys():
+                self._bury(branch, seen, ended)
+
+    def _look(self, *, watching: bool) -> _Seen:
+        branches = self._list()
+        pulses = glance(self._heartbeats.all(), self._now()) if self._heartbeats else {}
+        suspects = [beat for beat, pulse in pulses.items() if pulse is Pulse.SUSPECT]
+        if self._heartbeats and suspects and watching:
+            settled = watch(self._heartbeats, suspects, monotonic=self._monotonic, sleep=self._sleep)
+            pulses = {beat: pulse for beat, pulse in pulses.items() if pulse is Pulse.ALIVE} | dict(settled)
+            branches = self._list()
+        by_branch: dict[str, dict[Beat, Pulse]] = {}
+        for beat, pulse in pulses.items():
+            by_branch.setdefault(beat.branch, {})[beat] = pulse
+        ours = [name for name in {**branches, **by_branch} if name.startswith(RUN_BRANCH_PREFIX)]
+        return _Seen(branches, by_branch, self._runs.holders(ours), self._now())
+
+    def _list(self) -> dict[str, Reference]:
+        return {ref.name: ref for ref in self._client.references(filter=self._listing, fetch_metadata=True)}
+
+    def _judge(self, branch: Reference, seen: _Seen) -> Reaping:
+        here = seen.pulses.get(branch.name, {})
+        publishers = frozenset(pulse for beat, pulse in here.items() if beat.kind == "publisher")
+        if branch.name.startswith(PUBLICATION_PREFIX):
+            return _judge_publication(branch.name, publishers, seen)
+        holder = seen.holder(branch.name)
+        age = _age(branch, holder.started, seen.moment)
+        facts = Facts(
+            holder.state,
+            age,
+            since_end=seen.moment - holder.ended if holder.ended else None,
+            writers=frozenset(pulse for beat, pulse in here.items() if beat.kind == "run"),
+            publishers=publishers,
+            reports=self._reports(holder, seen.dead(branch.name)),
+        )
+        action, reason = decide(facts, self._limits)
+        heartbeat = ", ".join(sorted(set(here.values()))) or "none"
+        return Reaping(branch.name, holder.run_id, action, reason, holder.state, age, heartbeat)
+
+    def _reports(self, holder: Holder, dead: Sequence[Beat]) -> bool:
+        """Whether the run writes events although a writer of it is dead: its steps are own processes."""
+        return holder.state is RunState.ACTIVE and any(
+            self._runs.reports_after(holder.run_id, beat) for beat in dead if beat.kind == "run"
+        )
+
+    def _end(self, decision: Reaping, branch: Reference) -> Reaping:
+        try:
+            if decision.action is Action.DISCARD:
+                discard(self._client, branch)
+            elif decision.action is Action.DELETE:
+                self._client.delete_branch(branch.name, expected_hash=branch.hash)
+        except NessieConflict:
+            return replace(decision, action=Action.KEEP, reason="it was written to while we looked")
+        except ReferenceNotFound:
+            return replace(decision, reason="somebody else deleted it meanwhile")
+        return decision
+
+    def _bury(self, branch: str, seen: _Seen, ended: Collection[str]) -> None:
+        """Tell Dagster of a run whose only writers are dead, and forget their heartbeats."""
+        dead = seen.dead(branch)
+        if not dead or self._heartbeats is None:
+            return
+        holder = seen.holder(branch)
+        if holder.state is RunState.ACTIVE:
+            if branch not in ended or len(dead) < len(seen.pulses[branch]) or self._reports(holder, dead):
+                return
+            self._runs.bury(holder.run_id, _obituary(dead))
+        for beat in dead:
+            self._heartbeats.remove(beat.branch, beat.writer)
+
+
+def _judge_publication(name: str, publishers: frozenset[Pulse], seen: _Seen) -> Reaping:
+    run_id = name.removeprefix(PUBLICATION_PREFIX)
+    holder = seen.holder(branch_name(run_id))
+    if publishers - {Pulse.DEAD}:
+        action, reason = Action.KEEP, "a publication is in progress"
+    elif branch_name(run_id) in seen.branches:
+        action, reason = Action.KEEP, "its run's branch waits for publication"
+    else:
+        action, reason = Action.DELETE, "the branch that it was prepared for is gone"
+    return Reaping(name, run_id, action, reason, holder.state)
+
+
+def _obituary(dead: Sequence[Beat]) -> str:
+    writers = ", ".join(sorted(f"process {beat.pid} on {beat.host}" for beat in dead))
+    return (
+        f"Its writer is dead: no heartbeat of {writers} for {dead[0].silent_s:g} s. Its branch was discarded."
+    )
 
 
 def _age(branch: Reference, started: datetime | None, now: datetime) -> timedelta | None:

@@ -3,33 +3,136 @@
 No postponed annotations here: Dagster compares the annotation of `context` with the class itself.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 
 from dagster import (
+    DagsterEventType,
     DagsterInstance,
     DefaultScheduleStatus,
     JobDefinition,
     MetadataValue,
     OpExecutionContext,
+    RunRecord,
     ScheduleDefinition,
     job,
     op,
 )
 
-from branchlake_dagster.branching.reaper import Reaping, RunState, reap
+from branchlake_dagster.branching.beats import Beat, HeartbeatStore
+from branchlake_dagster.branching.claims import claims
+from branchlake_dagster.branching.reaper import Holder, Reaper, Reaping
+from branchlake_dagster.branching.reaping_rules import Limits, RunState
 from branchlake_dagster.branching.resource import LakehouseResource
-from branchlake_dagster.branching.run_branch import branch_name
-from branchlake_dagster.branching.run_tags import judged
+from branchlake_dagster.branching.run_tags import judged, opened_by, published_as
+from branchlake_dagster.lakehouse.errors import BranchlakeError, Transient
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile import RUN_BRANCHES
 from branchlake_dagster.settings import Settings
+
+_NOTED = {DagsterEventType.STEP_FAILURE, DagsterEventType.STEP_UP_FOR_RETRY}
+
+
+class RunsUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
+    """Dagster's storage does not answer, so nobody can say which branches are in use."""
+
+
+class DagsterRuns:
+    """The runs of a Dagster instance as the reaper sees them."""
+
+    def __init__(self, instance: DagsterInstance) -> None:
+        self._instance = instance
+
+    def holders(self, branches: Collection[str]) -> Mapping[str, Holder]:
+        """The run of each branch with its state; raises RunsUnreadable."""
+        try:
+            records = claims(self._instance, branches)
+        except Exception as error:
+            # Whatever the storage raises (SQL, gRPC, HTTP): without an answer nothing may be deleted.
+            raise RunsUnreadable(
+                f"Dagster's storage could not be asked for runs: {type(error).__name__}.",
+                hint="Nothing was deleted.",
+            ) from error
+        return {branch: _holder(branch, record) for branch, record in records.items() if record}
+
+    def reports_after(self, run_id: str, beat: Beat) -> bool:
+        """Whether the run's executor outlived the writer of `beat`, as it does when steps are processes.
+
+        It noted the failure of a step after that beat, or wrote anything when the writer was silent already.
+        """
+        if beat.written_at is None:
+            return False
+        last = beat.written_at.timestamp()
+        return (self._newest(run_id, None) > last + beat.silent_s) or self._newest(run_id, _NOTED) > last
+
+    def _newest(self, run_id: str, kinds: set[DagsterEventType] | None) -> float:
+        try:
+            page = self._instance.get_records_for_run(run_id, of_type=kinds, limit=1, ascending=False)
+        except Exception as error:
+            raise RunsUnreadable(
+                f"The events of a run could not be read: {type(error).__name__}.",
+                run_id=run_id,
+                hint="Nothing was deleted.",
+            ) from error
+        return page.records[0].timestamp if page.records else 0.0
+
+    def bury(self, run_id: str, message: str) -> None:
+        """Report a run as failed that Dagster still takes for running."""
+        run = self._instance.get_run_by_id(run_id)
+        if run is not None and not run.is_finished:
+            self._instance.report_run_failed(run, message)
+
+
+def _holder(branch: str, record: RunRecord) -> Holder:
+    run = record.dagster_run
+    own = opened_by(run.tags, run.run_id)
+    if not run.is_finished:
+        state = RunState.ACTIVE
+    elif own and published_as(run.tags, branch):
+        state = RunState.PUBLISHED
+    elif run.is_success and not (own and judged(run.tags, branch)):
+        state = RunState.AWAITING_PUBLICATION
+    else:
+        state = RunState.UNPUBLISHED
+    ended = datetime.fromtimestamp(record.end_time, UTC) if record.end_time else None
+    return Holder(run.run_id, state, record.create_timestamp, ended)
+
+
+def reap_branches(
+    lake: Lakehouse,
+    instance: DagsterInstance,
+    *,
+    dry_run: bool = False,
+    now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    monotonic: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[Reaping]:
+    """One pass of the reaper over the lake, with Dagster's knowledge of runs."""
+    settings = lake.settings
+    return Reaper(
+        lake.nessie,
+        DagsterRuns(instance),
+        limits_of(settings),
+        heartbeats=HeartbeatStore.of(settings),
+        now=now,
+        monotonic=monotonic,
+        sleep=sleep,
+    ).run(dry_run=dry_run)
+
+
+def limits_of(settings: Settings) -> Limits:
+    """The reaper's patience as it is set."""
+    return Limits(
+        max_age=timedelta(hours=settings.orphan_max_age_h),
+        orphan_grace=timedelta(minutes=settings.orphan_grace_min),
+        keep_failed=timedelta(hours=settings.keep_failed_hours),
+    )
 
 
 def reap_job() -> JobDefinition:
     """The job `reap_branches`: one pass, its decisions in the output's metadata."""
 
-    @op(description="Deletes run branches that nobody will publish, by seed 000's rules.")
+    @op(description="Ends run branches that nobody will publish, by seed 000's rules.")
     def reap_branches_op(context: OpExecutionContext, lakehouse: LakehouseResource) -> None:
         reaped = list(reap_branches(lakehouse.lakehouse, context.instance))
         for one in reaped:
@@ -58,29 +161,4 @@ def reap_schedule(reaper: JobDefinition, settings: Settings) -> ScheduleDefiniti
         job=reaper,
         cron_schedule="0 * * * *" if minutes == 60 else f"*/{minutes} * * * *",
         default_status=DefaultScheduleStatus.RUNNING,
-    )
-
-
-def reap_branches(lake: Lakehouse, instance: DagsterInstance, *, dry_run: bool = False) -> Iterator[Reaping]:
-    """Apply the reaper's rules to the lake with Dagster's knowledge of runs."""
-
-    def state_of(run_id: str) -> tuple[RunState, datetime | None]:
-        record = instance.get_run_record_by_id(run_id)
-        if record is None:
-            return RunState.MISSING, None
-        run = record.dagster_run
-        if not run.is_finished:
-            return RunState.ACTIVE, record.create_timestamp
-        waits = run.is_success and not judged(run.tags, branch_name(run_id))
-        state = RunState.AWAITING_PUBLICATION if waits else RunState.SETTLED
-        return state, record.create_timestamp
-
-    return reap(
-        lake.nessie,
-        listing=RUN_BRANCHES,
-        state_of=state_of,
-        now=datetime.now(UTC),
-        max_age=timedelta(hours=lake.settings.orphan_max_age_h),
-        orphan_grace=timedelta(minutes=lake.settings.orphan_grace_min),
-        dry_run=dry_run,
     )

@@ -1,23 +1,33 @@
 """Days on which something dies, and the machinery that cleans up: reaper, its job, the sensor's tick."""
 
+import itertools
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster.branching.reaper import Reaping, RunState, reap
+from branchlake_dagster.branching.beats import Beat, HeartbeatStore, HeartbeatsUnreadable
+from branchlake_dagster.branching.reaper import Holder, Reaper, Reaping
+from branchlake_dagster.branching.reaping_rules import Action, Limits, RunState
 from branchlake_dagster.branching.resource import LakehouseResource
-from branchlake_dagster.branching.run_branch import branch_name, main_with_history
+from branchlake_dagster.branching.run_branch import branch_name, main_with_history, run_id_of
 from branchlake_dagster.branching.tables import table_metadata
 from branchlake_dagster.lakehouse.embedded import process
 from branchlake_dagster.lakehouse.embedded.servers import NESSIE
 from branchlake_dagster.lakehouse.errors import NessieUnavailable
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile import Action
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.lakehouse.nessie.model import Reference, ReferenceType
+from branchlake_dagster.publication.reaping import RunsUnreadable, reap_branches
+from branchlake_dagster.publication.reconcile import Action as Outcome
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.harness import project
 
@@ -25,6 +35,7 @@ pytestmark = pytest.mark.integration
 
 FREE = table_metadata(require_checks=False)
 HOUR = timedelta(hours=1)
+LIMITS = Limits(6 * HOUR, HOUR)
 
 
 def table(namespace: str, name: str = "t") -> dg.AssetsDefinition:
@@ -82,7 +93,7 @@ def test_a_run_fails_clearly_when_a_remote_nessie_dies_under_it(own_lake: Lakeho
         own_lake.endpoints()  # somebody starts it again
         assert own_lake.nessie.reference("main").hash == main
         assert branch_name(run_id) in {ref.name for ref in own_lake.nessie.references()}
-        assert p.settle(run_id).action is Action.DISCARDED
+        assert p.settle(run_id).action is Outcome.DISCARDED
         assert branch_name(run_id) not in p.branches()
         assert own_lake.nessie.reference("main").hash == main
 
@@ -91,7 +102,7 @@ def test_the_embedded_nessie_comes_back_under_a_run(own_lake: Lakehouse, namespa
     first = table(namespace, "first")
     with project(own_lake, first, killing(own_lake, namespace, first)) as p:
         outcome = p.settle(p.run())
-        assert outcome.action is Action.PUBLISHED
+        assert outcome.action is Outcome.PUBLISHED
         assert (p.rows(namespace, "first"), p.rows(namespace, "second")) == ([{"n": 1}], [{"n": 2}])
 
 
@@ -112,33 +123,71 @@ def branches(lakehouse: Lakehouse, namespace: str) -> Iterator[Callable[..., str
 
     yield make
     for ref in list(nessie.references()):
-        if ref.name.startswith(f"run-{namespace}"):
-            nessie.delete_branch(ref.name, expected_hash=ref.hash)
+        if f"-{namespace}" in ref.name:
+            delete = nessie.delete_tag if ref.type is ReferenceType.TAG else nessie.delete_branch
+            delete(ref.name, expected_hash=ref.hash)
+
+
+class Silent:
+    """A store without heartbeats."""
+
+    def all(self) -> tuple[Beat, ...]:
+        return ()
+
+    def remove(self, branch: str, writer: str) -> None: ...
+
+
+class FakeRuns:
+    """Dagster, saying of each branch what the test wants."""
+
+    def __init__(self, state_of: Callable[[str], RunState | Holder]) -> None:
+        self.state_of = state_of
+        self.buried: dict[str, str] = {}
+
+    def holders(self, branches: Collection[str]) -> dict[str, Holder]:
+        found = {branch: self.state_of(run_id_of(branch)) for branch in branches}
+        return {
+            branch: one if isinstance(one, Holder) else Holder(run_id_of(branch), one)
+            for branch, one in found.items()
+        }
+
+    def reports_after(self, run_id: str, beat: Beat) -> bool:
+        return False
+
+    def bury(self, run_id: str, message: str) -> None:
+        self.buried[run_id] = message
 
 
 def reaped(
     lake: Lakehouse,
     namespace: str,
     *,
-    later: timedelta,
-    state_of: Callable[[str], RunState] = lambda _: RunState.MISSING,
+    later: timedelta = timedelta(0),
+    state_of: Callable[[str], RunState | Holder] = lambda _: RunState.MISSING,
+    runs: FakeRuns | None = None,
+    heartbeats: Any = None,
+    limits: Limits = LIMITS,
     dry_run: bool = False,
+    sleep: Callable[[float], None] = lambda _: None,
+    monotonic: Callable[[], float] = lambda: 0.0,
 ) -> dict[str, Reaping]:
-    found = reap(
+    found = Reaper(
         lake.nessie,
-        listing=f"refType == 'BRANCH' && ref.name.startsWith('run-{namespace}')",
-        state_of=lambda run_id: (state_of(run_id), None),
-        now=datetime.now(UTC) + later,
-        max_age=6 * HOUR,
-        orphan_grace=HOUR,
-        dry_run=dry_run,
-    )
+        runs or FakeRuns(state_of),
+        limits,
+        heartbeats=heartbeats or Silent(),
+        now=lambda: datetime.now(UTC) + later,
+        monotonic=monotonic,
+        sleep=sleep,
+        listing=f"refType == 'BRANCH' && ref.name.contains('-{namespace}')",
+    ).run(dry_run=dry_run)
     return {one.branch.rpartition("-")[2]: one for one in found}
 
 
 def left(lake: Lakehouse, namespace: str) -> set[str]:
-    names = {ref.name for ref in lake.nessie.references()}
-    return {name.rpartition("-")[2] for name in names if name.startswith(f"run-{namespace}")}
+    """The branches that are there, and `name*` for those that were discarded."""
+    names = {ref.name for ref in lake.nessie.references(filter=f"ref.name.contains('-{namespace}')")}
+    return {name.rpartition("-")[2] + ("*" if name.startswith("discarded-") else "") for name in names}
 
 
 def test_an_orphan_is_reaped_after_its_grace(
@@ -153,23 +202,31 @@ def test_an_orphan_is_reaped_after_its_grace(
     assert dry["orphan"].delete
     assert left(lakehouse, namespace) == {"orphan", "untouched"}
     late = reaped(lakehouse, namespace, later=2 * HOUR)
-    assert str(late["orphan"]) == f"run-{namespace}-orphan: deleted, no run of that id is known"
+    assert str(late["orphan"]) == f"run-{namespace}-orphan: discarded, no run of that id is known"
     # Its only commit is main's: how old the branch is, nobody knows, and so it stays.
     assert "age is unknown" in late["untouched"].reason
-    assert left(lakehouse, namespace) == {"untouched"}
+    assert left(lakehouse, namespace) == {"orphan*", "untouched"}
 
 
-def test_a_settled_branch_goes_at_once_and_one_at_work_stays(
+def test_what_has_ended_goes_at_once_and_what_works_or_waits_stays(
     lakehouse: Lakehouse, namespace: str, branches: Callable[..., str]
 ) -> None:
-    states = {"settled": RunState.SETTLED, "waits": RunState.AWAITING_PUBLICATION, "works": RunState.ACTIVE}
+    states = {
+        "failed": RunState.UNPUBLISHED,
+        "published": RunState.PUBLISHED,
+        "waits": RunState.AWAITING_PUBLICATION,
+        "works": RunState.ACTIVE,
+    }
     for name in states:
         branches(name)
-    found = reaped(
-        lakehouse, namespace, later=timedelta(0), state_of=lambda run_id: states[run_id.rpartition("-")[2]]
-    )
-    assert {name for name, one in found.items() if one.delete} == {"settled"}
-    assert left(lakehouse, namespace) == {"waits", "works"}
+    found = reaped(lakehouse, namespace, state_of=lambda run_id: states[run_id.rpartition("-")[2]])
+    assert {name: one.action for name, one in found.items()} == {
+        "failed": Action.DISCARD,
+        "published": Action.DELETE,
+        "waits": Action.KEEP,
+        "works": Action.KEEP,
+    }
+    assert left(lakehouse, namespace) == {"failed*", "waits", "works"}
 
 
 def test_a_branch_that_is_written_to_meanwhile_stays(
@@ -184,6 +241,236 @@ def test_a_branch_that_is_written_to_meanwhile_stays(
     found = reaped(lakehouse, namespace, later=2 * HOUR, state_of=state_of)
     assert (found["busy"].delete, found["busy"].reason) == (False, "it was written to while we looked")
     assert left(lakehouse, namespace) == {"busy"}
+
+
+def test_a_failed_run_is_kept_for_debugging_from_its_end(
+    lakehouse: Lakehouse, namespace: str, branches: Callable[..., str]
+) -> None:
+    ended = {"old": 3 * HOUR, "young": HOUR}
+    for name in ended:
+        branches(name)
+
+    def state_of(run_id: str) -> Holder:
+        since = ended[run_id.rpartition("-")[2]]
+        return Holder(run_id, RunState.UNPUBLISHED, ended=datetime.now(UTC) - since)
+
+    limits = Limits(6 * HOUR, HOUR, keep_failed=2 * HOUR)
+    found = reaped(lakehouse, namespace, state_of=state_of, limits=limits)
+    assert "kept for debugging for another 1.0 h" in found["young"].reason
+    assert left(lakehouse, namespace) == {"old*", "young"}
+
+
+def test_a_publication_branch_goes_with_the_one_it_is_for(
+    lakehouse: Lakehouse, namespace: str, branches: Callable[..., str]
+) -> None:
+    branches("waits")
+    nessie = lakehouse.nessie
+    for name in ("waits", "gone"):
+        head = nessie.reference("main").hash
+        nessie.create_branch(f"publish-{namespace}-{name}", from_ref="main", from_hash=head)
+    reaped(lakehouse, namespace, state_of=lambda _: RunState.AWAITING_PUBLICATION)
+    names = {ref.name for ref in nessie.references(filter=f"ref.name.contains('-{namespace}')")}
+    assert names == {f"run-{namespace}-waits", f"publish-{namespace}-waits"}
+
+
+# -- nothing is deleted when something cannot be asked ------------------------------------------------
+
+
+class BrokenError(Exception):
+    pass
+
+
+def test_nothing_is_deleted_when_dagster_does_not_answer(
+    lakehouse: Lakehouse, namespace: str, branches: Callable[..., str]
+) -> None:
+    table_of = table(namespace)
+    with project(lakehouse, table_of) as p:
+        branches("orphan")
+        real = type(p.instance).get_run_records
+
+        def failing(self: dg.DagsterInstance, *args: Any, **kwargs: Any) -> Any:
+            raise BrokenError("password=secret")
+
+        with patch.object(type(p.instance), "get_run_records", failing):
+            late = datetime.now(UTC) + 24 * HOUR
+            with pytest.raises(RunsUnreadable, match="Nothing was deleted") as caught:
+                list(reap_branches(lakehouse, p.instance, now=lambda: late))
+        assert "secret" not in str(caught.value)
+        assert type(p.instance).get_run_records is real
+    assert left(lakehouse, namespace) == {"orphan"}
+
+
+def test_nothing_is_deleted_when_a_page_of_branches_is_missing(
+    lakehouse: Lakehouse, namespace: str, branches: Callable[..., str]
+) -> None:
+    for name in ("first", "second", "third"):
+        branches(name)
+    real = NessieClient.references
+
+    def failing(self: NessieClient, **options: Any) -> Iterator[Reference]:
+        yield from itertools.islice(real(self, **options), 2)
+        raise NessieUnavailable("the second page is missing")
+
+    with patch.object(NessieClient, "references", failing), pytest.raises(NessieUnavailable):
+        reaped(lakehouse, namespace, later=2 * HOUR)
+    assert left(lakehouse, namespace) == {"first", "second", "third"}
+
+
+def test_nothing_is_deleted_when_the_heartbeats_cannot_be_read(
+    lakehouse: Lakehouse, namespace: str, branches: Callable[..., str], tmp_path: Path
+) -> None:
+    branches("orphan")
+    (tmp_path / "_branchlake").mkdir()
+    (tmp_path / "_branchlake" / "heartbeats").write_text("no folder")
+    with pytest.raises(HeartbeatsUnreadable):
+        reaped(lakehouse, namespace, later=2 * HOUR, heartbeats=HeartbeatStore(f"file://{tmp_path}"))
+    assert left(lakehouse, namespace) == {"orphan"}
+
+
+# -- heartbeats and the reaper --------------------------------------------------------------------------
+
+
+class Beating:
+    """Heartbeat files of writers that the test lets beat, and a clock that moves by sleeping."""
+
+    def __init__(self, folder: Path, namespace: str) -> None:
+        self.store = HeartbeatStore(f"file://{folder}")
+        self.namespace = namespace
+        self.seconds = 0.0
+        self.alive: list[Beat] = []
+
+    def beat(
+        self, name: str, *, age: timedelta = timedelta(0), kind: Any = "run", alive: bool = False
+    ) -> None:
+        branch = name if name.startswith("publish-") else f"run-{self.namespace}-{name}"
+        beat = Beat(
+            branch,
+            f"host-1-{kind}",
+            run_id_of(branch),
+            kind,
+            counter=1,
+            written_at=datetime.now(UTC) - age,
+            pid=1,
+            host="host",
+        )
+        self.store.write(beat)
+        if alive:
+            self.alive.append(beat)
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.alive = [replace(beat, counter=beat.counter + 1) for beat in self.alive]
+        for beat in self.alive:
+            self.store.write(beat)
+
+    def reaped(self, lake: Lakehouse, runs: FakeRuns, **options: Any) -> dict[str, Reaping]:
+        return reaped(
+            lake,
+            self.namespace,
+            runs=runs,
+            heartbeats=self.store,
+            monotonic=lambda: self.seconds,
+            sleep=self.sleep,
+            **options,
+        )
+
+
+@pytest.fixture
+def beating(tmp_path: Path, namespace: str) -> Beating:
+    return Beating(tmp_path, namespace)
+
+
+def test_a_dead_writers_run_is_ended_and_a_live_one_is_left_alone(
+    lakehouse: Lakehouse, namespace: str, branches: Callable[..., str], beating: Beating
+) -> None:
+    """Clocks may differ by hours: what counts is whether the file changes while it is watched."""
+    for name in ("dead", "alive", "skewed", "old", "never"):
+        branches(name)
+    beating.beat("dead", age=timedelta(minutes=5))
+    beating.beat("alive", alive=True)
+    beating.beat("skewed", age=3 * HOUR, alive=True)
+    beating.beat("old", age=timedelta(0), alive=True)
+    runs = FakeRuns(lambda run_id: Holder(run_id, RunState.ACTIVE, datetime.now(UTC) - 20 * HOUR))
+    dry = beating.reaped(lakehouse, runs, dry_run=True)
+    assert beating.seconds == 0
+    assert {name: one.heartbeat for name, one in dry.items()} == {
+        "dead": "silent, not watched yet",
+        "alive": "beating",
+        "skewed": "silent, not watched yet",
+        "old": "beating",
+        "never": "none",
+    }
+    assert not any(one.delete for one in dry.values())
+    found = beating.reaped(lakehouse, runs)
+    assert beating.seconds == 30
+    assert {name for name, one in found.items() if one.delete} == {"dead"}
+    assert left(lakehouse, namespace) == {"dead*", "alive", "skewed", "old", "never"}
+    assert list(runs.buried) == [f"{namespace}-dead"]
+    assert "no heartbeat of process 1 on host for 30 s" in runs.buried[f"{namespace}-dead"]
+    assert {beat.branch.rpartition("-")[2] for beat in beating.store.all()} == {"alive", "skewed", "old"}
+
+
+def test_a_live_heartbeat_protects_past_six_hours(
+    lakehouse: Lakehouse, namespace: str, branches: Callable[..., str], beating: Beating
+) -> None:
+    branches("long")
+    branches("never")
+    # Written by a clock that agrees with the reaper's.
+    beating.beat("long", age=-7 * HOUR)
+    runs = FakeRuns(lambda run_id: Holder(run_id, RunState.ACTIVE))
+    found = beating.reaped(lakehouse, runs, later=7 * HOUR)
+    assert found["long"].reason == "its writer beats"
+    assert "last sign of life is 7.0 h old" in found["never"].reason
+    assert left(lakehouse, namespace) == {"long", "never*"}
+    assert runs.buried == {}  # it never beat: nobody can say that its process is dead
+
+
+def test_a_publication_in_progress_is_never_reaped(
+    lakehouse: Lakehouse, namespace: str, branches: Callable[..., str], beating: Beating
+) -> None:
+    for name in ("publishing", "crashed"):
+        branches(name)
+        beating.beat(name, kind="publisher", age=HOUR, alive=name == "publishing")
+    found = beating.reaped(lakehouse, FakeRuns(lambda _: RunState.UNPUBLISHED), later=24 * HOUR)
+    assert found["publishing"].reason == "its publication is in progress"
+    assert left(lakehouse, namespace) == {"publishing", "crashed*"}
+
+
+def test_a_pass_that_died_before_the_funeral_is_made_up_for(
+    lakehouse: Lakehouse, namespace: str, branches: Callable[..., str], beating: Beating
+) -> None:
+    branches("dead")
+    beating.beat("dead", age=HOUR)
+    runs = FakeRuns(lambda _: RunState.ACTIVE)
+
+    def dies(run_id: str, message: str) -> None:
+        raise BrokenError("killed")
+
+    with patch.object(runs, "bury", dies), pytest.raises(BrokenError):
+        beating.reaped(lakehouse, runs)
+    assert left(lakehouse, namespace) == {"dead*"}
+    beating.reaped(lakehouse, runs)
+    assert list(runs.buried) == [f"{namespace}-dead"]
+    assert beating.store.all() == ()
+
+
+def test_a_dead_writer_that_writes_after_all_is_not_buried(
+    lakehouse: Lakehouse, namespace: str, branches: Callable[..., str], beating: Beating
+) -> None:
+    branch = branches("late")
+    beating.beat("late", age=HOUR)
+
+    def state_of(_: str) -> RunState:
+        lakehouse.catalog(branch).create_namespace(f"{namespace}_late_{len(written)}")
+        written.append(1)
+        return RunState.ACTIVE
+
+    written: list[int] = []
+    runs = FakeRuns(state_of)
+    found = beating.reaped(lakehouse, runs)
+    assert found["late"].reason == "it was written to while we looked"
+    assert runs.buried == {}
+    assert left(lakehouse, namespace) == {"late"}
 
 
 def test_the_reap_job_deletes_what_was_missed_and_says_so(
@@ -203,7 +490,7 @@ def test_the_reap_job_deletes_what_was_missed_and_says_so(
         (output,) = [e for e in done.all_events if e.is_successful_output]
         told = {key: value.value for key, value in output.step_output_data.metadata.items()}
         assert told["deleted"] >= 1
-        assert f"- {missed}: deleted, its run is settled" in told["branches"]
+        assert f"- {missed}: discarded, its run was not published" in told["branches"]
         assert f"- {orphan}: kept, no run of that id is known" in told["branches"]
         assert missed not in p.branches()
         assert orphan in p.branches()

@@ -1,0 +1,57 @@
+"""Pinning what is published: the first publisher's reading of a branch holds for all that follow.
+
+Creating a reference is Nessie's compare-and-set. Without it, two publishers on either side of a zombie's
+late write judged two states of one branch, and the second was merged on top of the first.
+"""
+
+from __future__ import annotations
+
+from branchlake_dagster.branching.run_branch import run_id_of
+from branchlake_dagster.lakehouse.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
+from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.lakehouse.nessie.model import Reference
+
+JUDGED_PREFIX = "judged-"
+JUDGED_TAGS = f"refType == 'TAG' && ref.name.startsWith('{JUDGED_PREFIX}')"
+"""Nessie's filter for the pins."""
+
+
+def pin_name(branch: str) -> str:
+    """The tag that pins a run branch."""
+    return f"{JUDGED_PREFIX}{run_id_of(branch)}"
+
+
+def pin(client: NessieClient, branch: Reference) -> tuple[str, bool]:
+    """The hash at which the branch is published, and whether an earlier publisher has fixed it."""
+    try:
+        return client.create_tag(pin_name(branch.name), from_ref=MAIN, from_hash=branch.hash).hash, False
+    except NessieAlreadyExists:
+        return client.reference(pin_name(branch.name)).hash, True
+
+
+def pinned(client: NessieClient, branch: str) -> bool:
+    """Whether some publisher has begun with the branch."""
+    try:
+        client.reference(pin_name(branch))
+    except ReferenceNotFound:
+        return False
+    return True
+
+
+def unpin(client: NessieClient, branch: str) -> None:
+    """The end of it, after the branch is gone. One that is missed is left to `unpin_leftovers`."""
+    try:
+        tag = client.reference(pin_name(branch))
+        client.delete_tag(tag.name, expected_hash=tag.hash)
+    except (ReferenceNotFound, NessieConflict):
+        return  # another publisher was faster
+
+
+def unpin_leftovers(client: NessieClient, branches: set[str]) -> list[str]:
+    """Delete the pins of runs that have none of `branches` any more; their names."""
+    alive = {pin_name(branch) for branch in branches}
+    gone = [tag for tag in client.references(filter=JUDGED_TAGS) if tag.name not in alive]
+    for tag in gone:
+        client.delete_tag(tag.name, expected_hash=tag.hash)
+    return [tag.name for tag in gone]

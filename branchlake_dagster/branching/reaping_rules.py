@@ -1,0 +1,110 @@
+"""When a run branch is ended: the rules of the reaper, as a pure function of what is known about it.
+
+Seed 000 ("Orphan Branch Cleanup") with heartbeats: docs/adr/0007-closed-gate-and-reaping.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+
+from branchlake_dagster.branching.pulse import Pulse
+
+
+class RunState(StrEnum):
+    """What Dagster says about the run of a branch."""
+
+    ACTIVE = "active"
+    AWAITING_PUBLICATION = "awaiting publication"
+    PUBLISHED = "published"
+    UNPUBLISHED = "not published"
+    """It failed, or the publisher has said no."""
+    MISSING = "missing"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When patience ends. `keep_failed` counts from the end of the run."""
+
+    max_age: timedelta
+    orphan_grace: timedelta
+    keep_failed: timedelta = timedelta(0)
+
+
+class Action(StrEnum):
+    """What becomes of a branch."""
+
+    KEEP = "kept"
+    DELETE = "deleted"
+    """Its data is on `main`, or it has none."""
+    DISCARD = "discarded"
+    """Fenced; its data is kept as a tag for a while."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known about one branch. `age` is the time since its last sign of life; None: unknown.
+
+    `writers` and `publishers` are the pulses of those who beat on it. `reports` tells that the run still
+    writes events, although its writer is dead: its steps are processes of their own.
+    """
+
+    state: RunState
+    age: timedelta | None
+    since_end: timedelta | None = None
+    writers: frozenset[Pulse] = frozenset()
+    publishers: frozenset[Pulse] = frozenset()
+    reports: bool = False
+
+
+def decide(facts: Facts, limits: Limits) -> tuple[Action, str]:
+    """What becomes of a branch, and why. A pure function."""
+    if facts.publishers - {Pulse.DEAD}:
+        return Action.KEEP, "its publication is in progress"
+    if facts.state is RunState.PUBLISHED:
+        return Action.DELETE, "its run is published and only the clean-up was missed"
+    if facts.state is RunState.UNPUBLISHED:
+        return _unpublished(facts.since_end, limits.keep_failed)
+    if facts.state is RunState.AWAITING_PUBLICATION:
+        waits = f" for {_hours(facts.since_end)}" if facts.since_end is not None else ""
+        return Action.KEEP, f"its run waits for the publisher{waits}"
+    if Pulse.ALIVE in facts.writers:
+        return Action.KEEP, "its writer beats"
+    if Pulse.SUSPECT in facts.writers:
+        return Action.KEEP, "its writer is silent, and only a watch can tell whether it is dead"
+    if facts.state is RunState.ACTIVE:
+        return _active(facts, limits)
+    return _missing(facts.age, limits)
+
+
+def _unpublished(since_end: timedelta | None, keep: timedelta) -> tuple[Action, str]:
+    if not keep:
+        return Action.DISCARD, "its run was not published and only the clean-up was missed"
+    if since_end is None or since_end < keep:
+        left = f" for another {_hours(keep - since_end)}" if since_end is not None else ""
+        return Action.KEEP, f"its run was not published; it is kept for debugging{left}"
+    return Action.DISCARD, f"its run was not published, and it was kept for {_hours(keep)}"
+
+
+def _active(facts: Facts, limits: Limits) -> tuple[Action, str]:
+    if Pulse.DEAD in facts.writers:
+        if facts.reports:
+            return Action.KEEP, "one of its writers is dead, but the run still reports"
+        return Action.DISCARD, "its writer is dead"
+    if facts.age is not None and facts.age > limits.max_age:
+        return Action.DISCARD, f"its run is active, but its last sign of life is {_hours(facts.age)} old"
+    return Action.KEEP, "its run is active"
+
+
+def _missing(age: timedelta | None, limits: Limits) -> tuple[Action, str]:
+    if age is None:
+        return Action.KEEP, "no run of that id is known, and its age is unknown"
+    if age > min(limits.orphan_grace, limits.max_age):
+        return Action.DISCARD, "no run of that id is known"
+    # Another Dagster instance may work on the same lake; its runs are not ours to judge.
+    return Action.KEEP, "no run of that id is known, but it was written to a short while ago"
+
+
+def _hours(span: timedelta) -> str:
+    return f"{span.total_seconds() / 3600:.1f} h"
