@@ -22,6 +22,7 @@ from branchlake_dagster.settings import RUN_BRANCH_PREFIX
 FALLING_BACK = "Nessie unavailable, falling back to direct main writes"
 """The warning of an unbranched run (seed 000)."""
 
+_ATTEMPTS = 4
 _log = logging.getLogger(__name__)
 
 
@@ -40,26 +41,22 @@ def main_with_history(client: NessieClient) -> str:
 
     A branch made from an empty `main` can never be merged: Nessie finds no common ancestor.
     """
-    head = client.reference(MAIN).hash
-    if head != client.no_ancestor_hash:
-        return head
     key = ContentKey(["branchlake"])
-    try:
-        return client.commit(
-            MAIN,
-            expected_hash=head,
-            operations=[
-                Put(
-                    key,
-                    Namespace(
-                        None, key.elements, {"comment": "made so that branches have a common ancestor"}
-                    ),
-                )
-            ],
-            message="First commit: branches need a common ancestor",
-        ).hash
-    except NessieConflict:  # another run was first
-        return client.reference(MAIN).hash
+    first = Namespace(None, key.elements, {"comment": "made so that branches have a common ancestor"})
+    for _ in range(_ATTEMPTS):
+        head = client.reference(MAIN).hash
+        if head != client.no_ancestor_hash:
+            return head
+        try:
+            return client.commit(
+                MAIN,
+                expected_hash=head,
+                operations=[Put(key, first)],
+                message="First commit: branches need a common ancestor",
+            ).hash
+        except NessieConflict as conflict:  # another run was first, or Nessie lost a race with itself
+            last = conflict
+    raise last
 
 
 class RunBranch:

@@ -22,8 +22,6 @@ VERDICT_TAG = "branchlake/verdict"
 PUBLICATION_TAG = "branchlake/publication"
 REASON_TAG = "branchlake/reason"
 
-JUDGED_HEAD_TAG = "branchlake/judged_head"
-"""The branch's hash that the gate judged: what is published is this and nothing written later."""
 CHECK_REF_TAG = "branchlake/check_ref"
 """On a run that repeats checks for the publisher: the branch on which it stands."""
 CHECK_HASH_TAG = "branchlake/check_hash"
@@ -61,7 +59,7 @@ def opened(run_id: str, place: Place, inherited: Mapping[str, str]) -> dict[str,
         mine[CONTINUES_TAG] = place.continues
     if place.unbranched:
         mine[UNBRANCHED_TAG] = "true"
-    others = (PUBLICATION_TAG, REASON_TAG, CONTINUES_TAG, UNBRANCHED_TAG, JUDGED_HEAD_TAG)
+    others = (PUBLICATION_TAG, REASON_TAG, CONTINUES_TAG, UNBRANCHED_TAG)
     return {name: NONE for name in others if name in inherited} | mine
 
 
@@ -96,11 +94,6 @@ def judged(tags: Mapping[str, str], branch: str) -> bool:
 def published_as(tags: Mapping[str, str], branch: str) -> str | None:
     """The commit on `main` that this branch was published as, if the publisher has told one."""
     return _told(tags, PUBLICATION_TAG, branch)
-
-
-def judged_head(tags: Mapping[str, str], branch: str) -> str | None:
-    """The hash of this branch that the gate has judged, if it has."""
-    return _told(tags, JUDGED_HEAD_TAG, branch)
 
 
 def _told(tags: Mapping[str, str], name: str, branch: str) -> str | None:

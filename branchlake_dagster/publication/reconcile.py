@@ -17,13 +17,12 @@ from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGra
 
 from branchlake_dagster.branching.claims import claims, workers
 from branchlake_dagster.branching.discard import discard
+from branchlake_dagster.branching.pin import pin, pinned, unpin
 from branchlake_dagster.branching.run_branch import branch_name, run_id_of
 from branchlake_dagster.branching.run_tags import (
     BRANCH_TAG,
-    JUDGED_HEAD_TAG,
     base_hash_of,
     judged,
-    judged_head,
     published_as,
 )
 from branchlake_dagster.lakehouse.errors import BranchlakeError, NessieConflict, ReferenceNotFound
@@ -100,6 +99,9 @@ class _Judged:
     began: float
     known: Published | None = None
     """What the ledger has of it already: an earlier publisher died before it could tell."""
+    base_hash: str = ""
+    begun: bool = False
+    """Whether some publisher was here before."""
 
 
 class Reconciler:
@@ -229,43 +231,43 @@ class Reconciler:
             return Outcome(branch.name, run_id, Action.WAITING, detail)
         if not run.is_finished and not ended:
             return Outcome(branch.name, run_id, Action.WAITING, f"the run is {run.status.value.lower()}")
+        try:
+            # Only now, when the run is known to have ended: the listing may be older than its last write,
+            # and half a run was published once.
+            branch = self._client.reference(branch.name)
+        except ReferenceNotFound:
+            return Outcome(branch.name, run_id, Action.WAITING, "another publisher was faster")
         if judged(run.tags, branch.name):
             return self._again(run, branch)
         base_hash = base_hash_of(run.tags, branch.name) or self._ancestor(branch)
         if base_hash is None:
             return Outcome(branch.name, run_id, Action.TRY_AGAIN, "its base hash is unknown")
-        known = None
-        if judged_head(run.tags, branch.name):
-            # Somebody has been here before and may have published it, even if the run failed after that.
-            known = self._publisher.known(branch.name, base_hash)
-        return self._judge(run, self._pinned(run, branch), base_hash, ended, known)
+        if run.is_success or ended:
+            head, begun = pin(self._client, branch)
+            branch = replace(branch, hash=head)
+        else:
+            begun = pinned(self._client, branch.name)
+        # A publisher that has begun may have published it and died, inside the run too.
+        known = self._publisher.known(branch.name, base_hash) if begun else None
+        return replace(self._judge(run, branch, base_hash, ended, known), begun=begun)
 
     def _again(self, run: DagsterRun, branch: Reference) -> Outcome:
         """A branch whose verdict was told already: only its deletion was missed, or it is kept."""
         if publication := published_as(run.tags, branch.name):
             self._drop(branch, keep_data=True)
+            unpin(self._client, branch.name)
             return Outcome(branch.name, run.run_id, Action.PUBLISHED, "told before", None, publication)
         if self._settings.keep_failed_hours:
             hours = self._settings.keep_failed_hours
             detail = f"not published, kept for debugging for {hours:g} h after its end"
             return Outcome(branch.name, run.run_id, Action.WAITING, detail)
         self._drop(branch, keep_data=False)
+        unpin(self._client, branch.name)
         return Outcome(branch.name, run.run_id, Action.DISCARDED, "its verdict was told before")
 
     def _ancestor(self, branch: Reference) -> str | None:
         found = self._client.reference(branch.name, fetch_metadata=True).metadata
         return found.common_ancestor_hash if found else None
-
-    def _pinned(self, run: DagsterRun, branch: Reference) -> Reference:
-        """The branch at the hash that is judged, the same in every pass.
-
-        A pass once died between the merge and the deletion; what a zombie wrote in between must not be
-        published by the next one.
-        """
-        if head := judged_head(run.tags, branch.name):
-            return replace(branch, hash=head)
-        self._instance.add_run_tags(run.run_id, {JUDGED_HEAD_TAG: branch.hash})
-        return branch
 
     def _judge(
         self, run: DagsterRun, branch: Reference, base_hash: str, ended: bool, known: Published | None
@@ -307,7 +309,7 @@ class Reconciler:
             )
         if known:
             why, action = None, Action.PUBLISHED
-        return _Judged(run, branch, evidence, verdict, candidate, why, action, began, known)
+        return _Judged(run, branch, evidence, verdict, candidate, why, action, began, known, base_hash)
 
     # -- ending ----------------------------------------------------------------------------------------
 
@@ -332,6 +334,11 @@ class Reconciler:
                     one.branch.name, one.run.run_id, Action.CHECKING, detail, one.verdict, check_run=check_run
                 )
             result = step
+        if result is None and one.begun and not self._settings.keep_failed_hours:
+            # A publisher inside the run may still be at it: only of a branch that is gone it is certain
+            # that it was not published.
+            self._drop(one.branch, keep_data=False)
+            result = self._publisher.known(one.branch.name, one.base_hash)
         action, why, publication = one.action, one.why, None
         detail = why or one.verdict.summary()
         tables = one.candidate.tables if one.candidate else ()
@@ -340,6 +347,7 @@ class Reconciler:
             action, detail = Action.REFUSED, result.reason()
             why = detail
         elif isinstance(result, Published):
+            action, why = Action.PUBLISHED, None
             publication, rebased = result.hash, result.rebased
             again = f", rebased {', '.join(rebased)}" if rebased else ""
             detail = f"{', '.join(tables)} as {publication[:12]}, {one.verdict.summary()}{again}"
@@ -359,6 +367,7 @@ class Reconciler:
             self._drop(one.branch, keep_data=True)
         elif not self._settings.keep_failed_hours:
             self._drop(one.branch, keep_data=False)
+        unpin(self._client, one.branch.name)
         return Outcome(
             one.branch.name, one.run.run_id, action, detail, one.verdict, publication, tables, check_run
         )

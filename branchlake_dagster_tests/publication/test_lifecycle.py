@@ -219,7 +219,7 @@ def test_a_reexecution_waiting_for_its_verdict_is_not_reaped(lakehouse: Lakehous
         again = p.run(tags=dict(p.instance.get_run_by_id(parent).tags))
         found = {r.run_id: r for r in reap_branches(lakehouse, p.instance, dry_run=True)}
         assert not found[again].delete
-        assert found[again].reason == "its run waits for the publisher"
+        assert found[again].reason.startswith("its run waits for the publisher")
         p.settle(again)
 
 
