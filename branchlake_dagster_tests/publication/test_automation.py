@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -489,6 +491,19 @@ def test_the_conditions_are_not_sent_to_the_daemon() -> None:
     """It could not import them: the whole code location would fail to load there."""
     assert not on_publication().is_serializable
     assert "published" in str(on_publication().get_snapshot())
+
+
+def test_the_documents_examples_load() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "automation.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(examples) == 3
+    names: dict[str, Any] = {}
+    for example in examples:
+        exec(example, names)
+    for condition in ("complete", "only_prices", "daily"):
+        world = World(dg.DagsterInstance.ephemeral(), [plain_up, downstream(condition=names[condition])])
+        assert world.tick() == set()
+    assert never_evaluated(names["defs"].get_repository_def()) == []
 
 
 # -- reading what was told -----------------------------------------------------------------------------
