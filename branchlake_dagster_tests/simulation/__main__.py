@@ -1,21 +1,31 @@
-"""`python -m branchlake_dagster_tests.simulation SEED [COUNT]`: play schedules and tell what failed."""
+"""`python -m branchlake_dagster_tests.simulation SEED [COUNT]`: play schedules and tell what failed.
+
+The last line is JSON: how many failed, and how often each thing happened.
+"""
 
 # ruff: noqa: T201 - it is a command
 
 from __future__ import annotations
 
+import json
 import sys
+from collections import Counter
 
-from branchlake_dagster_tests.simulation.invariants import failures
+from branchlake_dagster_tests.simulation.play import play
 
 
 def main(first: int, count: int = 1) -> int:
     """Play `count` schedules from the seed `first`; the number of those that failed."""
-    failed = 0
-    for _, story in failures(range(first, first + count)):
-        failed += 1
-        print(story, end="\n\n")
-    print(f"{failed} of {count} schedules from seed {first} failed")
+    failed, seen = 0, Counter[str]()
+    for seed in range(first, first + count):
+        played = play(seed)
+        seen += played.seen
+        if played.failure:
+            failed += 1
+            print(played.failure, end="\n\n")
+    print(
+        json.dumps({"first": first, "schedules": count, "failed": failed, "seen": dict(sorted(seen.items()))})
+    )
     return failed
 
 

@@ -31,6 +31,10 @@ ALL = tuple(fault for fault in Fault if fault is not Fault.NONE)
 ON_READS = (Fault.REFUSED, Fault.LOST, Fault.OVERLOADED, Fault.FAILED, Fault.SLOW, Fault.DEATH_AFTER)
 
 
+LONGEST_DELAY_S = 25.0
+"""Less than a client's patience with a silent server: nothing arrives after that."""
+
+
 class Faults:
     """Draws a fault for each request. `rate` is the share of requests that fail, of those that change
     something; reading fails a fifth as often, because nothing depends on it but time."""
@@ -52,6 +56,6 @@ class Faults:
             return Fault.NONE
         return kinds[int(self._random.random() * len(kinds))]
 
-    def delay(self) -> int:
-        """How many requests of anybody overtake a delayed one."""
-        return 1 + int(self._random.random() ** 2 * 60)
+    def delay(self) -> float:
+        """For how many seconds a delayed request is under way."""
+        return self._random.random() ** 2 * LONGEST_DELAY_S

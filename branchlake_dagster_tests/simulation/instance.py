@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
 
 from dagster import DagsterRun, DagsterRunStatus, RunsFilter
@@ -38,10 +39,14 @@ class SimulatedInstance:
         self._records[run.run_id] = Record(len(self._records) + 1, run, now, now, now.timestamp(), None)
 
     def end(self, run_id: str, status: DagsterRunStatus) -> None:
-        """A run ends, if it has not."""
-        record = self._records[run_id]
-        if not record.dagster_run.is_finished:
+        """A run ends, if it was launched and has not ended."""
+        record = self._records.get(run_id)
+        if record is not None and not record.dagster_run.is_finished:
             self._store(record, record.dagster_run.with_status(status), end_time=self._now().timestamp())
+
+    def knows(self, run_id: str) -> bool:
+        """Whether the run was launched."""
+        return run_id in self._records
 
     def look(self, run_id: str) -> DagsterRun:
         """A run as it is, without taking time."""
@@ -86,6 +91,11 @@ class SimulatedInstance:
         record = self._records[run_id]
         self._store(record, record.dagster_run.with_tags({**record.dagster_run.tags, **new_tags}))
         self._pause()
+
+    def get_records_for_run(self, *_: Any, **__: Any) -> Any:
+        """The simulation's runs write no events of their own."""
+        self._pause()
+        return SimpleNamespace(records=[])
 
     def report_run_failed(self, run: DagsterRun, message: str | None = None, **_: Any) -> None:
         self._pause()

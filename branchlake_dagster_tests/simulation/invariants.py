@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from branchlake_dagster.branching.run_branch import branch_name
-from branchlake_dagster.branching.run_tags import JUDGED_HEAD_TAG, PUBLICATION_TAG
-from branchlake_dagster.lakehouse.nessie import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import IcebergTable, LogEntry
+from branchlake_dagster.branching.run_tags import PUBLICATION_TAG
+from branchlake_dagster.lakehouse.nessie.model import IcebergTable
 from branchlake_dagster.publication.ledger import Publication, publications_in
 from branchlake_dagster_tests.simulation.changes import Change, Kind
-from branchlake_dagster_tests.simulation.runs import CHANGE, Plan, table_key
+from branchlake_dagster_tests.simulation.runs import TABLES, Plan, table_key
 from branchlake_dagster_tests.simulation.tables import Row
-from branchlake_dagster_tests.simulation.transport import DirectTransport
-from branchlake_dagster_tests.simulation.world import TABLES, World
+from branchlake_dagster_tests.simulation.world import World
+from branchlake_dagster_tests.simulation.writer import CHANGE
 
 Rows = dict[str, list[Row]]
 
@@ -23,6 +22,7 @@ class Violated(AssertionError):  # noqa: N818 - reads as a verdict
 
 
 def must(condition: bool, text: str) -> None:
+    """Raise Violated with `text` unless `condition` holds."""
     if not condition:
         raise Violated(text)
 
@@ -31,14 +31,19 @@ def check(world: World) -> None:
     """Raise Violated with the first thing that is wrong."""
     look = _Look(world)
     look.every_state_of_main()
-    look.every_run()
-    look.nothing_left()
+    for plan in world.plans.values():
+        must(not plan.fenced, f"run {plan.run_id} was at work and was fenced {plan.fenced}")
+        if world.instance.knows(plan.run_id):
+            look.run(plan)
+    theirs = {branch_name(plan.run_id) for plan in world.plans.values() if plan.foreign}
+    left = [name for name in world.server.history.references if not name.startswith("discarded-")]
+    must(set(left) <= {"main", *theirs}, f"references are left: {left}")
 
 
 class _Look:
     def __init__(self, world: World) -> None:
         self._world = world
-        self._client = NessieClient("", transport=DirectTransport(world.server))
+        self._client = world.direct()
         self._log = [*self._client.log("main")][::-1]
         self._done: dict[str, tuple[int, Publication]] = {}
         self._changes = {
@@ -54,40 +59,51 @@ class _Look:
         rows: Rows = {name: [] for name in TABLES}
         for number, entry in enumerate(self._log):
             found = publications_in(entry)
-            must(
-                number == 0 or bool(found),
-                f"main has a commit that is no publication: {entry.commit.message}",
-            )
+            if not found:
+                # There is a first commit, and one with the tables that were there before.
+                must(number < 2, f"main has a commit that is no publication: {entry.commit.message}")
+                if number == 1:
+                    rows |= {name: list(there) for name, there in self._world.initial.items()}
             for one in found:
-                self._included(number, one, rows)
+                self._include(number, one, rows)
             for name in TABLES:
-                seen, wanted = self._visible(entry, name), sorted(rows[name])
+                seen, wanted = self._visible(entry.commit.hash, name), sorted(rows[name])
                 must(seen == wanted, f"table {name} at {entry.commit.message!r}: {_difference(seen, wanted)}")
 
-    def _included(self, number: int, one: Publication, rows: Rows) -> None:
-        must(one.run_id not in self._done, f"run {one.run_id} is in the ledger twice")
-        plan = self._world.plans[one.run_id]
-        must(plan.passes, f"run {one.run_id} was published although its checks failed")
-        self._done[one.run_id] = number, one
-        for name in plan.reads or ():
-            seen, now = sorted(plan.seen[name]), sorted(rows[name])
-            must(seen == now, f"run {one.run_id} read {name} as it no longer was: {_difference(now, seen)}")
-        for change in self._written(one.run_id):
+    def _include(self, number: int, one: Publication, rows: Rows) -> None:
+        run_id, plans = one.run_id, self._lineage(one.run_id)
+        must(run_id not in self._done, f"run {run_id} is in the ledger twice")
+        must(all(plan.passes for plan in plans), f"run {run_id} was published although its checks failed")
+        self._done[run_id] = number, one
+        left_out = set(plans[-1].written) - {change.id for change in self._written(run_id)}
+        late = plans[-1].late.id if plans[-1].late else None
+        must(left_out <= {late}, f"run {run_id} was published without {sorted(left_out)}")
+        for plan in plans:
+            for name, rows_then in plan.seen.items():
+                seen, now = sorted(rows_then), sorted(rows[name])
+                must(seen == now, f"run {run_id} read {name} as it no longer was: {_difference(now, seen)}")
+        for change in self._written(run_id):
             rows[change.table] = change.on_rows(rows[change.table])
+        if any(plan.whole for plan in plans):
+            for name in {change.table for change in self._written(run_id)}:
+                self._must_be_checked(run_id, name, sorted(rows[name]))
 
-    def _written(self, run_id: str) -> list[Change]:
-        """The changes on a run's branch up to the hash that was judged, in order."""
-        tags = self._world.instance.look(run_id).tags
-        found = []
-        for commit in self._world.server.history.first_parents(tags[JUDGED_HEAD_TAG]):
-            if CHANGE not in commit.properties:
-                break
-            found.append(self._changes[commit.properties[CHANGE]])
-        return found[::-1]
+    def _must_be_checked(self, run_id: str, name: str, rows: list[Row]) -> None:
+        """A check on the whole table passed on exactly these rows: on the branch, or on the rebased state."""
+        known = {
+            tuple(found)
+            for owner, table, found in self._world.checks.approved
+            if (owner, table) == (run_id, f"lake.{name}")
+        }
+        known.add(tuple(self._visible(self._head(run_id) or "", name)))
+        must(
+            tuple(rows) in known,
+            f"run {run_id} was published with rows in {name} that no check has seen: {rows}",
+        )
 
-    def _visible(self, entry: LogEntry, name: str) -> list[Row]:
+    def _visible(self, at: str, name: str) -> list[Row]:
         key = table_key(name)
-        content = self._client.contents(f"@{entry.commit.hash}", [key]).get(key)
+        content = self._client.contents(f"@{at}", [key]).get(key)
         if not isinstance(content, IcebergTable):
             return []
         warehouse = self._world.warehouse
@@ -95,55 +111,78 @@ class _Look:
 
     # -- runs ------------------------------------------------------------------------------------------
 
-    def every_run(self) -> None:
-        """What Dagster was told of a run is what `main` shows."""
-        for plan in self._world.plans.values():
-            run = self._world.instance.look(plan.run_id)
-            told = run.tags.get(PUBLICATION_TAG)
-            done = self._done.get(plan.run_id)
-            hash_ = done[1].hash if done else None
-            must(told == hash_, f"run {plan.run_id} is told to be published as {told}, and main has {hash_}")
-            # One that publishes itself may die between that and its end.
-            fine = run.is_success or plan.publishes_itself
-            must(done is None or fine, f"run {plan.run_id} is published and ended as {run.status.value}")
-            if done is None and run.is_success and plan.passes and self._any(plan):
-                self._rightly_refused(plan, run.tags)
-            must(not plan.fenced, f"run {plan.run_id} was fenced while it was at work")
+    def _ancestry(self, run_id: str) -> list[Plan]:
+        """A run and those it retries, the oldest first."""
+        plan = self._world.plans[run_id]
+        found = [plan]
+        while plan.parent and plan.retries:
+            plan = self._world.plans[plan.parent]
+            found.insert(0, plan)
+        return found
 
-    def _any(self, plan: Plan) -> bool:
-        """Whether the run wrote anything."""
-        return JUDGED_HEAD_TAG in self._world.instance.look(plan.run_id).tags and bool(
-            self._written(plan.run_id)
-        )
+    def _lineage(self, run_id: str) -> list[Plan]:
+        """A run and those whose work is on its branch."""
+        taken = {change.id for change in self._written(run_id)}
+        return [
+            plan
+            for plan in self._ancestry(run_id)
+            if plan.run_id == run_id or taken & {change.id for change in plan.changes}
+        ]
+
+    def _head(self, run_id: str) -> str | None:
+        """The hash of the run's branch that was to be published."""
+        heads = self._world.plans[run_id].heads
+        must(len(heads) < 2, f"run {run_id} was to be published in {len(heads)} states")
+        return next(iter(heads), None)
+
+    def _written(self, run_id: str) -> list[Change]:
+        """The changes on a run's branch up to the hash that was judged, in order."""
+        head = self._head(run_id)
+        found = []
+        for commit in self._world.server.history.first_parents(head) if head else ():
+            if CHANGE not in commit.properties:
+                break
+            found.append(self._changes[commit.properties[CHANGE]])
+        return found[::-1]
+
+    def run(self, plan: Plan) -> None:
+        """What Dagster was told of a run is what `main` shows."""
+        run = self._world.instance.look(plan.run_id)
+        told = run.tags.get(PUBLICATION_TAG)
+        done = self._done.get(plan.run_id)
+        hash_ = done[1].hash if done else None
+        told = None if told == "none" or run.tags.get("branchlake/opened_by") != plan.run_id else told
+        must(told == hash_, f"run {plan.run_id} is told to be published as {told}, and main has {hash_}")
+        # One that publishes itself may die between that and its end.
+        fine = run.is_success or plan.publishes_itself
+        must(done is None or fine, f"run {plan.run_id} is published and ended as {run.status.value}")
+        passes = all(one.passes for one in self._ancestry(plan.run_id))
+        late = plan.late.id if plan.late else None
+        if done is None and run.is_success and passes and set(plan.written) - {late}:
+            self._rightly_refused(plan, run.tags)
 
     def _rightly_refused(self, plan: Plan, tags: Mapping[str, str]) -> None:
         """Somebody else published into what this run changed or read, and not only appends met appends."""
+        if plan.run_id in self._world.checks.refused:
+            return
         mine = self._written(plan.run_id)
-        base = tags["branchlake/base_hash"]
-        since = next(i for i, entry in enumerate(self._log) if entry.commit.hash == base)
+        since = [entry.commit.hash for entry in self._log].index(tags["branchlake/base_hash"])
         others = [
             change
             for number, one in self._done.values()
             if number > since
             for change in self._written(one.run_id)
         ]
-        must(bool(others), f"run {plan.run_id} was refused and nobody else published anything")
-        if plan.reads is not None:
-            return
-        collides = any(_collide(one, other) for one in mine for other in others)
-        reason = tags.get("branchlake/reason")
-        must(collides, f"run {plan.run_id} was refused without need ({reason}): {mine} against {others}")
-
-    # -- clean-up --------------------------------------------------------------------------------------
-
-    def nothing_left(self) -> None:
-        """No branch of a run is left, all of them being settled."""
-        left = sorted(
-            name for name, at in self._world.server.history.references.items() if at.type == "BRANCH"
+        plans = self._ancestry(plan.run_id)
+        reads = {name for one in plans for name in one.reads or ()}
+        strict = any(one.reads is not None for one in plans)
+        touched = reads | {change.table for change in mine} if strict else set()
+        collides = any(
+            other.table in touched or any(_collide(one, other) for one in mine) for other in others
         )
-        must(left == ["main"], f"branches are left: {left}")
-        for plan in self._world.plans.values():
-            must(branch_name(plan.run_id) not in left, f"the branch of {plan.run_id} is left")
+        reason = tags.get("branchlake/reason")
+        told = ", ".join(map(str, mine)), ", ".join(map(str, others))
+        must(collides, f"run {plan.run_id} was refused without need ({reason}): {told[0]} against {told[1]}")
 
 
 def _collide(mine: Change, other: Change) -> bool:
@@ -161,14 +200,3 @@ def _difference(seen: list[Row], wanted: list[Row]) -> str:
             missing.remove(row)
             extra.remove(row)
     return f"too many {extra}, missing {missing}"
-
-
-def failures(seeds: range) -> Iterator[tuple[int, str]]:
-    """The seeds whose schedules violate an invariant, with their stories."""
-    for seed in seeds:
-        world = World(seed)
-        try:
-            world.play()
-            check(world)
-        except Exception as error:  # noqa: BLE001 - whatever escapes is a finding
-            yield seed, f"{world.story()}\n{type(error).__name__}: {error}"

@@ -30,8 +30,7 @@ class Network:
         self._faults = faults
         self._scheduler = scheduler
         self._clock = clock
-        self._sent = 0
-        self._under_way: list[tuple[int, str, Callable[[], Answer]]] = []
+        self._under_way: list[tuple[float, str, Callable[[], Answer]]] = []
 
     def client(self, retry: RetryPolicy) -> NessieClient:
         """A client of its own for an actor."""
@@ -48,9 +47,13 @@ class Network:
 
     def flush(self) -> None:
         """Everything that is still under way arrives."""
-        for _, what, deliver in self._under_way:
+        self._arrive(float("inf"))
+
+    def _arrive(self, now: float) -> None:
+        for late in [one for one in self._under_way if one[0] <= now]:
+            self._under_way.remove(late)
+            _, what, deliver = late
             self.note(f"late: {what}", _told(deliver()))
-        self._under_way.clear()
 
     def exchange(
         self,
@@ -60,10 +63,7 @@ class Network:
     ) -> Answer:
         """The answer to one request; raises what the real transport would, or Died."""
         self._scheduler.pause()
-        self._sent += 1
-        for late in [one for one in self._under_way if one[0] <= self._sent]:
-            self._under_way.remove(late)
-            self.note(f"late: {late[1]}", _told(late[2]()))
+        self._arrive(self._clock.monotonic())
         fault = self._faults.draw(changes=changes)
         answer = self._suffer(fault, action, changes, deliver)
         self.note(action, f"{fault}, {_told(answer)}" if fault is not Fault.NONE else _told(answer))
@@ -89,7 +89,7 @@ class Network:
                 told = _told(deliver())
             case Fault.DELAYED:
                 told = "on its way"
-                self._under_way.append((self._sent + self._faults.delay(), action, deliver))
+                self._under_way.append((self._clock.monotonic() + self._faults.delay(), action, deliver))
             case _:
                 told = "not sent"
         self.note(action, f"{fault} ({told})")

@@ -1,28 +1,17 @@
-"""The runs of a schedule: what each one does, and how it comes to its end."""
+"""The runs of a schedule: what each one is going to do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
-from typing import TYPE_CHECKING
 
-from dagster import DagsterRun, DagsterRunStatus
-
-from branchlake_dagster.branching.run_branch import RunBranch
-from branchlake_dagster.lakehouse.errors import BranchlakeError, NessieConflict, ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable, Namespace, Put
+from branchlake_dagster.lakehouse.nessie.model import ContentKey
 from branchlake_dagster_tests.simulation.changes import Change, Kind
-from branchlake_dagster_tests.simulation.scheduler import Died
-from branchlake_dagster_tests.simulation.tables import Row, State, table_content
+from branchlake_dagster_tests.simulation.tables import Row
 
-if TYPE_CHECKING:
-    from branchlake_dagster_tests.simulation.world import World
-
+TABLES = ("a", "b", "c")
 NAMESPACE = ContentKey(["lake"])
-CHANGE = "simulation.change"
-"""On a branch's commit: the id of the change it makes."""
 
 _KINDS = (
     *[Kind.APPEND] * 8,
@@ -44,7 +33,7 @@ class End(StrEnum):
 
 @dataclass
 class Plan:
-    """What a run is going to do, and what it has seen and said of itself."""
+    """What a run is going to do, and what it has seen of itself."""
 
     run_id: str
     changes: list[Change]
@@ -52,15 +41,67 @@ class Plan:
     """The tables a serializable run reads; None: isolation snapshot."""
     passes: bool = True
     """Whether its checks pass."""
+    whole: bool = False
+    """Whether its checks see all rows of its tables."""
     end: End = End.SUCCESS
     late: Change | None = None
     """Written by a process that was taken for dead, after the run's end."""
     publishes_itself: bool = False
+    paused: tuple[int, float] | None = None
+    """Before which of its changes the process stands still, heart and all, and for how many seconds."""
+    foreign: bool = False
+    """Of another Dagster instance, without heartbeats: ours does not know it."""
+    parent: str | None = None
+    """The run that it executes again."""
+    retries: bool = False
+    """Only what failed of its parent, on its parent's branch; otherwise all of it, from the start."""
     seen: dict[str, list[Row]] = field(default_factory=dict)
     """The rows of each table it read, at its base."""
-    fenced: bool = False
-    """Its branch was gone when it wanted to write."""
-    problems: list[str] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
+    """The ids of the changes that it knows to be on its branch."""
+    heads: set[str] = field(default_factory=set)
+    """The hashes of its branch that a publisher wanted to publish."""
+    fenced: str | None = None
+    """How it lost its branch, when it should not have."""
+
+    def __str__(self) -> str:
+        told = [f"{self.run_id} {self.end}:", "; ".join(map(str, self.changes))]
+        if self.reads is not None:
+            told.append(f"| reads {', '.join(self.reads)}")
+        if self.late:
+            told.append(f"| late {self.late}")
+        if self.parent:
+            told.append(f"| {'retries' if self.retries else 're-executes'} {self.parent}")
+        if self.paused:
+            told.append(f"| stands still for {self.paused[1]:g} s before change {self.paused[0]}")
+        flags = {
+            "foreign": self.foreign,
+            "blocked": not self.passes,
+            "whole": self.whole,
+            "publishes itself": self.publishes_itself,
+        }
+        return " ".join([*told, *(f"| {name}" for name, is_set in flags.items() if is_set)])
+
+
+@dataclass(frozen=True)
+class Mood:
+    """What the runs of one schedule have in common: how many of them read, fail, and check whole tables.
+
+    Rare things meet each other only where they are frequent.
+    """
+
+    strict: float
+    trouble: float
+    whole: float
+
+    @classmethod
+    def draw(cls, random: Random) -> Mood:
+        """A mood by chance."""
+        return cls(
+            strict=random.choice((0.0, 0.1, 0.2, 0.9)),
+            trouble=random.choice((0.0, 1.0, 1.0, 2.0)),
+            whole=random.choice((0.0, 0.0, 0.2, 0.6)),
+        )
 
 
 def table_key(name: str) -> ContentKey:
@@ -68,24 +109,36 @@ def table_key(name: str) -> ContentKey:
     return ContentKey([*NAMESPACE, name])
 
 
-def draw(random: Random, number: int, tables: tuple[str, ...]) -> Plan:
-    """A run by chance."""
-    run_id = f"r{number}"
-    chosen = random.sample(tables, k=1 if random.random() < 0.6 else random.randint(1, len(tables)))
+def draw(random: Random, mood: Mood, earlier: dict[str, Plan]) -> Plan:
+    """One more run by chance."""
+    run_id = f"r{len(earlier)}"
+    count = 1 if random.random() < 0.6 else random.randint(1, len(TABLES))
+    chosen = random.sample(TABLES, k=count)
     changes = [_change(random, run_id, i, table) for i, table in enumerate(chosen)]
     if random.random() < 0.15:
         changes.append(_change(random, run_id, len(changes), chosen[0]))
-    luck = random.random()
-    end = End.SUCCESS if luck < 0.85 else End.FAILURE if luck < 0.92 else End.DEATH
-    return Plan(
+    luck = (1 - random.random()) / mood.trouble if mood.trouble else 1.0
+    plan = Plan(
         run_id,
         changes,
-        reads=tuple(random.sample(tables, k=1)) if random.random() < 0.2 else None,
-        passes=random.random() < 0.9,
-        end=end,
-        late=_change(random, run_id, 9, chosen[-1]) if random.random() < 0.15 else None,
+        reads=tuple(random.sample(TABLES, k=1)) if random.random() < mood.strict else None,
+        passes=random.random() >= 0.1 * mood.trouble,
+        whole=random.random() < mood.whole,
+        end=End.DEATH if luck < 0.08 else End.FAILURE if luck < 0.15 else End.SUCCESS,
+        late=_change(random, run_id, 9, chosen[-1]) if random.random() < 0.15 * mood.trouble else None,
         publishes_itself=random.random() < 0.1,
     )
+    if random.random() < 0.1 * mood.trouble:
+        plan.paused = random.randrange(len(changes)), random.choice((20.0, 120.0))
+    if random.random() < 0.05 * mood.trouble:
+        plan.foreign, plan.end, plan.late, plan.publishes_itself = True, End.FAILURE, None, False
+        plan.changes += [_change(random, run_id, 5 + i, chosen[0]) for i in range(2)]
+        plan.paused = 1, 2 * 3600.0
+        return plan
+    ended_badly = [one.run_id for one in earlier.values() if one.end is not End.SUCCESS and not one.foreign]
+    if ended_badly and random.random() < 0.6:
+        plan.parent, plan.retries = random.choice(ended_badly), random.random() < 0.7
+    return plan
 
 
 def _change(random: Random, run_id: str, number: int, table: str) -> Change:
@@ -93,94 +146,3 @@ def _change(random: Random, run_id: str, number: int, table: str) -> Change:
     key = random.choice(("u1", "u2", "u3"))
     name = f"{run_id}.{number}"
     return Change(name, table, random.choice(_KINDS), part, key, name)
-
-
-class Writer:
-    """The process of one run."""
-
-    def __init__(self, world: World, plan: Plan) -> None:
-        self._world = world
-        self._plan = plan
-        self._client = world.client()
-        self._branch = RunBranch(
-            lambda: self._client,
-            plan.run_id,
-            tags=lambda: world.instance.look(plan.run_id).tags,
-            remember=lambda tags: world.instance.add_run_tags(plan.run_id, tags),
-        )
-
-    def run(self) -> None:
-        """From launch to end, and what a zombie does afterwards."""
-        plan, world = self._plan, self._world
-        world.instance.add(DagsterRun("job", run_id=plan.run_id, status=DagsterRunStatus.STARTED))
-        try:
-            self._work()
-        except Died:
-            world.network.note("died")
-        else:
-            self._late()
-
-    def _work(self) -> None:
-        plan, instance = self._plan, self._world.instance
-        try:
-            for _ in self._steps():
-                self._world.network.sleep(0.1)
-            if plan.end is End.DEATH:
-                raise Died
-            if plan.publishes_itself and plan.end is End.SUCCESS:
-                self._world.publish_now(plan.run_id)
-        except (BranchlakeError, NessieConflict) as error:
-            plan.problems.append(str(error))
-            self._world.network.note("failed", str(error))
-            instance.end(plan.run_id, DagsterRunStatus.FAILURE)
-        else:
-            ended = DagsterRunStatus.SUCCESS if plan.end is End.SUCCESS else DagsterRunStatus.FAILURE
-            instance.end(plan.run_id, ended)
-            self._world.network.note("ended", ended.value)
-
-    def _steps(self) -> Iterator[None]:
-        for name in self._plan.reads or ():
-            base = self._client.contents(f"@{self._branch.base_hash}", [table_key(name)])
-            self._plan.seen[name] = self._rows(base.get(table_key(name)))
-            yield
-        for change in self._plan.changes:
-            self.write(change)
-            yield
-
-    def _rows(self, content: object) -> list[Row]:
-        warehouse = self._world.warehouse
-        return warehouse.rows_of(warehouse.state(content)) if isinstance(content, IcebergTable) else []
-
-    def _late(self) -> None:
-        if self._plan.late is None:
-            return
-        self._world.network.sleep(0.1)
-        try:
-            self.write(self._plan.late)
-        except (BranchlakeError, Died) as error:
-            self._world.network.note("late write failed", str(error))
-
-    def write(self, change: Change) -> None:
-        """One commit on the branch, as the catalogue makes it."""
-        key, warehouse = table_key(change.table), self._world.warehouse
-        try:
-            seen = self._client.contents_at(self._branch.open(), [key, NAMESPACE])
-        except ReferenceNotFound:
-            self._plan.fenced = not self._world.instance.look(self._plan.run_id).is_finished
-            raise
-        content = seen.contents.get(key)
-        before = warehouse.state(content) if isinstance(content, IcebergTable) else State()
-        after = change.on_files(before, warehouse, self._plan.run_id)
-        if after is None:
-            return
-        content_id = content.content_id if content else None
-        operations = [Put(key, table_content(content_id, warehouse.store(after), after))]
-        if NAMESPACE not in seen.contents:
-            operations.insert(0, Put(NAMESPACE, Namespace(None, NAMESPACE.elements)))
-        self._client.commit(
-            self._branch.name,
-            expected_hash=seen.reference.hash,
-            operations=operations,
-            message=str(change),
-            properties={CHANGE: change.id},
-        )

@@ -70,10 +70,10 @@ class Scheduler:
     def run(self) -> None:
         """Run until every actor has ended."""
         random = self._random
-        waiting = list(self._actors)
         for _ in range(self._steps):
-            if not waiting:
+            if not self._actors:
                 return
+            waiting = list(self._actors)
             actor = waiting[int(random.random() * len(waiting))]
             # Some stay at it for a while: long and short runs of one actor both occur.
             turns = 1 if random.random() < 0.5 else 1 + int(random.random() * 12)
@@ -81,6 +81,5 @@ class Scheduler:
                 actor.switch()
                 turns -= 1
             if actor.dead:
-                waiting.remove(actor)
                 del self._actors[actor]
         raise Stuck(f"still busy after {self._steps} turns: {sorted(self._actors.values())}")

@@ -1,40 +1,42 @@
-"""One schedule: writers, publishers and reapers on one in-memory Nessie, interleaved and failing by a seed."""
+"""One schedule: runs, publishers and reapers on one in-memory Nessie, interleaved and failing by a seed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
-from dagster import DagsterRun, DagsterRunStatus
+from dagster import DagsterRunStatus
 
-from branchlake_dagster.branching.reaper import RunState, reap
-from branchlake_dagster.branching.run_branch import branch_name, main_with_history
-from branchlake_dagster.branching.run_tags import judged
+from branchlake_dagster.branching.run_branch import main_with_history
 from branchlake_dagster.lakehouse.errors import BranchlakeError
 from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
-from branchlake_dagster.publication import reconcile
-from branchlake_dagster.publication.evidence import AssetRules, Evaluation, RunEvidence, Written
-from branchlake_dagster.publication.publisher import Publisher
-from branchlake_dagster.publication.reconcile import RUN_BRANCHES, Outcome, Reconciler
+from branchlake_dagster.lakehouse.nessie.model import Namespace, Operation, Put
+from branchlake_dagster.publication import recheck, reconcile
+from branchlake_dagster.publication.changes import Mode, Step
+from branchlake_dagster.publication.in_run import NotPublished
+from branchlake_dagster.publication.reconcile import Action, Outcome, Reconciler
 from branchlake_dagster.settings import Settings
-from branchlake_dagster_tests.simulation.faults import Fault, Faults
+from branchlake_dagster_tests.simulation import evidence
+from branchlake_dagster_tests.simulation.faults import ALL, Faults
+from branchlake_dagster_tests.simulation.hearts import Hearts
 from branchlake_dagster_tests.simulation.instance import SimulatedInstance
 from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
 from branchlake_dagster_tests.simulation.network import Network
-from branchlake_dagster_tests.simulation.runs import Writer, draw, table_key
+from branchlake_dagster_tests.simulation.publisher import NotedPublisher
+from branchlake_dagster_tests.simulation.reaper import reap
+from branchlake_dagster_tests.simulation.runs import NAMESPACE, TABLES, Mood, Plan, draw, table_key
 from branchlake_dagster_tests.simulation.scheduler import Clock, Died, Scheduler
-from branchlake_dagster_tests.simulation.tables import SimulatedTables, Warehouse
+from branchlake_dagster_tests.simulation.tables import Row, SimulatedTables, State, Warehouse, table_content
 from branchlake_dagster_tests.simulation.transport import DirectTransport
+from branchlake_dagster_tests.simulation.writer import Writer
 
-TABLES = ("a", "b", "c")
 _RETRIES = (RetryPolicy(()), RetryPolicy((1.0,)), RetryPolicy())
-_QUIET_AFTER = 12
+_QUIET_AFTER = 60
 """Passes without faults in which everything must have come to its end."""
 
 _SETTINGS = cast(
@@ -51,17 +53,46 @@ class World:
         self.clock = Clock()
         self.scheduler = Scheduler(random)
         self.server = InMemoryNessie(clock=self.clock.now, seed=seed)
-        kinds = tuple(fault for fault in Fault if fault is not Fault.NONE and random.random() < 0.6)
+        kinds = tuple(fault for fault in ALL if random.random() < 0.6)
         self.faults = Faults(random, rate=random.choice((0.0, 0.05, 0.15, 0.3)), kinds=kinds)
         self.network = Network(self.server, self.faults, self.scheduler, self.clock)
         self.instance = SimulatedInstance(now=self.clock.now, pause=self.scheduler.pause)
+        self.hearts = Hearts(self.clock, self.scheduler.pause)
         self.warehouse = Warehouse()
+        self.checks = evidence.Checks(self, random)
+        self.dead: set[str] = set()
+        """Runs whose process is gone and of which Dagster does not know it yet."""
+        self.plans: dict[str, Plan] = {}
         self._retry = random.choice(_RETRIES)
+        mood = Mood.draw(random)
+        for _ in range(random.randint(2, 7)):
+            plan = draw(random, mood, self.plans)
+            self.plans[plan.run_id] = plan
+        self.initial: dict[str, list[Row]] = {}
+        """The rows of the tables that were there before all of it."""
         if random.random() < 0.8:
-            main_with_history(NessieClient("", transport=DirectTransport(self.server)))
-        self.plans = {
-            plan.run_id: plan for plan in (draw(random, i, TABLES) for i in range(random.randint(2, 6)))
-        }
+            main_with_history(self.direct())
+            self._furnish()
+
+    def _furnish(self) -> None:
+        """Give `main` some of the tables."""
+        operations: list[Operation] = [Put(NAMESPACE, Namespace(None, NAMESPACE.elements))]
+        for name in TABLES:
+            if self.random.random() < 0.5:
+                rows = [
+                    (part, key, f"old-{name}-{part}-{key}") for part in ("p1", "p2") for key in ("u1", "u2")
+                ]
+                files = tuple(self.warehouse.data_file(rows[i : i + 2]) for i in (0, 2))
+                step = Step(self.warehouse.number(), Mode.APPEND, files)
+                state = self.warehouse.stepped(State(), step)
+                operations.append(
+                    Put(table_key(name), table_content(None, self.warehouse.store(state), state))
+                )
+                self.initial[name] = rows
+        if self.initial:
+            client = self.direct()
+            at = client.reference("main").hash
+            client.commit("main", expected_hash=at, operations=operations, message="the tables there were")
 
     # -- what actors use -------------------------------------------------------------------------------
 
@@ -69,72 +100,64 @@ class World:
         """A client of a process's own."""
         return self.network.client(self._retry)
 
+    def direct(self) -> NessieClient:
+        """A client of nobody's, without faults."""
+        return NessieClient("", transport=DirectTransport(self.server))
+
     def reconciler(self) -> Reconciler:
         """The real one, on simulated neighbours."""
         client = self.client()
         tables = SimulatedTables(self.warehouse, self.scheduler.pause)
         instance, graph = cast(Any, self.instance), cast(Any, None)
         clock = self.clock.monotonic
-        return Reconciler(client, Publisher(client, tables), instance, graph, _SETTINGS, clock=clock)
+        return Reconciler(
+            client, NotedPublisher(client, tables, self.plans), instance, graph, _SETTINGS, clock=clock
+        )
 
     def publish_now(self, run_id: str) -> None:
         """A run publishes itself as its last act."""
         outcome = self.reconciler().publish_now(self.instance.look(run_id))
         self.network.note("published itself", str(outcome))
-
-    def evidence(
-        self, _: Any, runs: Sequence[DagsterRun], *__: Any, write_set: frozenset[str], **___: Any
-    ) -> RunEvidence:
-        """What Dagster recorded of a run: in place of `evidence.collect`."""
-        plan = self.plans[runs[-1].run_id]
-        tables = sorted(write_set)
-        order = int(plan.run_id[1:])
-        reads = frozenset(table_key(name).name for name in plan.reads or ())
-        return RunEvidence(
-            run_id=plan.run_id,
-            succeeded=runs[-1].is_success,
-            planned=frozenset(((name, "check"), None) for name in tables),
-            evaluations={
-                ((name, "check"), None): Evaluation(plan.passes, True, 2 * order + 1, None, "")
-                for name in tables
-            },
-            written={(name, None): Written(2 * order, None, None) for name in tables},
-            rules={
-                name: AssetRules(
-                    name,
-                    frozenset(["check"]),
-                    True,
-                    serializable=plan.reads is not None,
-                    upstream=reads | {name} if plan.reads is not None else frozenset(),
-                )
-                for name in tables
-            },
-            write_set=write_set,
-        )
+        if outcome and outcome.action in (Action.BLOCKED, Action.REFUSED):
+            raise NotPublished(outcome.detail, run_id=run_id)
 
     # -- actors ----------------------------------------------------------------------------------------
 
     def _publisher(self, ticks: int) -> None:
         for _ in range(ticks):
             self.network.sleep(1.0)
-            self._guarded(lambda: self._reported(self.reconciler().run()))
+            self._guarded(self._publish)
+
+    def _publish(self) -> list[Outcome]:
+        outcomes = []
+        for outcome in self.reconciler().run():
+            self.network.note("outcome", str(outcome))
+            if outcome.check_run:
+                self.checks.launch(outcome.check_run)
+            outcomes.append(outcome)
+        return outcomes
 
     def _reaper(self, passes: int) -> None:
         for _ in range(passes):
             self.network.sleep(1.0)
-            self._guarded(lambda: self._reported(self._reap()))
+            self._guarded(self._reap)
+
+    def _reap(self) -> None:
+        for told in reap(self):
+            self.network.note("outcome", told)
 
     def _monitor(self) -> None:
-        """Dagster's run monitoring: finds runs whose process is gone."""
-        for plan in self.plans.values():
-            self.network.sleep(1.0)
-            if plan.run_id in self._started():
-                self.instance.end(plan.run_id, DagsterRunStatus.FAILURE)
+        """Dagster's run monitoring: it finds runs whose process is gone."""
+        for _ in range(20):
+            self.network.sleep(2.0)
+            self._bury()
 
-    def _started(self) -> set[str]:
-        return {record.dagster_run.run_id for record in self.instance.get_run_records()}
+    def _bury(self) -> None:
+        for run_id in sorted(self.dead):
+            self.instance.end(run_id, DagsterRunStatus.FAILURE)
+        self.dead.clear()
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _guarded(self, work: Callable[[], object]) -> None:
         """A pass in a process of its own; what it leaves undone is found by the next one."""
         try:
             work()
@@ -143,42 +166,24 @@ class World:
         except Died:
             self.network.note("died")
 
-    def _reported(self, outcomes: Iterator[Any]) -> None:
-        for outcome in outcomes:
-            self.network.note("outcome", str(outcome))
-
-    def _reap(self) -> Iterator[Any]:
-        def state_of(run_id: str) -> tuple[RunState, Any]:
-            record = self.instance.get_run_record_by_id(run_id)
-            if record is None:
-                return RunState.MISSING, None
-            run = record.dagster_run
-            if not run.is_finished:
-                return RunState.ACTIVE, record.create_timestamp
-            waits = run.is_success and not judged(run.tags, branch_name(run_id))
-            return (RunState.AWAITING_PUBLICATION if waits else RunState.SETTLED), record.create_timestamp
-
-        return reap(
-            self.client(),
-            listing=RUN_BRANCHES,
-            state_of=state_of,
-            now=self.clock.now(),
-            max_age=timedelta(hours=6),
-            orphan_grace=timedelta(hours=1),
-        )
-
     # -- the course of it ------------------------------------------------------------------------------
 
     def play(self) -> None:
         """Everybody acts, things fail; then all is healed and must come to its end."""
         with self._in_place():
-            random = self.random
+            random, spawn = self.random, self.scheduler.spawn
             for plan in self.plans.values():
-                self.scheduler.spawn(plan.run_id, Writer(self, plan).run)
-            for i in range(random.randint(1, 3)):
-                self.scheduler.spawn(f"publisher{i}", partial(self._publisher, random.randint(1, 4)))
+                spawn(plan.run_id, Writer(self, plan).run)
+            publishers = random.randint(1, 3)
+            if random.random() < 0.4:
+                self.scheduler.run()  # then all of them are waiting, and the publishers meet each other
+                self._bury()
+                publishers += 1
+            for i in range(publishers):
+                spawn(f"publisher{i}", partial(self._publisher, random.randint(1, 4)))
             for i in range(random.randint(0, 2)):
-                self.scheduler.spawn(f"reaper{i}", partial(self._reaper, 2))
+                spawn(f"reaper{i}", partial(self._reaper, 2))
+            spawn("monitor", self._monitor)
             self.scheduler.run()
             self.faults.heal()
             self.network.note("healed")
@@ -187,20 +192,19 @@ class World:
             self._settle()
 
     def _settle(self) -> None:
-        for run_id in self.plans:
-            self.instance.end(run_id, DagsterRunStatus.FAILURE)
+        self._bury()
         for _ in range(_QUIET_AFTER):
-            outcomes: list[Outcome] = []
-            for outcome in self.reconciler().run():
-                self.network.note("outcome", str(outcome))
-                outcomes.append(outcome)
-            if not outcomes:
+            outcomes = self._publish()
+            self.scheduler.run()  # the checks that were asked for
+            if all(outcome.action is Action.UNKNOWN_RUN for outcome in outcomes):
+                self._reap()
                 return
         raise AssertionError(f"never quiet: {[str(outcome) for outcome in outcomes]}")
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        with patch.object(reconcile, "collect", self.evidence):
+        collect = evidence.recorded(self)
+        with patch.object(reconcile, "collect", collect), patch.object(recheck, "collect", collect):
             yield
 
     def story(self) -> str:
@@ -209,5 +213,4 @@ class World:
             f"{actor or '-':>11}  {what}{f' -> {how}' if how else ''}"
             for actor, what, how in self.network.trace
         ]
-        plans = [f"  {plan}" for plan in self.plans.values()]
-        return "\n".join([f"seed {self.seed}", *plans, *lines])
+        return "\n".join([f"seed {self.seed}", *(f"  {plan}" for plan in self.plans.values()), *lines])

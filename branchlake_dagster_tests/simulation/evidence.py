@@ -1,0 +1,124 @@
+"""What Dagster would have recorded of the simulation's runs, and the runs that repeat checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from dagster import DagsterRun, DagsterRunStatus
+
+from branchlake_dagster.branching.run_tags import CHECK_HASH_TAG
+from branchlake_dagster.lakehouse.errors import BranchlakeError
+from branchlake_dagster.lakehouse.nessie.model import IcebergTable
+from branchlake_dagster.publication.evidence import AssetRules, Evaluation, RunEvidence, Written
+from branchlake_dagster.publication.recheck import CheckRun
+from branchlake_dagster_tests.simulation.runs import Plan, table_key
+from branchlake_dagster_tests.simulation.scheduler import Died
+from branchlake_dagster_tests.simulation.tables import Row
+
+if TYPE_CHECKING:
+    from branchlake_dagster_tests.simulation.world import World
+
+CHECKS_FOR = "branchlake/checks_for"
+
+
+class Checks:
+    """The runs that the publisher asked for, and what they found. One is launched once per key, as by Dagster."""
+
+    def __init__(self, world: World, random: Random) -> None:
+        self._world = world
+        self._random = random
+        self._launched: set[str] = set()
+        self._verdicts: dict[str, dict[tuple[str, str], bool]] = {}
+        self.approved: set[tuple[str, str, tuple[Row, ...]]] = set()
+        """(run, table, its rows) of every check that passed."""
+        self.refused: set[str] = set()
+        """The runs of which a check failed on the rebased state."""
+
+    def launch(self, wanted: CheckRun) -> None:
+        """Start a run, unless there was one of that key."""
+        if wanted.key in self._launched:
+            return
+        self._launched.add(wanted.key)
+        run_id = f"c{len(self._launched)}"
+        run = DagsterRun("checks", run_id=run_id, status=DagsterRunStatus.STARTED, tags=dict(wanted.tags))
+        self._world.instance.add(run)
+        self._world.scheduler.spawn(run_id, lambda: self._run(run, wanted))
+
+    def _run(self, run: DagsterRun, wanted: CheckRun) -> None:
+        try:
+            found = self._evaluate(run, wanted)
+        except BranchlakeError as error:
+            self._world.network.note("failed", str(error))
+            self._world.instance.end(run.run_id, DagsterRunStatus.FAILURE)
+        except Died:
+            self._world.dead.add(run.run_id)
+        else:
+            self._verdicts[run.run_id] = found
+            self._world.instance.end(run.run_id, DagsterRunStatus.SUCCESS)
+
+    def _evaluate(self, run: DagsterRun, wanted: CheckRun) -> dict[tuple[str, str], bool]:
+        client, at, owner = self._world.client(), run.tags[CHECK_HASH_TAG], run.tags[CHECKS_FOR]
+        found: dict[tuple[str, str], bool] = {}
+        for asset, check in wanted.checks:
+            content = client.content(f"@{at}", table_key(asset.removeprefix("lake.")))
+            assert isinstance(content, IcebergTable)
+            rows = self._world.warehouse.rows_of(self._world.warehouse.state(content))
+            found[asset, check] = passed = self._random.random() < 0.85
+            if passed:
+                self.approved.add((owner, asset, tuple(sorted(rows))))
+            else:
+                self.refused.add(owner)
+        return found
+
+    def evidence(self, run_id: str) -> RunEvidence:
+        """What a run that repeated checks has found."""
+        found = self._verdicts.get(run_id, {})
+        results: dict[tuple[tuple[str, str], str | None], Evaluation] = {}
+        for name, passed in found.items():
+            results[name, None] = Evaluation(passed, True, 0, None, "")
+        return RunEvidence(run_id=run_id, succeeded=True, evaluations=results)
+
+
+def evidence(plans: Sequence[Plan], run: DagsterRun, write_set: frozenset[str]) -> RunEvidence:
+    """What Dagster recorded of a run and of those whose work it continues, the newest last."""
+    tables, order = sorted(write_set), int(plans[-1].run_id[1:])
+    passes, whole = all(plan.passes for plan in plans), any(plan.whole for plan in plans)
+    strict = [plan.reads for plan in plans if plan.reads is not None]
+    reads = frozenset(table_key(name).name for names in strict for name in names)
+    return RunEvidence(
+        run_id=run.run_id,
+        succeeded=run.is_success,
+        planned=frozenset(((name, "check"), None) for name in tables),
+        evaluations={
+            ((name, "check"), None): Evaluation(passes, True, 2 * order + 1, None, "") for name in tables
+        },
+        written={(name, None): Written(2 * order, None, None) for name in tables},
+        rules={
+            name: AssetRules(
+                name,
+                frozenset(["check"]),
+                True,
+                whole_tables={"check": frozenset([name])} if whole else {},
+                serializable=bool(strict),
+                upstream=reads | {name} if strict else frozenset(),
+            )
+            for name in tables
+        },
+        write_set=write_set,
+    )
+
+
+def recorded(world: World) -> Any:
+    """In place of `evidence.collect`."""
+
+    def collect(
+        _: Any, runs: Sequence[DagsterRun], *__: Any, write_set: frozenset[str], **___: Any
+    ) -> RunEvidence:
+        newest = runs[-1]
+        if newest.run_id not in world.plans:
+            return world.checks.evidence(newest.run_id)
+        return evidence([world.plans[run.run_id] for run in runs], newest, write_set)
+
+    return collect

@@ -1,0 +1,173 @@
+"""The process of one run: it works on its branch, as steps do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+from dagster import DagsterRun, DagsterRunStatus
+from dagster._core.storage.tags import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
+
+from branchlake_dagster.branching.retry import inherited
+from branchlake_dagster.branching.run_branch import RunBranch, branch_name
+from branchlake_dagster.lakehouse.errors import BranchlakeError, ReferenceNotFound
+from branchlake_dagster.lakehouse.nessie.model import IcebergTable, Namespace, Put
+from branchlake_dagster_tests.simulation.changes import Change
+from branchlake_dagster_tests.simulation.instance import SimulatedInstance
+from branchlake_dagster_tests.simulation.runs import NAMESPACE, End, Plan, table_key
+from branchlake_dagster_tests.simulation.scheduler import Died
+from branchlake_dagster_tests.simulation.tables import Row, State, table_content
+
+if TYPE_CHECKING:
+    from branchlake_dagster_tests.simulation.world import World
+
+CHANGE = "simulation.change"
+"""On a branch's commit: the id of the change it makes."""
+
+_PATIENCE = 40
+_TURNS_ASLEEP = 8
+SUSPECT_S = 30.0
+"""Nobody who wrote so recently may be taken for dead."""
+
+
+class Writer:
+    """One run from its launch to its end, and what a zombie of it does afterwards."""
+
+    def __init__(self, world: World, plan: Plan) -> None:
+        self._world = world
+        self._plan = plan
+        self._client = world.client()
+        self._runs = SimulatedInstance(now=world.clock.now) if plan.foreign else world.instance
+        self._heart = ""
+        self._wrote = 0.0
+        instance = cast(Any, self._runs)
+        self._branch = RunBranch(
+            lambda: self._client,
+            plan.run_id,
+            tags=lambda: self._runs.look(plan.run_id).tags,
+            remember=lambda tags: self._runs.add_run_tags(plan.run_id, tags),
+            inherit=lambda: inherited(self._client, instance, self._runs.look(plan.run_id)),
+        )
+
+    def run(self) -> None:
+        """Everything, in one process."""
+        if not self._launched():
+            return
+        plan, hearts = self._plan, self._world.hearts
+        self._heart = "" if plan.foreign else hearts.begin(branch_name(plan.run_id), plan.run_id)
+        try:
+            self._work()
+        except Died:
+            self._world.network.note("died")
+            hearts.stop(self._heart)
+            self._world.dead.add(plan.run_id)
+        else:
+            hearts.end(self._heart)
+            self._late()
+
+    def _launched(self) -> bool:
+        plan, world = self._plan, self._world
+        run = DagsterRun("job", run_id=plan.run_id, status=DagsterRunStatus.STARTED)
+        if plan.parent:
+            for _ in range(_PATIENCE):
+                if world.instance.knows(plan.parent) and world.instance.look(plan.parent).is_finished:
+                    break
+                world.network.sleep(1.0)
+            else:
+                return False
+            run = _again(run, world.instance.look(plan.parent), retry=plan.retries)
+        self._runs.add(run)
+        return True
+
+    def _work(self) -> None:
+        plan = self._plan
+        try:
+            for _ in self._steps():
+                self._world.network.sleep(0.1)
+            if plan.end is End.DEATH:
+                raise Died
+            if plan.publishes_itself and plan.end is End.SUCCESS:
+                self._world.publish_now(plan.run_id)
+        except BranchlakeError as error:
+            self._world.network.note("failed", str(error))
+            self._runs.end(plan.run_id, DagsterRunStatus.FAILURE)
+        else:
+            ended = DagsterRunStatus.SUCCESS if plan.end is End.SUCCESS else DagsterRunStatus.FAILURE
+            self._runs.end(plan.run_id, ended)
+            self._world.network.note("ended", ended.value)
+
+    def _steps(self) -> Iterator[None]:
+        for name in self._plan.reads or ():
+            base = self._client.contents(f"@{self._branch.base_hash}", [table_key(name)])
+            self._plan.seen[name] = self._rows(base.get(table_key(name)))
+            yield
+        for number, change in enumerate(self._plan.changes):
+            if self._plan.paused and self._plan.paused[0] == number:
+                self._stand_still(self._plan.paused[1])
+            self._write(change)
+            yield
+
+    def _stand_still(self, seconds: float) -> None:
+        hearts, sleep = self._world.hearts, self._world.network.sleep
+        hearts.stop(self._heart)
+        self._world.network.note("stands still", f"for {seconds:g} s")
+        for _ in range(_TURNS_ASLEEP):
+            sleep(seconds / _TURNS_ASLEEP)
+        hearts.resume(self._heart)
+
+    def _rows(self, content: object) -> list[Row]:
+        warehouse = self._world.warehouse
+        return warehouse.rows_of(warehouse.state(content)) if isinstance(content, IcebergTable) else []
+
+    def _late(self) -> None:
+        if self._plan.late is None:
+            return
+        self._world.network.sleep(0.1)
+        try:
+            self._write(self._plan.late)
+        except (BranchlakeError, Died) as error:
+            self._world.network.note("late write failed", str(error))
+
+    def _write(self, change: Change) -> None:
+        """One commit on the branch, as the catalogue makes it."""
+        key, warehouse = table_key(change.table), self._world.warehouse
+        branch = self._branch.open()
+        try:
+            seen = self._client.contents_at(branch, [key, NAMESPACE])
+        except ReferenceNotFound:
+            self._note_fence()
+            raise
+        content = seen.contents.get(key)
+        before = warehouse.state(content) if isinstance(content, IcebergTable) else State()
+        after = change.on_files(before, warehouse, self._plan.run_id)
+        if after is None:
+            return
+        content_id = content.content_id if content else None
+        operations = [Put(key, table_content(content_id, warehouse.store(after), after))]
+        if NAMESPACE not in seen.contents:
+            operations.insert(0, Put(NAMESPACE, Namespace(None, NAMESPACE.elements)))
+        self._client.commit(
+            branch,
+            expected_hash=seen.reference.hash,
+            operations=operations,
+            message=str(change),
+            properties={CHANGE: change.id},
+        )
+        self._plan.written.append(change.id)
+        self._wrote = self._world.clock.monotonic()
+
+    def _note_fence(self) -> None:
+        """A run at work may lose its branch only after it was silent for long, or reported as ended."""
+        silent = self._world.clock.monotonic() - self._wrote
+        if not self._runs.look(self._plan.run_id).is_finished and silent < SUSPECT_S:
+            self._plan.fenced = f"{silent:.1f} s after its last write"
+
+
+def _again(run: DagsterRun, parent: DagsterRun, *, retry: bool) -> DagsterRun:
+    """`run` as a re-execution of `parent`; Dagster copies the tags."""
+    root = parent.root_run_id or parent.run_id
+    tags = {**parent.tags, PARENT_RUN_ID_TAG: parent.run_id, ROOT_RUN_ID_TAG: root}
+    tags.pop(ASSET_RESUME_RETRY_TAG, None)
+    if retry:
+        tags[ASSET_RESUME_RETRY_TAG] = "true"
+    return run._replace(tags=tags, parent_run_id=parent.run_id, root_run_id=root)
