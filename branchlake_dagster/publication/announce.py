@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from dagster import AssetKey, AssetObservation, DagsterInstance, DagsterRun, MetadataValue
@@ -13,7 +14,9 @@ from branchlake_dagster.publication.evidence import RunEvidence
 from branchlake_dagster.publication.gate import Verdict
 
 _TAG_LENGTH = 250
-_ROWS_SHOWN = 200
+_EXAMPLES = 200
+_ROWS = {True: "dagster/row_count", False: "dagster/partition_row_count"}
+"""Dagster's own names, by whether the whole asset was written."""
 
 
 def announce(
@@ -42,10 +45,12 @@ def announce(
     if current is not None and tags.items() <= current.tags.items():
         return
     text = text or _text(verdict, branch, publication, rebased, why, kept_hours)
-    metadata = _metadata(run, verdict, branch, publication, rebased, why)
+    metadata = _metadata(run, evidence, verdict, branch, publication, rebased, why)
     metadata["branchlake/publisher_s"] = MetadataValue.float(round(took_s, 4))
-    for (asset, partition), written in list(evidence.written.items())[:_ROWS_SHOWN]:
-        rows = {"branchlake/rows": MetadataValue.int(written.rows)} if written.rows is not None else {}
+    # Automation follows what is told here, so every published partition is; of the others, examples do.
+    shown = None if publication else _EXAMPLES
+    for (asset, partition), written in islice(evidence.written.items(), shown):
+        rows = {_ROWS[partition is None]: MetadataValue.int(written.rows)} if written.rows is not None else {}
         instance.report_runless_asset_event(
             AssetObservation(
                 asset_key=AssetKey.from_user_string(asset),
@@ -85,6 +90,7 @@ def _tags(verdict: Verdict, publication: str | None, why: str | None) -> Mapping
 
 def _metadata(
     run: DagsterRun,
+    evidence: RunEvidence,
     verdict: Verdict,
     branch: str,
     publication: str | None,
@@ -99,6 +105,7 @@ def _metadata(
     }
     if publication:
         found["branchlake/publication"] = MetadataValue.text(publication)
+        found["branchlake/tables"] = MetadataValue.text(", ".join(sorted(evidence.write_set)))
     if rebased:
         found["branchlake/rebased"] = MetadataValue.text(", ".join(rebased))
     listed = [why] if why else [*verdict.reasons, *(f"warning: {text}" for text in verdict.warnings)]

@@ -20,6 +20,7 @@ from dagster import (
 from branchlake_dagster.branching.io_manager import NessieBranchIOManager
 from branchlake_dagster.branching.resource import LakehouseResource
 from branchlake_dagster.branching.session import BranchSparkResource
+from branchlake_dagster.publication.automation import never_evaluated
 from branchlake_dagster.publication.reaping import reap_job, reap_schedule
 from branchlake_dagster.publication.reconcile import Action, Reconciler
 from branchlake_dagster.publication.unbranched import settle_unbranched
@@ -49,6 +50,9 @@ def branchlake_definitions(
     )
 
 
+_NO_SENSOR = "add publication_automation_sensor() to the definitions."
+
+
 def _publication_sensor(settings: Settings) -> SensorDefinition:
     @sensor(
         name="publication_sensor",
@@ -67,7 +71,11 @@ def _publication_sensor(settings: Settings) -> SensorDefinition:
         origin = context.code_location_origin
         graph, location = repository.asset_graph, origin.location_name if origin else None
         reconciler = Reconciler.of(lake, context.instance, graph, location=location)
-        unbranched = settle_unbranched(context.instance, graph, lake.settings, location=location)
+        unbranched = settle_unbranched(lake.nessie, context.instance, graph, lake.settings, location=location)
+        for key in never_evaluated(repository):
+            context.log.warning(
+                f"{key.to_user_string()} follows publications, but no sensor looks: {_NO_SENSOR}"
+            )
         told: list[str] = []
         checks: list[RunRequest] = []
         waiting = 0

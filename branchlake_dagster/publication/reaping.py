@@ -22,8 +22,8 @@ from dagster import (
 
 from branchlake_dagster.branching.beats import Beat, HeartbeatStore
 from branchlake_dagster.branching.claims import claims
-from branchlake_dagster.branching.reaper import Holder, Reaper, Reaping
-from branchlake_dagster.branching.reaping_rules import Limits, RunState
+from branchlake_dagster.branching.reaper import Reaper
+from branchlake_dagster.branching.reaping_rules import Holder, Limits, Reaping, RunState
 from branchlake_dagster.branching.resource import LakehouseResource
 from branchlake_dagster.branching.run_tags import judged, opened_by, published_as
 from branchlake_dagster.lakehouse.errors import BranchlakeError, Transient

@@ -14,6 +14,7 @@ from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGra
 
 from branchlake_dagster.branching.run_tags import PENDING, UNBRANCHED_TAG, VERDICT_TAG, opened_by
 from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.publication import announce as ui
 from branchlake_dagster.publication.evidence import collect
 from branchlake_dagster.publication.gate import judge
@@ -25,17 +26,26 @@ MANUAL = "Manual validation needed: the run wrote to main directly, so what it w
 
 
 def settle_unbranched(
-    instance: DagsterInstance, graph: BaseAssetGraph[Any], settings: Settings, *, location: str | None = None
+    client: NessieClient,
+    instance: DagsterInstance,
+    graph: BaseAssetGraph[Any],
+    settings: Settings,
+    *,
+    location: str | None = None,
 ) -> Iterator[Outcome]:
     """Judge the finished unbranched runs that nobody has judged yet."""
     waiting = RunsFilter(tags={UNBRANCHED_TAG: "true", VERDICT_TAG: PENDING}, statuses=_FINISHED)
     for run in instance.get_runs(waiting):
         if opened_by(run.tags, run.run_id) and other_location(run, location) is None:
-            yield _settle(instance, run, graph, settings)
+            yield _settle(client, instance, run, graph, settings)
 
 
 def _settle(
-    instance: DagsterInstance, run: DagsterRun, graph: BaseAssetGraph[Any], settings: Settings
+    client: NessieClient,
+    instance: DagsterInstance,
+    run: DagsterRun,
+    graph: BaseAssetGraph[Any],
+    settings: Settings,
 ) -> Outcome:
     evidence = collect(
         instance,
@@ -48,12 +58,16 @@ def _settle(
     verdict = judge(evidence, strict_tables=False)
     text = "Written to main directly, without a branch, because Nessie was unavailable; its checks passed."
     why = None
+    # Automation goes on from what is told as published; the name is the run's own, for there is no branch.
+    publication: str | None = client.reference(MAIN).hash
     if verdict.blocked:
+        publication = None
         why = f"{MANUAL}. {verdict.summary()}"
         text = why
         if run.is_success:
             instance.report_run_failed(run, f"{MANUAL}. {'; '.join(verdict.reasons)}")
+    name = f"{MAIN} (run {run.run_id})"
     ui.announce(
-        instance, run, evidence, verdict, branch=MAIN, publication=None, why=why, text=text, took_s=0.0
+        instance, run, evidence, verdict, branch=name, publication=publication, why=why, text=text, took_s=0.0
     )
-    return Outcome(MAIN, run.run_id, Action.UNBRANCHED, text, verdict)
+    return Outcome(MAIN, run.run_id, Action.UNBRANCHED, text, verdict, publication)

@@ -11,11 +11,12 @@ import dagster as dg
 import pytest
 import requests
 
+from branchlake_dagster.branching.run_branch import branch_name
 from branchlake_dagster.branching.run_tags import PUBLICATION_TAG
 from branchlake_dagster.cli.dagster_dev import dagster_dev
 from branchlake_dagster.cli.home import dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.ledger import publications
+from branchlake_dagster.publication.ledger import published
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -82,6 +83,7 @@ def test_a_backfill_into_a_new_table_publishes_every_partition_unaided(
     daemon: str, lakehouse: Lakehouse, namespace: str
 ) -> None:
     names = [f"p{number:02}" for number in range(PARTITIONS)]
+    start = lakehouse.nessie.reference("main").hash
     found = graphql(
         daemon,
         BACKFILL,
@@ -107,9 +109,10 @@ def test_a_backfill_into_a_new_table_publishes_every_partition_unaided(
         assert sorted((row["part"], row["n"]) for row in rows) == [
             (name, n) for name in names for n in (1, 2)
         ]
-        told = [one for one in publications(lakehouse.nessie, limit=60) if f"{namespace}.parts" in one.tables]
-        assert len({one.run_id for one in told}) == len(told) == PARTITIONS
-        bases = {one.base_hash for one in told}
+        branches = [branch_name(run.run_id) for run in runs()]
+        told = published(lakehouse.nessie, branches, at="main", since=start)
+        assert len(told) == PARTITIONS
+        bases = {one.base_hash for one in told.values()}
         assert len(bases) < PARTITIONS, "no two runs started from one main: nothing was rebased"
 
 

@@ -15,8 +15,8 @@ import polars as pl
 import pytest
 
 from branchlake_dagster.branching.beats import Beat, HeartbeatStore, HeartbeatsUnreadable
-from branchlake_dagster.branching.reaper import Holder, Reaper, Reaping
-from branchlake_dagster.branching.reaping_rules import Action, Limits, RunState
+from branchlake_dagster.branching.reaper import Reaper
+from branchlake_dagster.branching.reaping_rules import Action, Holder, Limits, Reaping, RunState
 from branchlake_dagster.branching.resource import LakehouseResource
 from branchlake_dagster.branching.run_branch import branch_name, main_with_history, run_id_of
 from branchlake_dagster.branching.tables import table_metadata

@@ -74,7 +74,7 @@ def test_a_passing_run_is_published_in_one_commit_with_its_story(
         assert tags[BASE_TAG] == before
         told = p.observations([namespace, "one"])
         assert [o.metadata["branchlake/publication"].value for o in told] == [outcome.publication]
-        assert told[0].metadata["branchlake/rows"].value == 3
+        assert told[0].metadata["dagster/row_count"].value == 3
 
 
 @pytest.mark.parametrize(
