@@ -69,6 +69,10 @@ class _Look:
             for name in TABLES:
                 seen, wanted = self._visible(entry.commit.hash, name), sorted(rows[name])
                 must(seen == wanted, f"table {name} at {entry.commit.message!r}: {_difference(seen, wanted)}")
+                must(
+                    len(seen) == len(set(seen)),
+                    f"table {name} at {entry.commit.message!r} has a row twice: {seen}",
+                )
 
     def _include(self, number: int, one: Publication, rows: Rows) -> None:
         run_id, plans = one.run_id, self._lineage(one.run_id)

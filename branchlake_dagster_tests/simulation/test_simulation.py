@@ -14,17 +14,19 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from branchlake_dagster.lakehouse.errors import NessieConflict, NessieOutcomeUnknown
 from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
-from branchlake_dagster.lakehouse.nessie.model import Operation, Unchanged
+from branchlake_dagster.lakehouse.nessie.model import Operation, Reference, Unchanged
 from branchlake_dagster.publication import rebase, reconcile
 from branchlake_dagster.publication.gate import Decision, Verdict
 from branchlake_dagster.publication.publisher import Publisher
 from branchlake_dagster.publication.rebase import Plan
+from branchlake_dagster.publication.reconcile import Reconciler
 from branchlake_dagster.publication.replay import Staged
 from branchlake_dagster_tests.simulation.faults import Fault
 from branchlake_dagster_tests.simulation.play import failures, play
@@ -89,6 +91,7 @@ def _discarding_send(self: Publisher, plan: Plan, branch: str, *more: object) ->
 
 
 _SEND, _RUN, _OPERATIONS = Publisher._send, RetryPolicy.run, Plan.operations
+_DELETE, _LOOK = NessieClient.delete_branch, Reconciler._look
 
 
 def _always_repeated(
@@ -108,7 +111,37 @@ def _discarded(self: Plan, values: Mapping[object, object]) -> None:
             self.tables.discard(value)
 
 
+def _delete_now(self: NessieClient, name: str, *, expected_hash: str) -> None:
+    _DELETE(self, name, expected_hash=self.reference(name).hash)
+
+
+class _Listed:
+    """A client for which a branch is where the listing saw it."""
+
+    def __init__(self, client: NessieClient, branch: Reference) -> None:
+        self._client = client
+        self._branch = branch
+
+    def reference(self, *_: object, **__: object) -> Reference:
+        return self._branch
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._client, name)
+
+
+def _look_at_listing(self: Reconciler, branch: Reference, *args: Any) -> object:
+    client = self._client
+    self._client = _Listed(client, branch)  # type: ignore[assignment]
+    try:
+        return _LOOK(self, branch, *args)
+    finally:
+        self._client = client
+
+
 _BUGS = {
+    "branches are deleted wherever they stand": (NessieClient, "delete_branch", _delete_now),
+    "the listing is taken for the end": (Reconciler, "_look", _look_at_listing),
+    "what is judged is not pinned": (reconcile, "pin", lambda client, branch: (branch.hash, False)),
     "no lookup": (Publisher, "_known", lambda self, batch, *, at: {}),
     "an unknown outcome is a failure": (Publisher, "_send", _discarding_send),
     "commits are repeated blindly": (RetryPolicy, "run", _always_repeated),
@@ -121,6 +154,9 @@ _BUGS = {
 """What to put in whose place."""
 
 _FOUND_AS = {
+    "branches are deleted wherever they stand": "was at work and was fenced",
+    "the listing is taken for the end": "was published without",
+    "what is judged is not pinned": "in 2 states",
     "no lookup": "is in the ledger twice",
     "an unknown outcome is a failure": "which was deleted",
     "commits are repeated blindly": "which was deleted",
