@@ -23,7 +23,9 @@ from pyiceberg.table.update import (
     SetCurrentSchemaUpdate,
     SetPropertiesUpdate,
     TableUpdate,
-    update_table_metadata,
+    _apply_table_update,
+    _TableMetadataUpdateContext,
+    _update_table_metadata_log,
 )
 from pyiceberg.table.update.snapshot import _FastAppendFiles, _OverwriteFiles
 from pyiceberg.table.update.validate import (
@@ -55,7 +57,6 @@ class Staged:
 
     base: Table
     table: Table
-    updates: tuple[TableUpdate, ...] = ()
     written: list[str] = field(default_factory=list)
     """Files made for it, to be deleted if it is certainly not committed."""
 
@@ -122,7 +123,7 @@ class IcebergTables:
 
     def replay(self, key: ContentKey, mine: TableChange, after: IcebergTable, onto: Staged) -> Staged:
         """`onto` plus the steps of `mine`, one snapshot each, with their summaries' own entries."""
-        staged = Staged(onto.base, onto.table, onto.updates, list(onto.written))
+        staged = Staged(onto.base, onto.table, list(onto.written))
         self._advance(
             staged, self._layout_updates(mine, self._open(key, after).metadata, onto.table.metadata)
         )
@@ -152,16 +153,19 @@ class IcebergTables:
     @staticmethod
     def _advance(staged: Staged, updates: tuple[TableUpdate, ...]) -> None:
         if updates:
-            table = staged.table
-            metadata = update_table_metadata(table.metadata, updates)
+            table, metadata = staged.table, staged.table.metadata
+            # As PyIceberg's `update_table_metadata` does, but for its deep copy of all snapshots at the end:
+            # with that, replaying took time in proportion to the table's history.
+            context = _TableMetadataUpdateContext()
+            for update in updates:
+                metadata = _apply_table_update(update, metadata, context)
             staged.table = Table(table.name(), metadata, table.metadata_location, table.io, table.catalog)
-            staged.updates += updates
 
     def write(self, staged: Staged, content_id: str | None) -> IcebergTable:
         """Write the metadata file and say what Nessie shall hold."""
         base = staged.base
-        metadata = update_table_metadata(
-            base.metadata, staged.updates, metadata_location=base.metadata_location
+        metadata = _update_table_metadata_log(
+            staged.table.metadata, base.metadata_location, base.metadata.last_updated_ms
         )
         version = self._catalog._parse_metadata_version(base.metadata_location) + 1
         provider = load_location_provider(metadata.location, metadata.properties)
