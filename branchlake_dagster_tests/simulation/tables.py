@@ -143,7 +143,7 @@ class SimulatedTables:
                 raise ReplayImpossible(f"files are not there any more: {sorted(lost)}", table=key.name)
             state = self.warehouse.stepped(state, replace(step, snapshot_id=self.warehouse.number()))
             written.append(state.manifests[-1])
-        return Staged(onto.base, state, onto.updates, written)
+        return Staged(onto.base, state, written)
 
     def write(self, staged: Staged, content_id: str | None) -> IcebergTable:
         self.pause()
