@@ -254,15 +254,13 @@ class Reconciler:
     def _again(self, run: DagsterRun, branch: Reference) -> Outcome:
         """A branch whose verdict was told already: only its deletion was missed, or it is kept."""
         if publication := published_as(run.tags, branch.name):
-            self._drop(branch, keep_data=True)
-            unpin(self._client, branch.name)
+            self._end(branch, keep_data=True)
             return Outcome(branch.name, run.run_id, Action.PUBLISHED, "told before", None, publication)
         if self._settings.keep_failed_hours:
             hours = self._settings.keep_failed_hours
             detail = f"not published, kept for debugging for {hours:g} h after its end"
             return Outcome(branch.name, run.run_id, Action.WAITING, detail)
-        self._drop(branch, keep_data=False)
-        unpin(self._client, branch.name)
+        self._end(branch, keep_data=False)
         return Outcome(branch.name, run.run_id, Action.DISCARDED, "its verdict was told before")
 
     def _ancestor(self, branch: Reference) -> str | None:
@@ -364,16 +362,20 @@ class Reconciler:
             took_s=self._clock() - one.began,
         )
         if publication is not None:
-            self._drop(one.branch, keep_data=True)
+            self._end(one.branch, keep_data=True)
         elif not self._settings.keep_failed_hours:
-            self._drop(one.branch, keep_data=False)
-        unpin(self._client, one.branch.name)
+            self._end(one.branch, keep_data=False)
         return Outcome(
             one.branch.name, one.run.run_id, action, detail, one.verdict, publication, tables, check_run
         )
 
-    def _drop(self, branch: Reference, *, keep_data: bool) -> None:
-        """Delete the branch at the hash that was judged; what somebody wrote later goes with it.
+    def _end(self, branch: Reference, *, keep_data: bool) -> None:
+        """Delete the branch, then its pin. A branch that stays keeps it: somebody has begun with it."""
+        if self._drop(branch, keep_data=keep_data):
+            unpin(self._client, branch.name)
+
+    def _drop(self, branch: Reference, *, keep_data: bool) -> bool:
+        """Delete the branch at the hash that was judged; whether it is gone.
 
         `keep_data`: its files are `main`'s now. Otherwise it becomes a tag, until its files are deleted.
         """
@@ -383,10 +385,11 @@ class Reconciler:
             else:
                 discard(self._client, branch)
         except ReferenceNotFound:
-            return  # another publisher was faster
+            return True  # another publisher was faster
         except NessieConflict:
             # A late writer. The run is over: the next pass finds the verdict told and deletes what is there.
-            return
+            return False
+        return True
 
 
 def other_location(run: DagsterRun, location: str | None) -> str | None:
