@@ -7,7 +7,7 @@ Each field is read from the environment as `BRANCHLAKE_<FIELD>` (`BRANCHLAKE_NES
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -102,6 +102,15 @@ class Settings(BaseSettings):
                 f"{value} does not divide an hour; use 1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30 or 60"
             )
         return value
+
+    @classmethod
+    def secrets(cls) -> tuple[str, ...]:
+        """The names of the settings that nothing may show."""
+        return tuple(name for name, field in cls.model_fields.items() if field.annotation == SecretStr | None)
+
+    def told(self) -> dict[str, Any]:
+        """What was set, without the secrets: as `LakehouseResource` takes it."""
+        return self.model_dump(exclude_unset=True, exclude=set(self.secrets()), mode="json")
 
     @property
     def warehouse_uri(self) -> str:

@@ -82,8 +82,8 @@ def project(lake: Lakehouse, *parts: Any) -> Iterator[Project]:
     """A project of assets and asset checks."""
     assets = [p for p in parts if not isinstance(p, dg.AssetChecksDefinition)]
     checks = [p for p in parts if isinstance(p, dg.AssetChecksDefinition)]
-    settings = lake.settings.model_dump(exclude_unset=True, mode="json")
-    machinery = branchlake_definitions(lake.settings, lakehouse=LakehouseResource(settings=settings))
+    resource = LakehouseResource(settings=lake.settings.told())
+    machinery = branchlake_definitions(lake.settings, lakehouse=resource)
     merged = dg.Definitions.merge(
         machinery,
         dg.Definitions(assets=assets, asset_checks=checks, executor=dg.in_process_executor),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dagster import ConfigurableResource, DagsterInstance, DagsterRun, InitResourceContext
-from pydantic import PrivateAttr
+from pydantic import PrivateAttr, field_validator
 
 from branchlake_dagster.branching.beats import HeartbeatStore
 from branchlake_dagster.branching.claims import is_retry
@@ -19,6 +19,7 @@ from branchlake_dagster.branching.retry import inherited
 from branchlake_dagster.branching.run_branch import RunBranch
 from branchlake_dagster.branching.run_tags import CHECK_REF_TAG
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
+from branchlake_dagster.lakehouse.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.settings import Settings
 
@@ -30,7 +31,8 @@ _first_use = threading.Lock()
 class LakehouseResource(ConfigurableResource[Any]):
     """The lake, and inside a run the run's branch of it.
 
-    Its settings come from the environment (`BRANCHLAKE_…`) and `settings` overrides single fields.
+    Its settings come from the environment (`BRANCHLAKE_…`) and `settings` overrides single fields; a secret
+    there is a ConfigurationError, because Dagster shows a resource's configuration in its UI.
     Outside a run (a sensor, a notebook) it stands on `main`.
     """
 
@@ -40,6 +42,18 @@ class LakehouseResource(ConfigurableResource[Any]):
     _run_branch: RunBranch | None = PrivateAttr(default=None)
     _stands_on: str = PrivateAttr(default=MAIN)
     _heartbeat: tuple[str, str] | None = PrivateAttr(default=None)
+
+    @field_validator("settings")
+    @classmethod
+    def _no_secrets(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in Settings.secrets():
+            if value.get(name) is not None:
+                # No ValueError: pydantic would print the value beside it.
+                raise ConfigurationError(
+                    f"The resource's settings hold the secret {name!r}, which Dagster would show.",
+                    hint=f"Set BRANCHLAKE_{name.upper()} in the environment instead.",
+                )
+        return value
 
     def setup_for_execution(self, context: InitResourceContext) -> None:
         """Bind to the run. Touches neither Nessie nor Spark: a run that uses no table gets no branch.

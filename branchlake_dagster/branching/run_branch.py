@@ -12,6 +12,7 @@ from branchlake_dagster.lakehouse.errors import (
     NessieAlreadyExists,
     NessieConflict,
     NessieError,
+    NessieUnauthorized,
     ReferenceNotFound,
 )
 from branchlake_dagster.lakehouse.lakehouse import MAIN
@@ -149,7 +150,8 @@ class RunBranch:
             found = client.reference(own, fetch_metadata=True)
             return Place(own, (found.metadata and found.metadata.common_ancestor_hash) or base)
         except NessieError as error:
-            if not self._direct_main:
+            # A Nessie that says no is not unavailable, and what it refuses must not go around the gate.
+            if not self._direct_main or isinstance(error, NessieUnauthorized):
                 raise
             self._warn(FALLING_BACK)
             _log.warning("Branch %s could not be made: %s", own, error)

@@ -72,7 +72,7 @@ def _plain(lake: Lakehouse, rows: int, name: str) -> float:
 def _on_a_branch(lake: Lakehouse, rows: int, name: str) -> tuple[float, float]:
     """Seconds of the write itself and of all else the machinery did for it."""
     took: dict[str, float] = {}
-    resource = LakehouseResource(settings=lake.settings.model_dump(exclude_unset=True, mode="json"))
+    resource = LakehouseResource(settings=lake.settings.told())
 
     @dg.asset(key=["bench", name], metadata=table_metadata(require_checks=False))
     def written(lakehouse: LakehouseResource, spark: BranchSparkResource) -> None:

@@ -50,7 +50,7 @@ def from_answer(status: int, payload: object, *, action: str, changes: bool, ser
     text = f"Nessie at {server} did not {action}: {said} (HTTP {status})."
     if status in (401, 403):
         return NessieUnauthorized(
-            text, status=status, code=code, hint="Check the Nessie token and what it permits."
+            text, status=status, code=code, hint="Set BRANCHLAKE_NESSIE_TOKEN to a token that permits this."
         )
     if status == 404:
         missing = {"REFERENCE_NOT_FOUND": ReferenceNotFound, "CONTENT_NOT_FOUND": ContentNotFound}

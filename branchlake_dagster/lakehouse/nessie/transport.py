@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import requests
 
@@ -31,8 +31,10 @@ def checked_uri(uri: str) -> str:
     path = parts.path.rstrip("/")
     plain = not parts.query and not parts.fragment
     if parts.scheme not in ("http", "https") or not parts.hostname or not path.endswith("/v2") or not plain:
+        # Without its query: some put a token there.
+        shown = parts._replace(query="", fragment="").geturl()
         raise ConfigurationError(
-            f"{uri!r} is no address of Nessie's API v2.", hint="Example: http://127.0.0.1:19120/api/v2"
+            f"{shown!r} is no address of Nessie's API v2.", hint="Example: http://127.0.0.1:19120/api/v2"
         )
     return f"{parts.scheme}://{parts.netloc}{path}"
 
@@ -184,7 +186,19 @@ class HttpTransport:
     def _payload(self, answer: requests.Response) -> object:
         """The JSON of an error answer with our token blotted out, in case the server echoes it."""
         try:
-            text = answer.text.replace(self._secret, "***") if self._secret else answer.text
-            return json.loads(text)
+            return _blotted(json.loads(answer.text), self._secret)
         except ValueError:
             return None
+
+
+def _blotted(data: object, secret: str | None) -> object:
+    """JSON data without the secret. Not the text of it: that may hold the secret in escapes."""
+    if secret is None:
+        return data
+    if isinstance(data, str):
+        return data.replace(secret, "***").replace(quote(secret, safe=""), "***")
+    if isinstance(data, list):
+        return [_blotted(item, secret) for item in data]
+    if isinstance(data, dict):
+        return {_blotted(key, secret): _blotted(value, secret) for key, value in data.items()}
+    return data
