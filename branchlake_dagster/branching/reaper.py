@@ -7,6 +7,7 @@ keeps it. Whatever is kept has its reason.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -15,7 +16,15 @@ from typing import Protocol
 from branchlake_dagster.branching.beats import Beat
 from branchlake_dagster.branching.discard import discard
 from branchlake_dagster.branching.pulse import Heartbeats, Pulse, glance, watch
-from branchlake_dagster.branching.reaping_rules import Action, Facts, Limits, RunState, decide
+from branchlake_dagster.branching.reaping_rules import (
+    Action,
+    Facts,
+    Holder,
+    Limits,
+    Reaping,
+    RunState,
+    decide,
+)
 from branchlake_dagster.branching.run_branch import branch_name, run_id_of
 from branchlake_dagster.lakehouse.errors import NessieConflict, ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
@@ -31,36 +40,8 @@ OUR_BRANCHES = (
 )
 """Nessie's filter for the branches that the reaper looks at."""
 
-
-@dataclass(frozen=True)
-class Holder:
-    """The run that a branch belongs to."""
-
-    run_id: str
-    state: RunState
-    started: datetime | None = None
-    ended: datetime | None = None
-
-
-@dataclass(frozen=True)
-class Reaping:
-    """The decision on one branch and its reason. `heartbeat` says `none` when nobody beats there."""
-
-    branch: str
-    run_id: str
-    action: Action
-    reason: str
-    state: RunState = RunState.MISSING
-    age: timedelta | None = None
-    heartbeat: str = "none"
-
-    @property
-    def delete(self) -> bool:
-        """Whether the branch goes."""
-        return self.action is not Action.KEEP
-
-    def __str__(self) -> str:
-        return f"{self.branch}: {self.action}, {self.reason}"
+_MANY = 200
+"""More references than these are listed, fewer are asked for one by one."""
 
 
 class Runs(Protocol):
@@ -151,10 +132,33 @@ class Reaper:
         for beat, pulse in pulses.items():
             by_branch.setdefault(beat.branch, {})[beat] = pulse
         ours = [name for name in {**branches, **by_branch} if name.startswith(RUN_BRANCH_PREFIX)]
-        return _Seen(branches, by_branch, self._runs.holders(ours), self._now())
+        seen = _Seen(branches, by_branch, self._runs.holders(ours), self._now())
+        return replace(seen, branches=branches | self._with_ages(seen))
 
-    def _list(self) -> dict[str, Reference]:
-        return {ref.name: ref for ref in self._client.references(filter=self._listing, fetch_metadata=True)}
+    def _list(self, *, metadata: bool = False) -> dict[str, Reference]:
+        found = self._client.references(filter=self._listing, fetch_metadata=metadata)
+        return {ref.name: ref for ref in found}
+
+    def _with_ages(self, seen: _Seen) -> dict[str, Reference]:
+        """The branches whose last commit matters, with metadata: asking for that of all takes long."""
+        oldest = seen.moment - self._limits.max_age
+
+        def matters(name: str) -> bool:
+            holder = seen.holder(name)
+            young = holder.started is not None and holder.started >= oldest
+            return holder.state is RunState.MISSING or (holder.state is RunState.ACTIVE and not young)
+
+        wanted = [name for name in seen.branches if name.startswith(RUN_BRANCH_PREFIX) and matters(name)]
+        found: dict[str, Reference] = {}
+        if len(wanted) > _MANY:
+            found = self._list(metadata=True)
+        else:
+            for name in wanted:
+                with contextlib.suppress(ReferenceNotFound):  # found gone again when it is its turn
+                    found[name] = self._client.reference(name, fetch_metadata=True)
+        # Still at the hash of before the runs were looked up: a write since then must keep the branch.
+        both = [name for name in wanted if name in found]
+        return {name: replace(seen.branches[name], metadata=found[name].metadata) for name in both}
 
     def _judge(self, branch: Reference, seen: _Seen) -> Reaping:
         here = seen.pulses.get(branch.name, {})

@@ -6,7 +6,7 @@ Seed 000 ("Orphan Branch Cleanup") with heartbeats: docs/adr/0007-closed-gate-an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from enum import StrEnum
 
 from branchlake_dagster.branching.pulse import Pulse
@@ -56,6 +56,37 @@ class Facts:
     writers: frozenset[Pulse] = frozenset()
     publishers: frozenset[Pulse] = frozenset()
     reports: bool = False
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The run that a branch belongs to."""
+
+    run_id: str
+    state: RunState
+    started: datetime | None = None
+    ended: datetime | None = None
+
+
+@dataclass(frozen=True)
+class Reaping:
+    """The decision on one branch and its reason. `heartbeat` says `none` when nobody beats there."""
+
+    branch: str
+    run_id: str
+    action: Action
+    reason: str
+    state: RunState = RunState.MISSING
+    age: timedelta | None = None
+    heartbeat: str = "none"
+
+    @property
+    def delete(self) -> bool:
+        """Whether the branch goes."""
+        return self.action is not Action.KEEP
+
+    def __str__(self) -> str:
+        return f"{self.branch}: {self.action}, {self.reason}"
 
 
 def decide(facts: Facts, limits: Limits) -> tuple[Action, str]:

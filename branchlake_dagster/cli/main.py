@@ -88,23 +88,26 @@ def status(as_json: bool) -> None:
 
 
 @main.command()
-@click.option("--dry-run", is_flag=True, help="Only say what would be deleted, and why.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be done, and why.")
 def reap(dry_run: bool) -> None:
-    """Delete run branches that nobody will publish; say why each other one is kept."""
+    """End run branches that nobody will publish and delete what long discarded ones left; say why.
+
+    Waits for half a minute when a writer is silent, to tell whether it is dead; with --dry-run it does not.
+    """
     from dagster import DagsterInstance
 
     from branchlake_dagster.cli.home import dagster_home
+    from branchlake_dagster.cli.reaping import show
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-    from branchlake_dagster.publication.reaping import reap_branches
+    from branchlake_dagster.publication.reaping import reap_branches, sweep_discarded
 
     settings = Settings()
     dagster_home(settings)
+    lake = Lakehouse(settings, say=say)
     with DagsterInstance.get() as instance:
-        reaped = list(reap_branches(Lakehouse(settings, say=say), instance, dry_run=dry_run))
-    for one in reaped:
-        click.echo(f"{'would be ' if dry_run and one.delete else ''}{one}")
-    if not reaped:
-        click.echo("No run branches.")
+        reaped = list(reap_branches(lake, instance, dry_run=dry_run))
+        swept = list(sweep_discarded(lake, instance, dry_run=dry_run))
+    show(reaped, swept, dry_run=dry_run)
 
 
 @main.command()

@@ -9,6 +9,10 @@ from dagster import DagsterInstance
 from rich.console import Console
 from rich.table import Table
 
+from branchlake_dagster.branching.beats import HeartbeatStore
+from branchlake_dagster.branching.claims import claims
+from branchlake_dagster.branching.discard import DISCARDED_PREFIX
+from branchlake_dagster.branching.pulse import glance
 from branchlake_dagster.branching.run_branch import run_id_of
 from branchlake_dagster.cli.home import dagster_home
 from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK
@@ -39,25 +43,30 @@ def gather(settings: Settings) -> dict[str, Any]:
     found: dict[str, Any] = {
         "state_dir": str(settings.state_dir),
         "warehouse": settings.warehouse_uri,
+        "discard_grace_h": settings.discard_grace_h,
         "servers": servers,
     }
     if settings.embedded_nessie and records[NESSIE] is None:
-        return {**found, "main": None, "branches": [], "publications": []}
+        return {**found, "discarded": [], "main": None, "branches": [], "publications": []}
     now = datetime.now(UTC)
     dagster_home(settings)
     branches = []
     with DagsterInstance.get() as instance:
-        for ref in lake.nessie.references(filter=RUN_BRANCHES, fetch_metadata=True):
-            record = instance.get_run_record_by_id(run_id_of(ref.name))
+        refs = list(lake.nessie.references(filter=RUN_BRANCHES, fetch_metadata=True))
+        holders = claims(instance, [ref.name for ref in refs])
+        pulses = _pulses(settings, now)
+        for ref in refs:
+            record = holders[ref.name]
             head = ref.metadata.head_commit if ref.metadata else None
             born = record.create_timestamp if record else (head.commit_time if head else None)
             branches.append(
                 {
                     "branch": ref.name,
-                    "run_id": run_id_of(ref.name),
+                    "run_id": record.dagster_run.run_id if record else run_id_of(ref.name),
                     "state": record.dagster_run.status.value.lower() if record else "unknown",
                     "age_s": round((now - born).total_seconds()) if born else None,
                     "commits": ref.metadata.commits_ahead if ref.metadata else None,
+                    "heartbeat": pulses.get(ref.name, "none"),
                 }
             )
     ledger = [
@@ -70,7 +79,17 @@ def gather(settings: Settings) -> dict[str, Any]:
         }
         for entry in publications(lake.nessie, limit=_LAST)
     ]
+    tags = lake.nessie.references(filter=f"refType == 'TAG' && ref.name.startsWith('{DISCARDED_PREFIX}')")
+    found["discarded"] = sorted(tag.name for tag in tags)
     return {**found, "main": lake.nessie.reference(MAIN).hash, "branches": branches, "publications": ledger}
+
+
+def _pulses(settings: Settings, now: datetime) -> dict[str, str]:
+    """What the heartbeats on each branch look like at a glance."""
+    found: dict[str, set[str]] = {}
+    for beat, pulse in glance(HeartbeatStore.of(settings).all(), now).items():
+        found.setdefault(beat.branch, set()).add(pulse)
+    return {branch: ", ".join(sorted(pulses)) for branch, pulses in found.items()}
 
 
 def show(found: dict[str, Any]) -> None:
@@ -85,11 +104,16 @@ def show(found: dict[str, Any]) -> None:
         console.print("Start the servers with `branchlake up` to see branches.")
         return
     console.print(f"{'main':14} {found['main'][:16]}")
-    branches = Table("run branch", "state", "age", "commits", title=f"{len(found['branches'])} run branches")
+    branches = Table(
+        "run branch", "state", "age", "commits", "heartbeat", title=f"{len(found['branches'])} run branches"
+    )
     for row in found["branches"]:
         age = "?" if row["age_s"] is None else f"{row['age_s'] // 60} min {row['age_s'] % 60} s"
-        branches.add_row(row["branch"], row["state"], age, str(row["commits"]))
+        branches.add_row(row["branch"], row["state"], age, str(row["commits"]), row["heartbeat"])
     console.print(branches)
+    if found["discarded"]:
+        hours = found["discard_grace_h"]
+        console.print(f"{len(found['discarded'])} discarded; a retry can continue them for {hours:g} h.")
     ledger = Table("publication", "run", "verdict", "tables", title="last publications")
     for row in found["publications"]:
         ledger.add_row(row["publication"][:16], row["run_id"], row["verdict"], ", ".join(row["tables"]))

@@ -4,8 +4,9 @@ No postponed annotations here: Dagster compares the annotation of `context` with
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from typing import TypeVar
 
 from dagster import (
     DagsterEventType,
@@ -26,10 +27,13 @@ from branchlake_dagster.branching.reaper import Reaper
 from branchlake_dagster.branching.reaping_rules import Holder, Limits, Reaping, RunState
 from branchlake_dagster.branching.resource import LakehouseResource
 from branchlake_dagster.branching.run_tags import judged, opened_by, published_as
+from branchlake_dagster.branching.sweep import Sweeper, Sweeping
+from branchlake_dagster.branching.table_files import TableFiles
 from branchlake_dagster.lakehouse.errors import BranchlakeError, Transient
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
 
+T = TypeVar("T")
 _NOTED = {DagsterEventType.STEP_FAILURE, DagsterEventType.STEP_UP_FOR_RETRY}
 
 
@@ -120,6 +124,24 @@ def reap_branches(
     ).run(dry_run=dry_run)
 
 
+def sweep_discarded(
+    lake: Lakehouse,
+    instance: DagsterInstance,
+    *,
+    dry_run: bool = False,
+    now: Callable[[], datetime] = lambda: datetime.now(UTC),
+) -> Iterator[Sweeping]:
+    """Delete the files of branches that were discarded longer ago than `discard_grace_h`."""
+    settings = lake.settings
+    return Sweeper(
+        lake.nessie,
+        TableFiles(settings.file_io_properties()),
+        DagsterRuns(instance).holders,
+        grace=timedelta(hours=settings.discard_grace_h),
+        now=now,
+    ).run(dry_run=dry_run)
+
+
 def limits_of(settings: Settings) -> Limits:
     """The reaper's patience as it is set."""
     return Limits(
@@ -130,19 +152,22 @@ def limits_of(settings: Settings) -> Limits:
 
 
 def reap_job() -> JobDefinition:
-    """The job `reap_branches`: one pass, its decisions in the output's metadata."""
+    """The job `reap_branches`: one pass over branches, then over discarded states; told as metadata."""
 
-    @op(description="Ends run branches that nobody will publish, by seed 000's rules.")
+    @op(description="Ends run branches that nobody will publish, and deletes what long discarded ones left.")
     def reap_branches_op(context: OpExecutionContext, lakehouse: LakehouseResource) -> None:
-        reaped = list(reap_branches(lakehouse.lakehouse, context.instance))
-        for one in reaped:
-            context.log.info(str(one))
+        lake = lakehouse.lakehouse
+        reaped = _logged(context, reap_branches(lake, context.instance))
+        swept = _logged(context, sweep_discarded(lake, context.instance))
         deleted = [one for one in reaped if one.delete]
         context.add_output_metadata(
             {
                 "deleted": MetadataValue.int(len(deleted)),
                 "kept": MetadataValue.int(len(reaped) - len(deleted)),
-                "branches": MetadataValue.md("\n".join(f"- {one}" for one in reaped) or "no run branches"),
+                "files_deleted": MetadataValue.int(sum(one.files for one in swept)),
+                "bytes_freed": MetadataValue.int(sum(one.size for one in swept)),
+                "branches": _bullets(reaped) or MetadataValue.md("no run branches"),
+                "discarded": _bullets(swept) or MetadataValue.md("nothing discarded"),
             }
         )
 
@@ -151,6 +176,19 @@ def reap_job() -> JobDefinition:
         reap_branches_op()
 
     return reap_branches_job
+
+
+def _logged(context: OpExecutionContext, decisions: Iterator[T]) -> list[T]:
+    told = []
+    for one in decisions:
+        context.log.info(str(one))
+        told.append(one)
+    return told
+
+
+def _bullets(lines: Sequence[object], most: int = 500) -> MetadataValue | None:
+    more = [f"- and {len(lines) - most} more, in the run's log"] if len(lines) > most else []
+    return MetadataValue.md("\n".join([*(f"- {one}" for one in lines[:most]), *more])) if lines else None
 
 
 def reap_schedule(reaper: JobDefinition, settings: Settings) -> ScheduleDefinition:

@@ -1,0 +1,434 @@
+"""Deleting the files of discarded branches, on the real Nessie and real Iceberg files."""
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyiceberg.table import Table
+from pyiceberg.types import StringType
+
+from branchlake_dagster.branching.discard import discard, discarded_name, take_over
+from branchlake_dagster.branching.history import MainHistory
+from branchlake_dagster.branching.reaping_rules import Holder, RunState
+from branchlake_dagster.branching.sweep import Sweeper, Sweeping
+from branchlake_dagster.branching.table_files import TableFiles, plain, within
+from branchlake_dagster.lakehouse.errors import NessieUnavailable
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.lakehouse.nessie.model import ContentKey, Put, Reference, ReferenceType
+
+pytestmark = pytest.mark.integration
+
+HOUR = timedelta(hours=1)
+ROWS = pa.table({"n": [1, 2, 3]})
+
+
+class Lake:
+    """A namespace on `main` with one published table, and run branches beside it."""
+
+    def __init__(self, lake: Lakehouse, namespace: str) -> None:
+        self.lake, self.nessie, self.namespace = lake, lake.nessie, namespace
+        catalog = lake.catalog()
+        catalog.create_namespace(namespace)
+        catalog.create_table((namespace, "t"), ROWS.schema)
+        catalog.load_table((namespace, "t")).append(ROWS)
+        self.root = Path(lake.settings.warehouse_uri.removeprefix("file://")) / namespace
+        self.holders: dict[str, Holder] = {}
+
+    def branch(self, name: str) -> str:
+        branch = f"run-{self.namespace}-{name}"
+        head = self.nessie.reference(MAIN).hash
+        self.nessie.create_branch(branch, from_ref=MAIN, from_hash=head)
+        return branch
+
+    def table(self, ref: str = MAIN, name: str = "t") -> Table:
+        return self.lake.catalog(ref).load_table((self.namespace, name))
+
+    def rows(self, ref: str = MAIN, name: str = "t") -> list[int]:
+        return sorted(self.table(ref, name).scan().to_arrow()["n"].to_pylist())
+
+    def create(self, ref: str, name: str) -> Table:
+        return self.lake.catalog(ref).create_table((self.namespace, name), ROWS.schema)
+
+    def discard(self, branch: str) -> str:
+        discard(self.nessie, self.nessie.reference(branch, fetch_metadata=True))
+        return discarded_name(branch)
+
+    def files(self) -> set[str]:
+        return {str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file()}
+
+    def names(self) -> set[str]:
+        found = self.nessie.references(filter=f"ref.name.contains('{self.namespace}')")
+        return {ref.name for ref in found}
+
+    def sweep(self, *, later: timedelta = 2 * HOUR, dry_run: bool = False) -> list[Sweeping]:
+        def holders(branches: Collection[str]) -> Mapping[str, Holder]:
+            return {branch: self.holders[branch] for branch in branches if branch in self.holders}
+
+        sweeper = Sweeper(
+            self.nessie,
+            TableFiles({}),
+            holders,
+            grace=HOUR,
+            now=lambda: datetime.now(UTC) + later,
+            listing=f"refType == 'TAG' && ref.name.contains('-{self.namespace}')",
+        )
+        return list(sweeper.run(dry_run=dry_run))
+
+
+@pytest.fixture
+def lake(lakehouse: Lakehouse, namespace: str) -> Iterator[Lake]:
+    made = Lake(lakehouse, namespace)
+    yield made
+    for ref in list(made.nessie.references(filter=f"ref.name.contains('{namespace}')")):
+        delete = made.nessie.delete_tag if ref.type is ReferenceType.TAG else made.nessie.delete_branch
+        delete(ref.name, expected_hash=ref.hash)
+
+
+def work(lake: Lake, branch: str) -> None:
+    """What a run may do: append, replace, change the schema, create a table, create and drop another one."""
+    lake.table(branch).append(pa.table({"n": [10]}))
+    lake.table(branch).overwrite(pa.table({"n": [20]}))
+    with lake.table(branch).update_schema() as update:
+        update.add_column("more", StringType())
+    lake.create(branch, "made").append(ROWS)
+    lake.create(branch, "dropped").append(ROWS)
+    lake.lake.catalog(branch).drop_table((lake.namespace, "dropped"))
+
+
+def test_a_discarded_branch_leaves_no_file(lake: Lake) -> None:
+    before = lake.files()
+    branch = lake.branch("blocked")
+    work(lake, branch)
+    written = lake.files() - before
+    tag = lake.discard(branch)
+    (dry,) = lake.sweep(dry_run=True)
+    assert lake.files() == before | written
+    (done,) = lake.sweep()
+    assert lake.files() == before
+    assert (done.tag, done.done) == (tag.replace("discarded-", "sweeping-"), True)
+    assert (done.files, done.size) == (dry.files, dry.size)
+    assert done.files == len(written)
+    assert f"{len(written)} files" in str(done)
+    assert lake.rows() == [1, 2, 3]
+    assert lake.names() == set()
+    assert lake.sweep() == []
+
+
+def test_the_size_that_is_told_is_what_is_freed(lake: Lake) -> None:
+    def used() -> int:
+        return sum((lake.root / name).stat().st_size for name in lake.files())
+
+    before = used()
+    branch = lake.branch("blocked")
+    work(lake, branch)
+    freed = used() - before
+    lake.discard(branch)
+    (done,) = lake.sweep()
+    assert done.size == freed
+    assert used() == before
+
+
+def test_a_tag_waits_for_its_grace_and_for_a_retry(lake: Lake) -> None:
+    branch = lake.branch("failed")
+    lake.table(branch).append(ROWS)
+    tag = lake.discard(branch)
+    (early,) = lake.sweep(later=HOUR / 2)
+    assert "a retry may continue it for another 0.5 h" in early.reason
+    now = datetime.now(UTC)
+    lake.holders[branch] = Holder("r", RunState.UNPUBLISHED, ended=now + 1.5 * HOUR)
+    assert "another 0.5 h" in lake.sweep()[0].reason
+    lake.holders[branch] = Holder("r", RunState.ACTIVE)
+    assert lake.sweep()[0].reason == "run r may continue it"
+    assert lake.names() == {tag}
+
+
+# -- what others need -----------------------------------------------------------------------------------
+
+
+def test_somebodys_own_branch_keeps_what_it_sees(lake: Lake) -> None:
+    branch = lake.branch("blocked")
+    lake.table(branch).append(pa.table({"n": [10]}))
+    seen = lake.nessie.reference(branch)
+    lake.nessie.create_branch(f"mine-{lake.namespace}", from_ref=branch, from_hash=seen.hash)
+    lake.table(branch).append(pa.table({"n": [11]}))
+    tag = lake.discard(branch)
+    (kept,) = lake.sweep()
+    assert not kept.done
+    assert kept.reason == f"the rest is needed by mine-{lake.namespace}"
+    assert kept.files == 4  # of the second append: data, manifest, manifest list, metadata
+    assert lake.rows(f"mine-{lake.namespace}") == [1, 2, 3, 10]
+    lake.nessie.delete_branch(f"mine-{lake.namespace}", expected_hash=seen.hash)
+    (done,) = lake.sweep()
+    assert (done.done, done.files) == (True, 4)
+    assert tag not in lake.names()
+
+
+def test_a_rename_does_not_hide_the_data(lake: Lake) -> None:
+    branch = lake.branch("blocked")
+    lake.table(branch).append(pa.table({"n": [10]}))
+    head = lake.nessie.reference(branch).hash
+    mine = f"mine-{lake.namespace}"
+    lake.nessie.create_branch(mine, from_ref=branch, from_hash=head)
+    lake.lake.catalog(mine).rename_table((lake.namespace, "t"), (lake.namespace, "u"))
+    lake.discard(branch)
+    assert not lake.sweep()[0].done
+    assert lake.rows(mine, "u") == [1, 2, 3, 10]
+
+
+def test_a_snapshot_that_was_expired_elsewhere_still_has_its_files(lake: Lake) -> None:
+    """Its id is gone from that metadata, its manifest is still in use there."""
+    branch = lake.branch("blocked")
+    lake.table(branch).append(pa.table({"n": [10]}))
+    head = lake.nessie.reference(branch).hash
+    mine = f"mine-{lake.namespace}"
+    lake.nessie.create_branch(mine, from_ref=branch, from_hash=head)
+    dead = lake.table(mine).current_snapshot()
+    lake.table(mine).append(pa.table({"n": [30]}))
+    lake.table(mine).maintenance.expire_snapshots().by_id(dead.snapshot_id).commit()
+    lake.discard(branch)
+    lake.sweep()
+    assert lake.rows(mine) == [1, 2, 3, 10, 30]
+
+
+def test_what_a_retry_took_over_goes_with_the_retry(lake: Lake) -> None:
+    before = lake.files()
+    branch = lake.branch("parent")
+    lake.table(branch).append(pa.table({"n": [10]}))
+    seen = lake.nessie.reference(branch)
+    own = f"run-{lake.namespace}-child"
+    take_over(lake.nessie, branch, own)
+    # A clean-up that died left the parent's tag behind.
+    lake.nessie.create_tag(discarded_name(branch), from_ref=own, from_hash=seen.hash)
+    lake.table(own).append(pa.table({"n": [11]}))
+    (parents,) = lake.sweep()
+    assert (parents.done, parents.files) == (True, 0)
+    assert lake.rows(own) == [1, 2, 3, 10, 11]
+    lake.discard(own)
+    lake.sweep()
+    assert lake.files() == before
+
+
+def test_two_tags_with_the_same_files_do_not_wait_for_each_other(lake: Lake) -> None:
+    before = lake.files()
+    branch = lake.branch("parent")
+    lake.table(branch).append(pa.table({"n": [10]}))
+    head = lake.nessie.reference(branch).hash
+    lake.nessie.create_tag(discarded_name(f"run-{lake.namespace}-twin"), from_ref=branch, from_hash=head)
+    lake.discard(branch)
+    assert [one.done for one in lake.sweep()] == [True, True]
+    assert lake.files() == before
+
+
+def test_data_files_that_a_rebase_brought_to_main_stay(lake: Lake) -> None:
+    """The same files in another snapshot: main may hold them although the branch looks dead."""
+    branch = lake.branch("replayed")
+    lake.table(branch).append(pa.table({"n": [10]}))
+    (manifest,) = [
+        one
+        for one in lake.table(branch).current_snapshot().manifests(lake.table().io)
+        if one.added_snapshot_id == lake.table(branch).current_snapshot().snapshot_id
+    ]
+    (entry,) = manifest.fetch_manifest_entry(lake.table().io)
+    lake.table().append(pa.table({"n": [99]}))
+    main = lake.table()
+    with main.transaction() as transaction, transaction.update_snapshot().fast_append() as append:
+        append.append_data_file(entry.data_file)
+    # Overwritten since; a reader of the snapshot in between still needs it.
+    lake.table().overwrite(pa.table({"n": [7]}))
+    lake.discard(branch)
+    (done,) = lake.sweep()
+    assert done.done
+    assert done.reason == "the rest is needed by main"
+    assert Path(entry.data_file.file_path.removeprefix("file://")).exists()
+    assert done.files == 3
+
+
+def test_a_run_that_the_ledger_names_loses_no_file(lake: Lake) -> None:
+    branch = lake.branch("published")
+    lake.table(branch).append(pa.table({"n": [10]}))
+    head = lake.nessie.reference(branch).hash
+    lake.nessie.merge(
+        from_name=branch,
+        from_hash=head,
+        into=MAIN,
+        expected_hash=lake.nessie.reference(MAIN).hash,
+        message="publish",
+        properties={"branchlake.run_id": f"other,{branch.removeprefix('run-')}"},
+    )
+    lake.lake.catalog().drop_table((lake.namespace, "t"))
+    files = lake.files()
+    lake.discard(branch)
+    (done,) = lake.sweep()
+    assert "was published" in done.reason
+    assert lake.files() == files
+    assert lake.names() == set()
+
+
+def test_files_outside_of_the_tables_folder_are_not_ours(lake: Lake, tmp_path: Path) -> None:
+    own = tmp_path / "own.parquet"
+    pq.write_table(ROWS, own)
+    branch = lake.branch("blocked")
+    lake.table(branch).add_files([f"file://{own}"])
+    lake.discard(branch)
+    (done,) = lake.sweep()
+    assert "1 files outside of the tables' folders stay" in done.reason
+    assert own.exists()
+
+
+def test_the_files_of_other_keys_are_compared_by_one_spelling() -> None:
+    assert plain("file:/a/b") == plain("file:///a/b")
+    assert plain("s3a://bucket/x") == plain("s3://bucket/x") != plain("s3://other/x")
+    assert within("file:/a/t_1/data/x", ["file:///a/t_1/"])
+    assert not within("file:/a/t_10/data/x", ["file:///a/t_1/"])
+
+
+# -- sweeps that fail, die or meet others ----------------------------------------------------------------
+
+
+class Died(BaseException):
+    """The sweeper's process is killed."""
+
+
+@pytest.mark.parametrize("survives", [0, 3, 8, 13, 18])
+def test_a_sweep_that_died_is_finished_by_the_next(lake: Lake, survives: int) -> None:
+    before = lake.files()
+    branch = lake.branch("blocked")
+    work(lake, branch)
+    lake.discard(branch)
+    real = Sweeper._delete_file
+    calls = itertools.count()
+
+    def dying(self: Sweeper, location: str) -> None:
+        if next(calls) >= survives:
+            raise Died
+        real(self, location)
+
+    with patch.object(Sweeper, "_delete_file", dying), pytest.raises(Died):
+        lake.sweep()
+    (done,) = lake.sweep()
+    assert done.done
+    assert lake.files() == before
+    assert lake.names() == set()
+
+
+@pytest.mark.parametrize("method", ["create_tag", "delete_tag", "references", "entries", "log"])
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_call_that_fails_is_made_up_for(lake: Lake, method: str, after: int) -> None:
+    before = lake.files()
+    branch = lake.branch("blocked")
+    lake.table(branch).append(ROWS)
+    written = lake.files()
+    lake.discard(branch)
+    real: Callable[..., Any] = getattr(NessieClient, method)
+    calls = itertools.count()
+
+    def failing(self: NessieClient, *args: Any, **kwargs: Any) -> Any:
+        if next(calls) == after:
+            raise NessieUnavailable("planted")
+        return real(self, *args, **kwargs)
+
+    with patch.object(NessieClient, method, failing):
+        try:
+            lake.sweep()
+        except NessieUnavailable:
+            # The only call after the files are gone is the one that deletes the tag.
+            assert lake.files() == (before if (method, after) == ("delete_tag", 1) else written)
+    lake.sweep()
+    assert lake.files() == before
+    assert lake.names() == set()
+
+
+def test_nothing_is_deleted_when_a_page_of_references_is_missing(lake: Lake) -> None:
+    branch = lake.branch("blocked")
+    lake.table(branch).append(ROWS)
+    lake.discard(branch)
+    files = lake.files()
+    real = NessieClient.references
+
+    def failing(self: NessieClient, **options: Any) -> Iterator[Reference]:
+        if "filter" in options:
+            yield from real(self, **options)
+            return
+        yield from itertools.islice(real(self, **options), 1)
+        raise NessieUnavailable("the second page is missing")
+
+    with patch.object(NessieClient, "references", failing), pytest.raises(NessieUnavailable):
+        lake.sweep()
+    assert lake.files() == files
+
+
+def test_nothing_is_deleted_when_a_reference_cannot_be_understood(lake: Lake) -> None:
+    """Its table's metadata is missing, so nobody knows which files it needs."""
+    branch = lake.branch("blocked")
+    lake.table(branch).append(ROWS)
+    head = lake.nessie.reference(branch).hash
+    mine = f"mine-{lake.namespace}"
+    lake.nessie.create_branch(mine, from_ref=branch, from_hash=head)
+    content = lake.nessie.content(mine, ContentKey([lake.namespace, "t"]))
+    broken = replace(content, metadata_location=f"{lake.root.as_uri()}/nowhere.metadata.json")
+    lake.nessie.commit(
+        mine,
+        expected_hash=head,
+        operations=[Put(ContentKey([lake.namespace, "t"]), broken)],
+        message="broken",
+    )
+    lake.discard(branch)
+    files = lake.files()
+    (kept,) = lake.sweep()
+    assert not kept.done
+    assert "nowhere.metadata.json is missing, and a reference needs it" in kept.reason
+    assert lake.files() == files
+
+
+def test_a_retry_that_comes_first_keeps_everything(lake: Lake) -> None:
+    branch = lake.branch("failed")
+    lake.table(branch).append(pa.table({"n": [10]}))
+    lake.discard(branch)
+    real = NessieClient.delete_tag
+    own = f"run-{lake.namespace}-child"
+
+    def retry_first(self: NessieClient, name: str, *, expected_hash: str) -> None:
+        if name.startswith("discarded-") and own not in lake.names():
+            take_over(self, branch, own)
+        real(self, name, expected_hash=expected_hash)
+
+    with patch.object(NessieClient, "delete_tag", retry_first):
+        (kept,) = lake.sweep()
+    assert kept.reason == "somebody else claimed it meanwhile"
+    assert lake.names() == {own}
+    assert lake.rows(own) == [1, 2, 3, 10]
+
+
+def test_a_retry_that_comes_later_gets_nothing(lake: Lake) -> None:
+    branch = lake.branch("failed")
+    lake.table(branch).append(pa.table({"n": [10]}))
+    lake.discard(branch)
+    with patch.object(Sweeper, "_delete_file", side_effect=Died), pytest.raises(Died):
+        lake.sweep()
+    assert take_over(lake.nessie, branch, f"run-{lake.namespace}-child") is None
+    lake.sweep()
+    assert lake.names() == set()
+
+
+# -- where a branch left main -----------------------------------------------------------------------------
+
+
+def test_the_base_is_found_behind_everything_that_happened_since(lake: Lake) -> None:
+    base = lake.nessie.reference(MAIN).hash
+    branch = lake.branch("long")
+    for number in range(3):
+        lake.table(branch).append(pa.table({"n": [number]}))
+        lake.table().append(pa.table({"n": [number]}))
+    with patch("branchlake_dagster.branching.history._STRIDE", 1):
+        history = MainHistory(lake.nessie)
+        assert history.base_of(branch) == base
+    assert history.published_since(base) == set()
+    assert MainHistory(lake.nessie).base_of(MAIN) == lake.nessie.reference(MAIN).hash
