@@ -22,7 +22,10 @@ from dagster._core.execution.retries import RetryMode
 from dagster._core.execution.step_dependency_config import StepDependencyConfig
 from dagster._core.executor.base import Executor
 
+from branchlake_dagster.branching.beats import HeartbeatStore
+from branchlake_dagster.branching.heartbeat import beating
 from branchlake_dagster.branching.resource import LakehouseResource
+from branchlake_dagster.branching.run_tags import BRANCH_TAG, opened_by
 from branchlake_dagster.lakehouse.errors import BranchlakeError, Terminal
 from branchlake_dagster.publication.reconcile import Action, Outcome, Reconciler
 
@@ -99,9 +102,14 @@ class _Publishing(Executor):
             else job.get_definition().asset_layer.asset_graph
         )
         run = context.instance.get_run_by_id(context.run_id)
-        if run is None:
-            return None
+        if run is None or not opened_by(run.tags, run.run_id):
+            return None  # it has touched no table
+        branch = run.tags.get(BRANCH_TAG, "")
+        lake = self._lakehouse.lakehouse
+        store, interval = HeartbeatStore.of(lake.settings), lake.settings.heartbeat_interval_s
         try:
-            return Reconciler.of(self._lakehouse.lakehouse, context.instance, graph).publish_now(run)
+            # The steps' heartbeat has ended with their resources; the reaper must see that this goes on.
+            with beating(store, branch, run_id=run.run_id, interval_s=interval, kind="publisher"):
+                return Reconciler.of(lake, context.instance, graph).publish_now(run)
         except BranchlakeError as error:
-            return Outcome(run.tags.get("branchlake/branch", ""), run.run_id, Action.TRY_AGAIN, str(error))
+            return Outcome(branch, run.run_id, Action.TRY_AGAIN, str(error))

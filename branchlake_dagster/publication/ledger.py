@@ -99,12 +99,3 @@ def published(
         if len(found) == len(wanted):
             break
     return found
-
-
-def find_publication(client: NessieClient, wanted: str) -> Publication | None:
-    """A publication by its id, looked for in the whole of `main`'s log."""
-    expression = f"{_PUBLICATIONS} && commit.properties['{PUBLICATION_ID}'].contains('{wanted}')"
-    entries = client.log(MAIN, filter=expression, limit=1)
-    return next(
-        (one for entry in entries for one in publications_in(entry) if one.publication_id == wanted), None
-    )

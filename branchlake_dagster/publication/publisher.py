@@ -27,7 +27,7 @@ from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import Content, ContentKey, DiffEntry, Namespace
 from branchlake_dagster.publication.candidate import Candidate, Prepared, Published, Refused, Result
 from branchlake_dagster.publication.explain import explained
-from branchlake_dagster.publication.ledger import Publication, find_publication, properties, published
+from branchlake_dagster.publication.ledger import Publication, properties, published
 from branchlake_dagster.publication.rebase import Plan
 from branchlake_dagster.publication.replay import IcebergTables, Tables
 
@@ -100,20 +100,24 @@ class Publisher:
 
     def _merge(self, branch: str, head_hash: str, publication: Publication) -> Published | None:
         """Merge a branch into `main`; None when `main` changed one of its keys since."""
-        result = self._client.merge(
-            from_name=branch,
-            from_hash=head_hash,
-            into=MAIN,
-            # Any hash of main will do: Nessie compares from the common ancestor. This one is at hand.
-            expected_hash=publication.base_hash,
-            message=_message([publication]),
-            properties=properties([publication]),
-        )
+        try:
+            result = self._client.merge(
+                from_name=branch,
+                from_hash=head_hash,
+                into=MAIN,
+                # Any hash of main will do: Nessie compares from the common ancestor. This one is at hand.
+                expected_hash=publication.base_hash,
+                message=_message([publication]),
+                properties=properties([publication]),
+            )
+        except NessieConflict:
+            # Of a dropped namespace Nessie tells by an error, as it does when it lost a race with itself.
+            return None
         if result.applied:
             return Published(result.target_hash)
         if not result.successful:
             return None
-        found = find_publication(self._client, publication.publication_id)
+        found = self.known(branch, publication.base_hash)
         if found is None:
             # Merged by hand, or not at all: Nessie answers the same. Saying "published" would be a guess.
             raise PublicationUnexplained(
@@ -122,14 +126,14 @@ class Publisher:
                 run_id=publication.run_id,
                 hint="Look at main's log for who merged it; if its rows are there, delete the branch.",
             )
-        return Published(found.hash, now=False)
+        return found
 
     # -- one commit for several ------------------------------------------------------------------------
 
     def _commit(self, batch: Sequence[Candidate]) -> dict[str, Result]:
         """Plan and commit until `main` holds still in between."""
         reads = {one.branch: self._reads(one) for one in batch}
-        keys = sorted({key for one in batch for key in (*one.keys, *(one.read_set or ()))})
+        keys = _involved(batch)
         for _ in range(_ATTEMPTS):
             seen = self._client.contents_at(MAIN, keys)
             results: dict[str, Result] = {**self._known(batch, at=seen.reference.hash)}
@@ -256,8 +260,7 @@ class Publisher:
 
     def _plan_one(self, candidate: Candidate) -> tuple[Plan | Refused, Published | None]:
         reads = self._reads(candidate)
-        keys = sorted({*candidate.keys, *(candidate.read_set or ())})
-        seen = self._client.contents_at(MAIN, keys)
+        seen = self._client.contents_at(MAIN, _involved([candidate]))
         plan = Plan(seen.reference.hash, seen.contents, self._tables)
         for known in self._known([candidate], at=plan.onto).values():
             return plan, known
@@ -295,6 +298,12 @@ def _groups(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
             members = [*group[1], *members]
         groups.append((keys, members))
     return [members for _, members in groups]
+
+
+def _involved(candidates: Iterable[Candidate]) -> list[ContentKey]:
+    """All keys that a plan must look at: written, read, and the namespaces they live in."""
+    own = {key for one in candidates for key in (*one.keys, *(one.read_set or ()))}
+    return sorted(own | {ContentKey(key.parent) for key in own if key.parent})
 
 
 def _is_namespace(entry: DiffEntry) -> bool:

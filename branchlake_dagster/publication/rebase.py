@@ -68,6 +68,7 @@ class Plan:
                 overlay[entry.key] = self._value(entry)
                 if isinstance(overlay[entry.key], Staged):
                     rebased.append(entry.key.name)
+            self._has_namespaces(overlay)
         except _Stop as stop:
             self._forget(overlay)
             return stop.refused
@@ -118,6 +119,12 @@ class Plan:
 
     def _now(self, key: ContentKey) -> Value:
         return self.values[key] if key in self.values else self.contents.get(key)
+
+    def _has_namespaces(self, overlay: Mapping[ContentKey, Value]) -> None:
+        for key, value in overlay.items():
+            home = ContentKey(key.parent) if key.parent else None
+            if home and value is not None and (overlay[home] if home in overlay else self._now(home)) is None:
+                raise _Stop(key, "its namespace was dropped")
 
     def _same_reads(self, candidate: Candidate, reads: Mapping[ContentKey, Content]) -> None:
         for key in sorted(candidate.read_set or ()):

@@ -19,7 +19,7 @@ from branchlake_dagster.branching.run_tags import (
 )
 from branchlake_dagster.branching.tables import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.ledger import find_publication, publications
+from branchlake_dagster.publication.ledger import publications
 from branchlake_dagster.publication.reaping import reap_branches
 from branchlake_dagster.publication.reconcile import Action, other_location
 from branchlake_dagster_tests.harness import project
@@ -187,10 +187,6 @@ def test_unknown_runs_are_left_to_the_reaper(lakehouse: Lakehouse, namespace: st
         found = [o for o in p.reconciler().run() if o.branch == branch.name]
         assert [o.action for o in found] == [Action.UNKNOWN_RUN]
     lakehouse.nessie.delete_branch(branch.name, expected_hash=branch.hash)
-
-
-def test_find_publication_knows_only_what_was_published(lakehouse: Lakehouse) -> None:
-    assert find_publication(lakehouse.nessie, "00000000-0000-0000-0000-000000000000") is None
 
 
 def test_a_full_reexecution_opens_a_branch_of_its_own(lakehouse: Lakehouse, namespace: str) -> None:

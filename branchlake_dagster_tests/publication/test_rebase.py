@@ -303,6 +303,16 @@ def test_dropped_and_created_again_is_refused(bench: Workbench) -> None:
     assert "dropped and created again" in bench.refused(two).reason()
 
 
+def test_a_namespace_that_is_gone_is_refused(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+    one, two = pair(bench)
+    one.catalog.drop_table((bench.namespace, "t"))
+    one.catalog.drop_namespace((bench.namespace,))
+    two.create("u")
+    bench.published(one)
+    assert "namespace was dropped" in bench.refused(two).reason()
+
+
 def test_both_drop_it(bench: Workbench) -> None:
     bench.seeded([("a", 1)])
     one, two = pair(bench)
