@@ -26,6 +26,8 @@ from branchlake_dagster.branching.selection import Selection, select
 from branchlake_dagster.branching.session import BranchSparkResource
 from branchlake_dagster.branching.tables import TableSpec, table_spec
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
+from branchlake_dagster.lakehouse.errors import NessieUnauthorized
+from branchlake_dagster.lakehouse.spark import telling_refusals
 
 
 class NessieBranchIOManager(ConfigurableIOManager):
@@ -193,9 +195,15 @@ class NessieBranchIOManager(ConfigurableIOManager):
 
     @contextlib.contextmanager
     def _fenced(self) -> Iterator[None]:
-        """Turn any failure on a branch that is gone into RunBranchGone, whatever the engine called it."""
+        """Turn any failure on a branch that is gone into RunBranchGone, whatever the engine called it.
+
+        A refusal by Nessie is NessieUnauthorized, from whichever engine.
+        """
         try:
-            yield
+            with telling_refusals():
+                yield
+        except NessieUnauthorized:
+            raise  # the branch would not be shown to us either
         except Exception:
             if self.lakehouse.run_branch is not None:
                 self.lakehouse.run_branch.head()

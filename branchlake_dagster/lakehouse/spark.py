@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from branchlake_dagster.lakehouse.embedded.jars import NESSIE_SERVER
@@ -19,7 +20,8 @@ from branchlake_dagster.lakehouse.embedded.servers import (
     catalog_conf,
     s3_environment,
 )
-from branchlake_dagster.lakehouse.errors import ConfigurationError
+from branchlake_dagster.lakehouse.errors import ConfigurationError, NessieUnauthorized
+from branchlake_dagster.lakehouse.nessie.failures import REFUSED_HINT
 from branchlake_dagster.settings import Settings
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 _SERVER_SIDE = ("spark.sql.extensions",)
 _CATALOG = "spark.sql.catalog."
+_REFUSALS = ("NessieNotAuthorizedException", "NessieForbiddenException")
 _classic_start = threading.Lock()
 
 
@@ -55,6 +58,23 @@ def connect_url(remote: str, token: str | None) -> str:
 def is_connect(session: SparkSession) -> bool:
     """Whether this is a Spark Connect session."""
     return type(session).__module__.startswith("pyspark.sql.connect")
+
+
+@contextmanager
+def telling_refusals() -> Iterator[None]:
+    """Turn what Spark's own Nessie client calls not authorised or forbidden into NessieUnauthorized.
+
+    Without the text: the JVM passes on what the server says, and a server may echo the token.
+    """
+    try:
+        yield
+    except Exception as error:
+        kind = next((name for name in _REFUSALS if name in str(error)), None)
+        if kind is None:
+            raise
+        raise NessieUnauthorized(
+            f"Nessie refused what Spark asked of it ({kind}).", hint=REFUSED_HINT
+        ) from None
 
 
 def _open_connect(endpoints: Endpoints, conf: dict[str, str]) -> SparkSession:

@@ -21,7 +21,7 @@ from pathlib import Path
 import pyspark
 import requests
 
-from branchlake_dagster.lakehouse.embedded import process
+from branchlake_dagster.lakehouse.embedded import process, spark_log
 from branchlake_dagster.lakehouse.embedded.jars import ICEBERG_AWS, ICEBERG_SPARK, NESSIE_SERVER, Jar, resolve
 from branchlake_dagster.lakehouse.embedded.java import bundled_java, user_java
 from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ProcessRecord
@@ -206,6 +206,7 @@ class EmbeddedServers:
             # The server starts its Python workers with this; spark.pyspark.python has no effect there.
             "PYSPARK_PYTHON": sys.executable,
             "SPARK_CONNECT_AUTHENTICATE_TOKEN": self._spark_token(),
+            "SPARK_CONF_DIR": os.environ.get("SPARK_CONF_DIR") or str(spark_log.configure(scratch / "conf")),
             **s3_environment(settings),
         }
         return process.launch(SPARK, command, log=self.log_path(SPARK), environment=environment, port=port)

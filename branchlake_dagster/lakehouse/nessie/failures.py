@@ -25,6 +25,7 @@ from branchlake_dagster.lakehouse.nessie import codec
 from branchlake_dagster.lakehouse.nessie.model import KeyConflict
 
 _LOOK_FIRST = "Look at the reference before repeating it."
+REFUSED_HINT = "Set BRANCHLAKE_NESSIE_TOKEN to a token that permits this."
 _NOT_NESSIE = "Is this the address of Nessie's API v2 (…/api/v2)?"
 
 
@@ -49,9 +50,7 @@ def from_answer(status: int, payload: object, *, action: str, changes: bool, ser
     said = str(data["message"]) if data.get("message") else "no reason given"
     text = f"Nessie at {server} did not {action}: {said} (HTTP {status})."
     if status in (401, 403):
-        return NessieUnauthorized(
-            text, status=status, code=code, hint="Set BRANCHLAKE_NESSIE_TOKEN to a token that permits this."
-        )
+        return NessieUnauthorized(text, status=status, code=code, hint=REFUSED_HINT)
     if status == 404:
         missing = {"REFERENCE_NOT_FOUND": ReferenceNotFound, "CONTENT_NOT_FOUND": ContentNotFound}
         hint = None if code else _NOT_NESSIE
