@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dagster import ConfigurableResource, DagsterInstance, DagsterRun, InitResourceContext
+from pyarrow import ArrowException
 from pydantic import PrivateAttr, field_validator
 
 from branchlake_dagster.branching.beats import HeartbeatStore
@@ -70,7 +71,8 @@ class LakehouseResource(ConfigurableResource[Any]):
         self._run_branch = self._bound(run, instance, context.log)
         if is_retry(run):
             with contextlib.suppress(RetryNeedsFullRun):  # said again by the step that needs a table, if any
-                self.ref()
+                if self._run_branch.take_over():
+                    self.ref()
 
     def teardown_after_execution(self, context: InitResourceContext) -> None:  # noqa: ARG002 - Dagster's signature
         """Stop the heartbeat when no other resource of this process works on the branch."""
@@ -124,7 +126,13 @@ class LakehouseResource(ConfigurableResource[Any]):
             if self._heartbeat is None:
                 settings = self.lakehouse.settings
                 beat = first_beat(branch, run_id=run_id, interval_s=settings.heartbeat_interval_s)
-                self._heartbeat = _heartbeats.take(HeartbeatStore.of(settings), beat)
+                try:
+                    store = HeartbeatStore.of(settings)
+                except (OSError, ValueError, ArrowException) as error:
+                    # Without a beat the reaper is only less patient; that must not fail the run.
+                    _log.warning("No heartbeat for %s: %s", branch, error)
+                    return
+                self._heartbeat = _heartbeats.take(store, beat)
 
     def catalog(self) -> NessieCatalog:
         """PyIceberg's catalogue on `ref()`."""

@@ -100,8 +100,16 @@ class RunBranch:
         """The branch, opened if needed, and where it started."""
         with self._lock:
             if self._place is None:
-                self._place = self._settle()
+                self._place = self._settle(self._create)
+            assert self._place is not None  # noqa: S101 - it was created at the latest
             return self._place
+
+    def take_over(self) -> bool:
+        """Continue the work of the run that this one retries now, if there is any; create nothing."""
+        with self._lock:
+            if self._place is None:
+                self._place = self._settle(lambda: None)
+            return self._place is not None
 
     @property
     def name(self) -> str:
@@ -120,11 +128,13 @@ class RunBranch:
         """The branch as it is now. Raises RunBranchGone."""
         return self._must_exist(self.open())
 
-    def _settle(self) -> Place:
+    def _settle(self, otherwise: Callable[[], Place | None]) -> Place | None:
         tags = self._tags()
         known = self._remembered(tags)
         if known is None:
-            place = self._inherit() or self._create()
+            place = self._inherit() or otherwise()
+            if place is None:
+                return None
             tags = self._tags()
             known = self._remembered(tags)  # another process of this run was faster; follow it
             if known is None:
@@ -166,5 +176,5 @@ class RunBranch:
                 "The run was fenced: its branch was deleted under it; nothing of the run can be published.",
                 branch=name,
                 run_id=self.run_id,
-                hint="Launch the run again; it will start from today's main.",
+                hint="A retry from failure continues where it stopped; a new run starts from today's main.",
             ) from error

@@ -9,7 +9,7 @@ from dagster import DagsterInstance
 from rich.console import Console
 from rich.table import Table
 
-from branchlake_dagster.branching.beats import HeartbeatStore
+from branchlake_dagster.branching.beats import HeartbeatStore, HeartbeatsUnreadable
 from branchlake_dagster.branching.claims import claims
 from branchlake_dagster.branching.discard import DISCARDED_PREFIX
 from branchlake_dagster.branching.pulse import glance
@@ -54,7 +54,10 @@ def gather(settings: Settings) -> dict[str, Any]:
     with DagsterInstance.get() as instance:
         refs = list(lake.nessie.references(filter=RUN_BRANCHES, fetch_metadata=True))
         holders = claims(instance, [ref.name for ref in refs])
-        pulses = _pulses(settings, now)
+        try:
+            pulses, unknown = _pulses(settings, now), "none"
+        except HeartbeatsUnreadable:
+            pulses, unknown = {}, "unreadable"
         for ref in refs:
             record = holders[ref.name]
             head = ref.metadata.head_commit if ref.metadata else None
@@ -66,7 +69,7 @@ def gather(settings: Settings) -> dict[str, Any]:
                     "state": record.dagster_run.status.value.lower() if record else "unknown",
                     "age_s": round((now - born).total_seconds()) if born else None,
                     "commits": ref.metadata.commits_ahead if ref.metadata else None,
-                    "heartbeat": pulses.get(ref.name, "none"),
+                    "heartbeat": pulses.get(ref.name, unknown),
                 }
             )
     ledger = [

@@ -221,6 +221,24 @@ def test_a_retry_whose_steps_use_no_table_takes_the_work_over_all_the_same(
         assert p.rows(namespace, "first", ref=branch_name(child)) == [{"n": 1}]
 
 
+def test_a_retry_without_tables_of_a_run_without_tables_gets_no_branch(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    broken = [True]
+
+    @dg.asset(key=[namespace, "tell"])
+    def tell() -> None:
+        if broken:
+            raise RuntimeError("not yet")
+
+    with project(lakehouse, tell) as p:
+        parent = p.run(ok=False)
+        broken.clear()
+        child = retry(p, parent)
+        assert BRANCH_TAG not in tags(p, child)
+        assert branch_name(child) not in p.branches()
+
+
 # -- a step that is attempted again --------------------------------------------------------------------
 
 

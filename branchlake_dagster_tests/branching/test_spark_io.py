@@ -3,8 +3,8 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
+from branchlake_dagster.branching.discard import discard, discarded_name
 from branchlake_dagster.branching.errors import (
     ForeignSession,
     PartitionMismatch,
@@ -23,6 +24,8 @@ from branchlake_dagster.branching.errors import (
 from branchlake_dagster.branching.run_branch import branch_name
 from branchlake_dagster.branching.run_tags import BASE_TAG
 from branchlake_dagster.branching.session import BranchSparkResource
+from branchlake_dagster.branching.sweep import Sweeper
+from branchlake_dagster.branching.table_files import TableFiles
 from branchlake_dagster.branching.tables import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile import Action
@@ -148,6 +151,69 @@ def test_a_new_column_evolves_the_table_and_nothing_else_does(lakehouse: Lakehou
         p.failed_with(SchemaMismatch, "lacks column deep", f"{namespace}.t")
 
 
+def attempted_twice(namespace: str, metadata: dict[str, Any]) -> dg.AssetsDefinition:
+    """Writes a row that names its attempt, and fails after the first."""
+    attempts: list[int] = []
+
+    @dg.asset(key=[namespace, "t"], metadata=metadata, retry_policy=dg.RetryPolicy(max_retries=1))
+    def t(spark: BranchSparkResource) -> Iterator[dg.Output[DataFrame]]:
+        attempts.append(1)
+        yield dg.Output(spark.spark_session.createDataFrame([(len(attempts),)], "n long"))
+        if len(attempts) == 1:
+            raise RuntimeError("after the write")
+
+    return t
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        table_metadata(write_mode="append", require_checks=False),
+        table_metadata(write_mode="upsert", keys=["n"], require_checks=False),
+    ],
+    ids=["append", "upsert"],
+)
+def test_a_second_attempt_replaces_what_the_first_one_added(
+    lakehouse: Lakehouse, namespace: str, metadata: dict[str, Any]
+) -> None:
+    with project(lakehouse, attempted_twice(namespace, metadata)) as p:
+        run_id = settled(p)
+        assert p.rows(namespace, "t") == [{"n": 2}]
+        table = lakehouse.catalog().load_table((namespace, "t"))
+        told = table.current_snapshot().summary.additional_properties
+        assert (told["branchlake.run_id"], told["branchlake.attempt"]) == (run_id, "2")
+
+
+def test_the_files_of_a_discarded_spark_run_are_deleted(lakehouse: Lakehouse, namespace: str) -> None:
+    """Spark spells the same files `file:/…` that PyIceberg spells `file:///…`."""
+    rows: Rows = [{"n": 1}]
+    t = sparks(namespace, rows, "n long", metadata=table_metadata(write_mode="append", require_checks=False))
+    folder = Path(lakehouse.settings.warehouse_uri.removeprefix("file://")) / namespace
+
+    def files() -> set[Path]:
+        # Hadoop's local file system keeps a checksum file beside each of its own.
+        return {path for path in folder.rglob("*") if path.is_file() and path.suffix != ".crc"}
+
+    with project(lakehouse, t) as p:
+        settled(p)
+        before = files()
+        branch = branch_name(p.run())
+        assert files() > before
+        discard(lakehouse.nessie, lakehouse.nessie.reference(branch, fetch_metadata=True))
+        sweeper = Sweeper(
+            lakehouse.nessie,
+            TableFiles({}),
+            lambda _: {},
+            grace=timedelta(0),
+            now=lambda: datetime.now(UTC) + timedelta(hours=1),
+            listing=f"ref.name == '{discarded_name(branch)}'",
+        )
+        (swept,) = sweeper.run()
+        assert swept.done, swept
+        assert files() == before
+        assert p.rows(namespace, "t") == [{"n": 1}]
+
+
 # -- upserts -------------------------------------------------------------------------------------------
 
 UPSERT = table_metadata(write_mode="upsert", keys=["kind", "id"], require_checks=False)
@@ -171,6 +237,9 @@ def test_an_upsert_updates_known_keys_and_inserts_new_ones(lakehouse: Lakehouse,
             "branchlake.code_version": "v3",
             "branchlake.base_hash": base,
             "branchlake.write_mode": "upsert",
+            "branchlake.keys": "kind,id",
+            "branchlake.step": f"{namespace}__t",
+            "branchlake.attempt": "1",
         }
         assert p.settle(run_id).action is Action.PUBLISHED
         assert by_n(p.rows(namespace, "t")) == [
