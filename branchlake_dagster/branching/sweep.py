@@ -209,9 +209,7 @@ class Sweeper:
 
     def _delete_file(self, location: str) -> None:
         try:
-            self._files.io(location).delete(location)
-        except FileNotFoundError:
-            return
+            self._files.delete(location)
         except OSError as error:
             raise FilesNotDeleted(f"{location} could not be deleted: {type(error).__name__}.") from error
 

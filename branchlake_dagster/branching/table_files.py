@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -81,6 +82,17 @@ class TableFiles:
             return len(self.io(location).new_input(location))
         except FileNotFoundError:
             return 0
+
+    def delete(self, location: str) -> None:
+        """Delete a file, if it is there. Raises OSError."""
+        io = self.io(location)
+        with contextlib.suppress(FileNotFoundError):
+            io.delete(location)
+        if plain(location).startswith("file:"):
+            # Hadoop's local file system puts a checksum beside each file that Spark writes.
+            folder, _, name = location.rpartition("/")
+            with contextlib.suppress(FileNotFoundError):
+                io.delete(f"{folder}/.{name}.crc")
 
 
 def folders(metadata: TableMetadata) -> tuple[str, ...]:
