@@ -36,8 +36,8 @@ def check(world: World) -> None:
         if world.instance.knows(plan.run_id):
             look.run(plan)
     theirs = {branch_name(plan.run_id) for plan in world.plans.values() if plan.foreign}
-    left = [name for name in world.server.history.references if not name.startswith("discarded-")]
-    must(set(left) <= {"main", *theirs}, f"references are left: {left}")
+    left = set(world.server.history.references)
+    must(left <= {"main", *theirs}, f"references are left: {sorted(left)}")
 
 
 class _Look:

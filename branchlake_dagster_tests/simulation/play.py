@@ -52,6 +52,10 @@ def _happened(world: World) -> Iterator[str]:
             yield action if action in _ACTIONS else "other outcome"
             if "rebased" in how:
                 yield "rebased"
+        elif what == "swept" and ": swept" in how:
+            yield "swept"
+            if " files" in how:
+                yield "files swept"
         elif what.startswith(("late: ", "late write failed")):
             yield what.split(": ")[0]
     for commit in world.server.history.commits.values():

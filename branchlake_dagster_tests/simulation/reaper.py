@@ -1,4 +1,4 @@
-"""The real reaper on the simulation's Nessie, Dagster instance and heartbeats."""
+"""The real reaper and sweeper on the simulation's Nessie, Dagster instance and heartbeats."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
+from branchlake_dagster.branching.pin import unpin_leftovers
 from branchlake_dagster.branching.reaper import Reaper
 from branchlake_dagster.branching.reaping_rules import Limits
+from branchlake_dagster.branching.sweep import Sweeper
+from branchlake_dagster.branching.table_files import TableFiles
 from branchlake_dagster.publication.reaping import DagsterRuns
+from branchlake_dagster.publication.reconcile import RUN_BRANCHES
+from branchlake_dagster_tests.simulation.files import SimulatedTableFiles
 
 if TYPE_CHECKING:
     from branchlake_dagster_tests.simulation.world import World
+
+GRACE = timedelta(seconds=40)
+"""For how long a discarded state waits for a retry: short, so that sweeps and retries meet."""
 
 LIMITS = Limits(max_age=timedelta(hours=6), orphan_grace=timedelta(hours=1))
 
@@ -27,4 +35,13 @@ def reap(world: World) -> Iterator[str]:
         monotonic=world.clock.monotonic,
         sleep=world.network.sleep,
     )
-    return map(str, reaper.run())
+    yield from map(str, reaper.run())
+    unpin_leftovers(world.client(), {ref.name for ref in world.client().references(filter=RUN_BRANCHES)})
+
+
+def sweep(world: World) -> Iterator[str]:
+    """One pass; what became of each discarded state."""
+    files = cast(TableFiles, SimulatedTableFiles(world.warehouse))
+    runs = DagsterRuns(cast(Any, world.instance))
+    sweeper = Sweeper(world.client(), files, runs.holders, grace=GRACE, now=world.clock.now)
+    return map(str, sweeper.run())

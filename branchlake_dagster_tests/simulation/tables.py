@@ -14,6 +14,9 @@ from branchlake_dagster.publication.replay import ReplayImpossible, Staged
 Row = tuple[str, str, str]
 """(partition, key, token)."""
 
+FOLDER = "lake/"
+"""Where all tables keep their files."""
+
 LAYOUT = Layout(
     columns=(
         Column(1, "part", "string", True),
@@ -57,20 +60,22 @@ class Warehouse:
     def data_file(self, rows: Iterable[Row]) -> File:
         """A new data file; its rows are of one partition."""
         held = tuple(rows)
-        path = f"data-{self.number()}"
+        path = f"{FOLDER}data-{self.number()}"
         self.rows[path] = held
         return File(path, f"part={held[0][0]}", _bounds(held), path)
 
     def store(self, state: State) -> str:
         """A new metadata file."""
-        location = f"metadata-{self.number()}"
+        location = f"{FOLDER}metadata-{self.number()}"
         self.locations[location] = state
         return location
 
     def state(self, content: IcebergTable) -> State:
         """The state of a metadata file; raises FilesMissing when anything it needs is gone."""
         state = self.locations[content.metadata_location]
-        needed = [content.metadata_location, *state.manifests, *(file.path for file in state.files)]
+        lists = [f"{state.manifests[-1]}.list"] if state.manifests else []
+        files = [file.path for file in state.files]
+        needed = [content.metadata_location, *lists, *state.manifests, *files]
         if gone := self.deleted.intersection(needed):
             raise FilesMissing(f"{content.metadata_location} needs {sorted(gone)}, which was deleted")
         return state
@@ -83,7 +88,7 @@ class Warehouse:
         """The state after one more snapshot, with the manifest it wrote."""
         gone = {file.path for file in step.removed}
         kept = tuple(file for file in state.files if file.path not in gone)
-        manifest = f"manifest-{self.number()}"
+        manifest = f"{FOLDER}manifest-{self.number()}"
         return State((*kept, *step.added), (*state.steps, step), (*state.manifests, manifest))
 
 

@@ -39,7 +39,7 @@ _SHOWN = 3
 _WANTED = (
     *(fault.value for fault in Fault if fault is not Fault.NONE),
     *("published", "refused", "blocked", "discarded", "checking", "try again"),
-    *("rebased", "group commit", "retry", "late", "late write failed"),
+    *("rebased", "group commit", "retry", "late", "late write failed", "deleted", "files swept"),
 )
 """What must have happened somewhere: schedules in which nothing happens prove nothing."""
 

@@ -28,7 +28,7 @@ from branchlake_dagster_tests.simulation.instance import SimulatedInstance
 from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
 from branchlake_dagster_tests.simulation.network import Network
 from branchlake_dagster_tests.simulation.publisher import NotedPublisher
-from branchlake_dagster_tests.simulation.reaper import reap
+from branchlake_dagster_tests.simulation.reaper import reap, sweep
 from branchlake_dagster_tests.simulation.runs import NAMESPACE, TABLES, Mood, Plan, draw, table_key
 from branchlake_dagster_tests.simulation.scheduler import Clock, Died, Scheduler
 from branchlake_dagster_tests.simulation.tables import Row, SimulatedTables, State, Warehouse, table_content
@@ -141,10 +141,15 @@ class World:
         for _ in range(passes):
             self.network.sleep(1.0)
             self._guarded(self._reap)
+            self._guarded(self._sweep)
 
     def _reap(self) -> None:
         for told in reap(self):
             self.network.note("outcome", told)
+
+    def _sweep(self) -> None:
+        for told in sweep(self):
+            self.network.note("swept", told)
 
     def _monitor(self) -> None:
         """Dagster's run monitoring: it finds runs whose process is gone."""
@@ -198,6 +203,8 @@ class World:
             self.scheduler.run()  # the checks that were asked for
             if all(outcome.action is Action.UNKNOWN_RUN for outcome in outcomes):
                 self._reap()
+                self.clock.advance(24 * 3600.0)
+                self._sweep()
                 return
         raise AssertionError(f"never quiet: {[str(outcome) for outcome in outcomes]}")
 

@@ -1,0 +1,64 @@
+"""The simulation's files as the sweeper reads and deletes them: in the shape of Iceberg's metadata."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from branchlake_dagster.branching.table_files import Entries
+from branchlake_dagster_tests.simulation.tables import FOLDER, State, Warehouse
+
+
+@dataclass
+class SimulatedTableFiles:
+    """What `TableFiles` is to the sweeper."""
+
+    warehouse: Warehouse
+
+    def metadata(self, location: str) -> Any:
+        """The table metadata in a file; None when it is missing."""
+        if location in self.warehouse.deleted:
+            return None
+        state = self.warehouse.locations[location]
+        snapshots = [
+            SimpleNamespace(
+                snapshot_id=step.snapshot_id, manifest_list=f"{state.manifests[i]}.list", place=(state, i)
+            )
+            for i, step in enumerate(state.steps)
+        ]
+        return SimpleNamespace(
+            location=FOLDER.rstrip("/"), properties={}, snapshots=snapshots, metadata_log=[], statistics=[]
+        )
+
+    def manifests(self, snapshot: Any) -> tuple[Any, ...] | None:
+        """The manifests of a snapshot: its own and those of all before it."""
+        if snapshot.manifest_list in self.warehouse.deleted:
+            return None
+        state, last = snapshot.place
+        return tuple(_manifest(state, i) for i in range(last + 1))
+
+    def entries(self, manifest: Any) -> Entries | None:
+        """The data files that a manifest names."""
+        if manifest.manifest_path in self.warehouse.deleted:
+            return None
+        paths = [file.path for file in manifest.step.added]
+        return Entries(dict.fromkeys(paths, 1), frozenset(paths))
+
+    def size(self, location: str) -> int:
+        """1 for what is there."""
+        return int(location not in self.warehouse.deleted)
+
+    def io(self, _: str) -> Any:
+        """Something that deletes."""
+        return SimpleNamespace(delete=self.warehouse.deleted.add)
+
+
+def _manifest(state: State, number: int) -> Any:
+    step = state.steps[number]
+    return SimpleNamespace(
+        manifest_path=state.manifests[number],
+        manifest_length=1,
+        added_snapshot_id=step.snapshot_id,
+        step=step,
+    )
