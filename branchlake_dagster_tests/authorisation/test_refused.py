@@ -1,0 +1,263 @@
+"""Without a token, or with one that may only read, every path fails clearly and soon, and deletes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import dagster as dg
+import pytest
+from click.testing import CliRunner
+from dagster._core.definitions.reconstruct import ReconstructableRepository
+from pyiceberg.catalog import load_catalog
+from pyspark.sql import DataFrame, SparkSession
+
+from branchlake_dagster.branching.run_branch import branch_name
+from branchlake_dagster.branching.session import BranchSparkResource
+from branchlake_dagster.cli import main
+from branchlake_dagster.lakehouse.errors import NessieUnauthorized
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.lakehouse.spark import telling_refusals
+from branchlake_dagster.publication.reaping import reap_branches, sweep_discarded
+from branchlake_dagster.publication.reconcile import Action, Reconciler
+from branchlake_dagster_tests.branching.test_retry import Flaky, retry
+from branchlake_dagster_tests.harness import project
+from branchlake_dagster_tests.publication import in_run_project
+
+from .assets import FREE, appending, checked, sparked
+from .conftest import Bearer
+from .guard import READ_ONLY, TOKEN, Guard
+
+pytestmark = pytest.mark.integration
+
+SOON_S = 20.0
+HINT = "Set BRANCHLAKE_NESSIE_TOKEN"
+References = dict[str, str]
+
+
+def references(lake: Lakehouse) -> References:
+    return {ref.name: ref.hash for ref in lake.nessie.references()}
+
+
+@pytest.fixture(autouse=True)
+def soon() -> Iterator[None]:
+    """Nothing waits for a server that has said no."""
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < SOON_S
+
+
+@pytest.fixture
+def untouched(lakehouse: Lakehouse) -> Iterator[Callable[[], None]]:
+    """Afterwards every reference is as it was when the test called this."""
+    seen: list[References] = []
+    yield lambda: seen.append(references(lakehouse))
+    assert seen, "the test did not say when"
+    assert references(lakehouse) == seen[-1]
+
+
+def says_so(text: str) -> None:
+    assert HINT in text
+    assert "HTTP 401" in text or "HTTP 403" in text
+
+
+either = pytest.mark.parametrize("token", [None, READ_ONLY], ids=["no token", "read-only"])
+
+
+@either
+def test_runs(
+    token: str | None,
+    bearer: Bearer,
+    lakehouse: Lakehouse,
+    namespace: str,
+    untouched: Callable[[], None],
+) -> None:
+    source = appending(namespace)
+    with project(bearer(token), source, *sparked(namespace, source)) as p:
+        untouched()
+        p.run(source.key, ok=False)
+        p.failed_with(NessieUnauthorized, HINT, "HTTP")
+
+
+@either
+def test_a_run_does_not_fall_back_to_main(
+    token: str | None,
+    bearer: Bearer,
+    monkeypatch: pytest.MonkeyPatch,
+    namespace: str,
+    untouched: Callable[[], None],
+) -> None:
+    monkeypatch.setenv("BRANCHLAKE_WHEN_UNAVAILABLE", "direct_main")
+    with project(bearer(token), appending(namespace)) as p:
+        untouched()
+        p.run(ok=False)
+        p.failed_with(NessieUnauthorized, HINT)
+
+
+@either
+def test_publishing_and_discarding(
+    token: str | None, bearer: Bearer, lakehouse: Lakehouse, namespace: str, untouched: Callable[[], None]
+) -> None:
+    with (
+        project(lakehouse, *checked(namespace)) as good,
+        project(lakehouse, *checked(f"{namespace}b", passes=False)) as bad,
+    ):
+        runs = [(good, good.run()), (bad, bad.run())]
+        untouched()
+        refused = bearer(token)
+        for p, run_id in runs:
+            reconciler = Reconciler.of(refused, p.instance, p.graph)
+            if token is None:
+                with pytest.raises(NessieUnauthorized) as caught:
+                    list(reconciler.run())
+                says_so(str(caught.value))
+            else:
+                (outcome,) = [one for one in reconciler.run() if one.run_id == run_id]
+                assert outcome.action is Action.TRY_AGAIN
+                says_so(outcome.detail)
+        undone = {p.instance.get_run_by_id(run_id).tags.get("branchlake/verdict") for p, run_id in runs}
+        assert undone == {"pending"}
+
+
+def test_what_was_refused_is_published_with_the_right_token(
+    bearer: Bearer, lakehouse: Lakehouse, namespace: str
+) -> None:
+    with project(lakehouse, *checked(namespace)) as p:
+        run_id = p.run()
+        for token, action in ((READ_ONLY, Action.TRY_AGAIN), (TOKEN, Action.PUBLISHED)):
+            outcome = Reconciler.of(bearer(token), p.instance, p.graph).run_one(run_id)
+            assert outcome is not None
+            assert outcome.action is action
+
+
+def test_a_run_whose_token_expires_before_it_publishes_itself(
+    bearer: Bearer, guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bearer(TOKEN)
+    monkeypatch.setenv("BRANCHLAKE_TEST_N", "8")
+    publish = Reconciler.publish_now
+
+    def late(self: Reconciler, run: dg.DagsterRun) -> object:
+        guard.full.clear()
+        return publish(self, run)
+
+    monkeypatch.setattr(Reconciler, "publish_now", late)
+    repository = ReconstructableRepository.for_module(in_run_project.__name__, "defs")
+    job = repository.get_reconstructable_job("publishing_job")
+    with dg.instance_for_test() as instance, dg.execute_job(job, instance=instance) as result:
+        (told,) = [e.message for e in result.all_events if "Left to the publication" in (e.message or "")]
+        says_so(told)
+        guard.full.add(TOKEN)
+        graph = in_run_project.defs.get_repository_def().asset_graph
+        outcome = Reconciler.of(bearer(TOKEN), instance, graph).run_one(result.run_id)
+        assert outcome is not None
+        assert outcome.action is Action.PUBLISHED
+
+
+@either
+def test_reaping_and_sweeping(
+    token: str | None, bearer: Bearer, lakehouse: Lakehouse, namespace: str, untouched: Callable[[], None]
+) -> None:
+    flaky = Flaky(namespace)
+    with project(lakehouse, *flaky.assets) as p:
+        p.settle(p.run(ok=False))  # something to sweep
+        waits = p.run(ok=False)  # and to reap
+        untouched()
+        refused = bearer(token)
+        eager = Lakehouse(refused.settings.model_copy(update={"discard_grace_h": 0.0}))
+        for attempt in (reap_branches, sweep_discarded):
+            with pytest.raises(NessieUnauthorized) as caught:
+                list(attempt(eager, p.instance))
+            says_so(str(caught.value))
+        assert branch_name(waits) in references(lakehouse)
+
+
+@either
+def test_retrying(
+    token: str | None,
+    bearer: Bearer,
+    lakehouse: Lakehouse,
+    monkeypatch: pytest.MonkeyPatch,
+    namespace: str,
+    untouched: Callable[[], None],
+) -> None:
+    flaky = Flaky(namespace)
+    with project(lakehouse, *flaky.assets) as p, project(bearer(token), *flaky.assets) as again:
+        monkeypatch.delenv("BRANCHLAKE_NESSIE_URI")
+        parent = p.run(ok=False)
+        flaky.broken = False
+        untouched()
+        bearer(token)
+        again.instance = p.instance
+        retry(again, parent, ok=False)
+        (failure,) = [event for event in again.last.all_events if event.is_run_failure]
+        assert "NessieUnauthorized" in str(failure.event_specific_data)
+        assert HINT in str(failure.event_specific_data)
+
+
+@either
+def test_the_commands(token: str | None, bearer: Bearer, untouched: Callable[[], None]) -> None:
+    bearer(token)
+    untouched()
+    for command in (["status", "--json"], ["reap", "--dry-run"]):
+        done = CliRunner().invoke(main, command)
+        if token is None:
+            assert done.exit_code == 1
+            assert len(done.output.splitlines()) == 1
+            says_so(done.output)
+        else:
+            assert done.exit_code == 0, done.output
+
+
+@either
+def test_pyicebergs_own_entrance(
+    token: str | None, bearer: Bearer, guard: Guard, namespace: str, untouched: Callable[[], None]
+) -> None:
+    bearer(token)
+    untouched()
+    properties = {
+        "py-catalog-impl": "branchlake_dagster.lakehouse.catalog.NessieCatalog",
+        "uri": guard.uri,
+        **({"token": token} if token else {}),
+    }
+    catalog = load_catalog("nessie", **properties)
+    if token is None:
+        with pytest.raises(NessieUnauthorized):
+            catalog.list_namespaces()
+    else:
+        catalog.list_namespaces()
+    with pytest.raises(NessieUnauthorized) as caught:
+        catalog.create_namespace(namespace)
+    says_so(str(caught.value))
+
+
+@pytest.mark.spark
+def test_a_spark_session(spark_session: SparkSession, bearer: Bearer, untouched: Callable[[], None]) -> None:
+    untouched()
+    session = bearer(None).spark_session(MAIN)
+    try:
+        with pytest.raises(NessieUnauthorized, match=HINT), telling_refusals():
+            session.sql("SHOW NAMESPACES IN nessie").collect()
+    finally:
+        session.stop()
+
+
+@pytest.mark.spark
+def test_a_token_that_expires_under_spark(
+    spark_session: SparkSession, bearer: Bearer, guard: Guard, namespace: str
+) -> None:
+    @dg.asset(key=[namespace, "t"], metadata=FREE)
+    def expiring(spark: BranchSparkResource) -> DataFrame:
+        session = spark.spark_session
+        session.sql(f"CREATE NAMESPACE nessie.{namespace}")
+        session.sql(f"CREATE TABLE nessie.{namespace}.source AS SELECT 1L AS n")
+        frame = session.table(f"nessie.{namespace}.source")
+        guard.full.clear()
+        return frame
+
+    with project(bearer(TOKEN), expiring) as p:
+        run_id = p.run(ok=False)
+        p.failed_with(NessieUnauthorized, HINT)
+        guard.full.add(TOKEN)
+        assert branch_name(run_id) in p.branches()
+        assert p.settle(run_id).action is Action.DISCARDED
