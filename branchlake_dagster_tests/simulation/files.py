@@ -49,9 +49,9 @@ class SimulatedTableFiles:
         """1 for what is there."""
         return int(location not in self.warehouse.deleted)
 
-    def io(self, _: str) -> Any:
-        """Something that deletes."""
-        return SimpleNamespace(delete=self.warehouse.deleted.add)
+    def delete(self, location: str) -> None:
+        """Delete a file."""
+        self.warehouse.deleted.add(location)
 
 
 def _manifest(state: State, number: int) -> Any:

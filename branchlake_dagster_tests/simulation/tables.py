@@ -28,7 +28,7 @@ LAYOUT = Layout(
 )
 
 
-class FilesMissing(AssertionError):  # noqa: N818 - reads as a verdict
+class FilesMissing(FileNotFoundError):  # noqa: N818 - reads as a verdict
     """A state names files that were deleted."""
 
 

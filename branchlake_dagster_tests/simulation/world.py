@@ -166,7 +166,8 @@ class World:
         """A pass in a process of its own; what it leaves undone is found by the next one."""
         try:
             work()
-        except BranchlakeError as error:
+        except (BranchlakeError, FileNotFoundError) as error:
+            # A file may be gone: the sweeper does not wait for a slow publisher of what others discarded.
             self.network.note("pass failed", str(error))
         except Died:
             self.network.note("died")

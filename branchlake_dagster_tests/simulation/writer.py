@@ -125,7 +125,7 @@ class Writer:
         self._world.network.sleep(0.1)
         try:
             self._write(self._plan.late)
-        except (BranchlakeError, Died) as error:
+        except (BranchlakeError, FileNotFoundError, Died) as error:
             self._world.network.note("late write failed", str(error))
 
     def _write(self, change: Change) -> None:
