@@ -6,7 +6,7 @@ late write judged two states of one branch, and the second was merged on top of 
 
 from __future__ import annotations
 
-from branchlake_dagster.branching.run_branch import run_id_of
+from branchlake_dagster.branching.run_branch import branch_name, run_id_of
 from branchlake_dagster.lakehouse.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
@@ -46,6 +46,20 @@ def unpin(client: NessieClient, branch: str) -> None:
         client.delete_tag(tag.name, expected_hash=tag.hash)
     except (ReferenceNotFound, NessieConflict):
         return  # another publisher was faster
+
+
+def pinned_branches(client: NessieClient) -> list[str]:
+    """The branches that some publisher has begun with, gone ones too."""
+    found = client.references(filter=JUDGED_TAGS)
+    return [branch_name(tag.name.removeprefix(JUDGED_PREFIX)) for tag in found]
+
+
+def unpin_leftover(client: NessieClient, branch: str) -> None:
+    """Delete the pin of a branch, if the branch is gone."""
+    try:
+        client.reference(branch)
+    except ReferenceNotFound:
+        unpin(client, branch)
 
 
 def unpin_leftovers(client: NessieClient, branches: set[str]) -> list[str]:

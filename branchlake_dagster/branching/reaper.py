@@ -15,6 +15,7 @@ from typing import Protocol
 
 from branchlake_dagster.branching.beats import Beat
 from branchlake_dagster.branching.discard import discard
+from branchlake_dagster.branching.pin import pinned_branches, unpin_leftover
 from branchlake_dagster.branching.pulse import Heartbeats, Pulse, glance, watch
 from branchlake_dagster.branching.reaping_rules import (
     Action,
@@ -24,6 +25,7 @@ from branchlake_dagster.branching.reaping_rules import (
     Reaping,
     RunState,
     decide,
+    decide_publication,
 )
 from branchlake_dagster.branching.run_branch import branch_name, run_id_of
 from branchlake_dagster.lakehouse.errors import NessieConflict, ReferenceNotFound
@@ -65,6 +67,11 @@ class _Seen:
     pulses: Mapping[str, Mapping[Beat, Pulse]]
     holders: Mapping[str, Holder]
     moment: datetime
+    pins: frozenset[str] = frozenset()
+    """The branches that a publisher has begun with."""
+
+    def begun(self, branch: str) -> bool:
+        return branch in self.pins and not self.holder(branch).told
 
     def holder(self, branch: str) -> Holder:
         return self.holders.get(branch) or Holder(run_id_of(branch), RunState.MISSING)
@@ -116,11 +123,15 @@ class Reaper:
                 self._bury(done.branch, seen, ended)
             yield done
         if not dry_run:
-            # A pass that died before it told Dagster left the heartbeat of the dead behind.
+            # A pass that died before it told Dagster left the heartbeat of the dead behind, or a pin.
             for branch in seen.pulses.keys() - seen.branches.keys():
                 self._bury(branch, seen, ended)
+            for branch in seen.pins - (seen.branches.keys() - ended):
+                unpin_leftover(self._client, branch)
 
     def _look(self, *, watching: bool) -> _Seen:
+        # Pins before branches: one whose branch is missing afterwards is a leftover for certain.
+        pins = frozenset(pinned_branches(self._client))
         branches = self._list()
         pulses = glance(self._heartbeats.all(), self._now()) if self._heartbeats else {}
         suspects = [beat for beat, pulse in pulses.items() if pulse is Pulse.SUSPECT]
@@ -132,7 +143,7 @@ class Reaper:
         for beat, pulse in pulses.items():
             by_branch.setdefault(beat.branch, {})[beat] = pulse
         ours = [name for name in {**branches, **by_branch} if name.startswith(RUN_BRANCH_PREFIX)]
-        seen = _Seen(branches, by_branch, self._runs.holders(ours), self._now())
+        seen = _Seen(branches, by_branch, self._runs.holders(ours), self._now(), pins)
         return replace(seen, branches=branches | self._with_ages(seen))
 
     def _list(self, *, metadata: bool = False) -> dict[str, Reference]:
@@ -164,16 +175,22 @@ class Reaper:
         here = seen.pulses.get(branch.name, {})
         publishers = frozenset(pulse for beat, pulse in here.items() if beat.kind == "publisher")
         if branch.name.startswith(PUBLICATION_PREFIX):
-            return _judge_publication(branch.name, publishers, seen)
+            run_id = branch.name.removeprefix(PUBLICATION_PREFIX)
+            waits = branch_name(run_id) in seen.branches
+            action, reason = decide_publication(publishers, run_branch_exists=waits)
+            return Reaping(branch.name, run_id, action, reason, seen.holder(branch_name(run_id)).state)
+        writers = frozenset(pulse for beat, pulse in here.items() if beat.kind == "run")
         holder = seen.holder(branch.name)
         age = _age(branch, holder.started, seen.moment)
         facts = Facts(
             holder.state,
             age,
             since_end=seen.moment - holder.ended if holder.ended else None,
-            writers=frozenset(pulse for beat, pulse in here.items() if beat.kind == "run"),
+            # Of a run at work only a publisher inside the run itself can beat.
+            writers=frozenset(here.values()) if holder.state is RunState.ACTIVE else writers,
             publishers=publishers,
             reports=self._reports(holder, seen.dead(branch.name)),
+            begun=seen.begun(branch.name),
         )
         action, reason = decide(facts, self._limits)
         heartbeat = ", ".join(sorted(set(here.values()))) or "none"
@@ -182,7 +199,7 @@ class Reaper:
     def _reports(self, holder: Holder, dead: Sequence[Beat]) -> bool:
         """Whether the run writes events although a writer of it is dead: its steps are own processes."""
         return holder.state is RunState.ACTIVE and any(
-            self._runs.reports_after(holder.run_id, beat) for beat in dead if beat.kind == "run"
+            self._runs.reports_after(holder.run_id, beat) for beat in dead
         )
 
     def _end(self, decision: Reaping, branch: Reference) -> Reaping:
@@ -198,36 +215,27 @@ class Reaper:
         return decision
 
     def _bury(self, branch: str, seen: _Seen, ended: Collection[str]) -> None:
-        """Tell Dagster of a run whose only writers are dead, and forget their heartbeats."""
+        """Tell Dagster of a run whose only writers are dead, and forget their heartbeats.
+
+        A publisher inside the run counts as its writer. If it had begun, the branch stays: when the run has
+        ended, the next publisher finds out how far it came.
+        """
         dead = seen.dead(branch)
         if not dead or self._heartbeats is None:
             return
         holder = seen.holder(branch)
         if holder.state is RunState.ACTIVE:
-            if branch not in ended or len(dead) < len(seen.pulses[branch]) or self._reports(holder, dead):
+            settled = branch in ended or seen.begun(branch)
+            if not settled or len(dead) < len(seen.pulses[branch]) or self._reports(holder, dead):
                 return
             self._runs.bury(holder.run_id, _obituary(dead))
         for beat in dead:
             self._heartbeats.remove(beat.branch, beat.writer)
 
 
-def _judge_publication(name: str, publishers: frozenset[Pulse], seen: _Seen) -> Reaping:
-    run_id = name.removeprefix(PUBLICATION_PREFIX)
-    holder = seen.holder(branch_name(run_id))
-    if publishers - {Pulse.DEAD}:
-        action, reason = Action.KEEP, "a publication is in progress"
-    elif branch_name(run_id) in seen.branches:
-        action, reason = Action.KEEP, "its run's branch waits for publication"
-    else:
-        action, reason = Action.DELETE, "the branch that it was prepared for is gone"
-    return Reaping(name, run_id, action, reason, holder.state)
-
-
 def _obituary(dead: Sequence[Beat]) -> str:
     writers = ", ".join(sorted(f"process {beat.pid} on {beat.host}" for beat in dead))
-    return (
-        f"Its writer is dead: no heartbeat of {writers} for {dead[0].silent_s:g} s. Its branch was discarded."
-    )
+    return f"Its writer is dead: no heartbeat of {writers} for {dead[0].silent_s:g} s."
 
 
 def _age(branch: Reference, started: datetime | None, now: datetime) -> timedelta | None:

@@ -47,7 +47,8 @@ class Facts:
     """What is known about one branch. `age` is the time since its last sign of life; None: unknown.
 
     `writers` and `publishers` are the pulses of those who beat on it. `reports` tells that the run still
-    writes events, although its writer is dead: its steps are processes of their own.
+    writes events, although its writer is dead: its steps are processes of their own. `begun`: a publisher
+    pinned the branch and has not told yet how it ended; it may be on `main` already.
     """
 
     state: RunState
@@ -56,6 +57,7 @@ class Facts:
     writers: frozenset[Pulse] = frozenset()
     publishers: frozenset[Pulse] = frozenset()
     reports: bool = False
+    begun: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class Holder:
     state: RunState
     started: datetime | None = None
     ended: datetime | None = None
+    told: bool = False
+    """Whether the publisher has told its verdict."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ def decide(facts: Facts, limits: Limits) -> tuple[Action, str]:
         return Action.KEEP, "its publication is in progress"
     if facts.state is RunState.PUBLISHED:
         return Action.DELETE, "its run is published and only the clean-up was missed"
+    if facts.begun and facts.state is not RunState.MISSING:
+        return Action.KEEP, "its publication was begun, and the publisher has not told how it ended"
     if facts.state is RunState.UNPUBLISHED:
         return _unpublished(facts.since_end, limits.keep_failed)
     if facts.state is RunState.AWAITING_PUBLICATION:
@@ -107,6 +113,15 @@ def decide(facts: Facts, limits: Limits) -> tuple[Action, str]:
     if facts.state is RunState.ACTIVE:
         return _active(facts, limits)
     return _missing(facts.age, limits)
+
+
+def decide_publication(publishers: frozenset[Pulse], *, run_branch_exists: bool) -> tuple[Action, str]:
+    """What becomes of a branch on which a publisher prepares what had to be rebased, and why."""
+    if publishers - {Pulse.DEAD}:
+        return Action.KEEP, "a publication is in progress"
+    if run_branch_exists:
+        return Action.KEEP, "its run's branch waits for publication"
+    return Action.DELETE, "the branch that it was prepared for is gone"
 
 
 def _unpublished(since_end: timedelta | None, keep: timedelta) -> tuple[Action, str]:

@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 
 from branchlake_dagster.branching.discard import DISCARDED_PREFIX, SWEEPING_PREFIX
 from branchlake_dagster.branching.history import MainHistory
+from branchlake_dagster.branching.pin import JUDGED_PREFIX, pin_name
 from branchlake_dagster.branching.reaping_rules import Holder, RunState
 from branchlake_dagster.branching.run_branch import branch_name
 from branchlake_dagster.branching.sweep_plan import Plan, Planner, StateUnreadable
@@ -37,7 +38,7 @@ TAGS = (
 """Nessie's filter for the tags that the sweeper looks at."""
 
 _AT_ONCE = 8
-_OURS = (RUN_BRANCH_PREFIX, DISCARDED_PREFIX, SWEEPING_PREFIX)
+_OURS = (RUN_BRANCH_PREFIX, DISCARDED_PREFIX, SWEEPING_PREFIX, JUDGED_PREFIX)
 """References whose own end takes care of the files that they still need."""
 
 
@@ -110,6 +111,7 @@ class Sweeper:
             references = list(self._client.references(fetch_metadata=True))
             planner = Planner(self._client, self._files, references)
             for one in due:
+                planner.forget(pin_name(branch_name(one.run_id)))  # it speaks of a branch that is gone
                 yield self._sweep(one, planner, dry_run=dry_run)
 
     # -- what is due -----------------------------------------------------------------------------------

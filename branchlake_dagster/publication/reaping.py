@@ -90,16 +90,17 @@ class DagsterRuns:
 def _holder(branch: str, record: RunRecord) -> Holder:
     run = record.dagster_run
     own = opened_by(run.tags, run.run_id)
+    told = own and judged(run.tags, branch)
     if not run.is_finished:
         state = RunState.ACTIVE
     elif own and published_as(run.tags, branch):
         state = RunState.PUBLISHED
-    elif run.is_success and not (own and judged(run.tags, branch)):
+    elif run.is_success and not told:
         state = RunState.AWAITING_PUBLICATION
     else:
         state = RunState.UNPUBLISHED
     ended = datetime.fromtimestamp(record.end_time, UTC) if record.end_time else None
-    return Holder(run.run_id, state, record.create_timestamp, ended)
+    return Holder(run.run_id, state, record.create_timestamp, ended, told)
 
 
 def reap_branches(

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from branchlake_dagster.branching.pulse import Pulse
-from branchlake_dagster.branching.reaping_rules import Action, Facts, Limits, RunState, decide
+from branchlake_dagster.branching.reaping_rules import (
+    Action,
+    Facts,
+    Limits,
+    RunState,
+    decide,
+    decide_publication,
+)
 
 HOUR = timedelta(hours=1)
 LIMITS = Limits(max_age=6 * HOUR, orphan_grace=HOUR)
@@ -84,6 +91,22 @@ def test_what_was_not_published_is_kept_for_debugging(
     assert told in reason
 
 
+@pytest.mark.parametrize("state", [ACTIVE, UNPUBLISHED, AWAITING])
+def test_a_publication_that_was_begun_is_left_to_the_publisher(state: RunState) -> None:
+    """It may be on `main` already, and nobody has been told."""
+    action, reason = decide(Facts(state, 100 * HOUR, 100 * HOUR, frozenset({DEAD}), begun=True), LIMITS)
+    assert action is KEEP
+    assert "begun" in reason or "waits" in reason
+
+
+@pytest.mark.parametrize(
+    ("pulses", "exists", "action"),
+    [(set(), True, KEEP), ({DEAD}, True, KEEP), ({DEAD}, False, DELETE), ({ALIVE}, False, KEEP)],
+)
+def test_publication_branches(pulses: set[Pulse], exists: bool, action: Action) -> None:
+    assert decide_publication(frozenset(pulses), run_branch_exists=exists)[0] is action
+
+
 def test_a_waiting_run_says_for_how_long() -> None:
     assert decide(Facts(AWAITING, HOUR, 30 * HOUR), LIMITS)[1] == "its run waits for the publisher for 30.0 h"
 
@@ -93,7 +116,9 @@ pulses = st.frozensets(st.sampled_from(list(Pulse)))
 
 
 @given(
-    st.builds(Facts, st.sampled_from(list(RunState)), ages, ages, pulses, pulses, st.booleans()),
+    st.builds(
+        Facts, st.sampled_from(list(RunState)), ages, ages, pulses, pulses, st.booleans(), st.booleans()
+    ),
     st.builds(Limits, *[st.integers(0, 600).map(lambda minutes: timedelta(minutes=minutes))] * 3),
 )
 def test_what_is_proven_neither_finished_nor_abandoned_is_kept(facts: Facts, limits: Limits) -> None:
@@ -101,6 +126,8 @@ def test_what_is_proven_neither_finished_nor_abandoned_is_kept(facts: Facts, lim
     action, reason = decide(facts, limits)
     assert reason
     if facts.publishers & {ALIVE, SUSPECT} or facts.state is AWAITING:
+        assert action is KEEP
+    if facts.begun and facts.state in (ACTIVE, UNPUBLISHED):
         assert action is KEEP
     if facts.state in (ACTIVE, MISSING) and facts.writers & {ALIVE, SUSPECT}:
         assert action is KEEP

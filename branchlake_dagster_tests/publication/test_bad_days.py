@@ -15,6 +15,7 @@ import polars as pl
 import pytest
 
 from branchlake_dagster.branching.beats import Beat, HeartbeatStore, HeartbeatsUnreadable
+from branchlake_dagster.branching.pin import pin
 from branchlake_dagster.branching.reaper import Reaper
 from branchlake_dagster.branching.reaping_rules import Action, Holder, Limits, Reaping, RunState
 from branchlake_dagster.branching.resource import LakehouseResource
@@ -185,9 +186,10 @@ def reaped(
 
 
 def left(lake: Lakehouse, namespace: str) -> set[str]:
-    """The branches that are there, and `name*` for those that were discarded."""
+    """The branches that are there, `name*` for those that were discarded, and `name!` for pins."""
     names = {ref.name for ref in lake.nessie.references(filter=f"ref.name.contains('-{namespace}')")}
-    return {name.rpartition("-")[2] + ("*" if name.startswith("discarded-") else "") for name in names}
+    marks = {"discarded": "*", "judged": "!"}
+    return {name.rpartition("-")[2] + marks.get(name.partition("-")[0], "") for name in names}
 
 
 def test_an_orphan_is_reaped_after_its_grace(
@@ -434,6 +436,44 @@ def test_a_publication_in_progress_is_never_reaped(
     found = beating.reaped(lakehouse, FakeRuns(lambda _: RunState.UNPUBLISHED), later=24 * HOUR)
     assert found["publishing"].reason == "its publication is in progress"
     assert left(lakehouse, namespace) == {"publishing", "crashed*"}
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_run_that_died_while_it_published_itself_is_left_to_the_next_publisher(
+    lakehouse: Lakehouse, namespace: str, branches: Callable[..., str], beating: Beating, begun: bool
+) -> None:
+    branch = branches("inside")
+    nessie = lakehouse.nessie
+    if begun:
+        pin(nessie, nessie.reference(branch))
+    beating.beat("inside", kind="publisher", age=HOUR)
+    runs = FakeRuns(lambda _: RunState.ACTIVE)
+    found = beating.reaped(lakehouse, runs)
+    assert list(runs.buried) == [f"{namespace}-inside"]
+    assert left(lakehouse, namespace) == ({"inside", "inside!"} if begun else {"inside*"})
+    # Dagster knows now that it ended; nothing of it goes before the publisher has told.
+    runs.state_of = lambda _: RunState.UNPUBLISHED
+    found = beating.reaped(lakehouse, runs)
+    if begun:
+        assert "the publisher has not told how it ended" in found["inside"].reason
+        told = Holder(f"{namespace}-inside", RunState.PUBLISHED, told=True)
+        runs.state_of = lambda _: told
+        beating.reaped(lakehouse, runs)
+        assert left(lakehouse, namespace) == set()
+
+
+def test_a_pin_without_its_branch_goes(
+    lakehouse: Lakehouse, namespace: str, branches: Callable[..., str]
+) -> None:
+    branch = branches("waits")
+    nessie = lakehouse.nessie
+    pin(nessie, nessie.reference(branch))
+    pin(nessie, replace(nessie.reference(branch), name=f"run-{namespace}-gone"))
+    dry = reaped(lakehouse, namespace, state_of=lambda _: RunState.AWAITING_PUBLICATION, dry_run=True)
+    assert dry["waits"].action is Action.KEEP
+    assert left(lakehouse, namespace) == {"waits", "waits!", "gone!"}
+    reaped(lakehouse, namespace, state_of=lambda _: RunState.AWAITING_PUBLICATION)
+    assert left(lakehouse, namespace) == {"waits", "waits!"}
 
 
 def test_a_pass_that_died_before_the_funeral_is_made_up_for(
