@@ -100,13 +100,13 @@ class HeartbeatStore:
         with contextlib.suppress(FileNotFoundError):
             self._files.delete_file(path)
         if isinstance(self._files, LocalFileSystem):
+            folder = Path(path).parent
+            for unfinished in folder.glob(
+                f"{writer}.json.*.tmp"
+            ):  # of a process killed in the middle of a beat
+                unfinished.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # another process beats there; S3 has no folders
-                Path(path).parent.rmdir()
-
-    def forget(self, branch: str) -> None:
-        """Remove all that writers of a branch left, which exists no more. Raises OSError."""
-        self._files.delete_dir_contents(f"{self.root}/{quote(branch, safe='')}", missing_dir_ok=True)
-        self.remove(branch, "")
+                folder.rmdir()
 
     def all(self) -> tuple[Beat, ...]:
         """The last beat of every writer; raises HeartbeatsUnreadable when any of them cannot be read."""

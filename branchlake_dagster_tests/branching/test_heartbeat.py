@@ -67,8 +67,9 @@ def test_a_beat_is_one_small_json_file_per_writer(store: HeartbeatStore, tmp_pat
     store.remove("run-1", "host-1-abc")
     store.remove("run-1", "host-1-abc")
     assert files(tmp_path) == ["run-1/host-2-def.json"]
-    store.forget("run-1")
-    store.forget("run-1")
+    folder = tmp_path / "_branchlake/heartbeats/run-1"
+    (folder / "host-2-def.json.3.tmp").touch()
+    store.remove("run-1", "host-2-def")
     assert store.all() == ()
     assert not (tmp_path / "_branchlake/heartbeats/run-1").exists()
 
@@ -124,7 +125,7 @@ def test_an_object_store_holds_them_too() -> None:
             "warehouse/_branchlake/heartbeats/run-1/host-1-abc.json"
         ]
         assert [beat.counter for beat in store.all()] == [2]
-        store.forget("run-1")
+        store.remove("run-1", "host-1-abc")
         assert store.all() == ()
         client.close()
     finally:
