@@ -64,7 +64,7 @@ def change(before: Table | None, after: Table, *, files: bool = True) -> TableCh
     ]
     if not complete:
         steps.append(Step(0, Mode.UNKNOWN))
-    was, now = (dict(old.properties) if old else {}), dict(after.metadata.properties)
+    was, now = (_properties(old) if old else {}), _properties(after.metadata)
     return TableChange(
         before=layout(old) if old else None,
         after=layout(after.metadata),
@@ -73,6 +73,11 @@ def change(before: Table | None, after: Table, *, files: bool = True) -> TableCh
         properties_removed=tuple(sorted(was.keys() - now.keys())),
         base_snapshot_id=old.current_snapshot_id if old else None,
     )
+
+
+def _properties(metadata: TableMetadata) -> dict[str, str]:
+    """The table's properties without what Iceberg's Java catalogue for Nessie notes there for itself."""
+    return {key: value for key, value in metadata.properties.items() if not key.startswith("nessie.")}
 
 
 def _since(before: TableMetadata | None, after: TableMetadata) -> tuple[list[Snapshot], bool]:

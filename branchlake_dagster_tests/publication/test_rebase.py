@@ -356,6 +356,18 @@ def test_upserts_meet_by_partition_and_by_key(bench: Workbench) -> None:
     assert bench.rows() == [("a", 1), ("b", 2), ("b", 5)]
 
 
+def test_sparks_own_notes_in_the_table_are_no_conflict(bench: Workbench) -> None:
+    """Iceberg's Java catalogue writes the commit it started from into the properties, at each commit."""
+    bench.seeded([("a", 1)])
+    one, two = pair(bench)
+    for run, day in ((one, "a"), (two, "b")):
+        for number in (2, 3):
+            run.sql(f"INSERT INTO {{t}} VALUES ('{day}', {number}{len(run.run_id)})", "append")
+    bench.published(one)
+    bench.published(two)
+    assert len(bench.rows()) == 5
+
+
 def test_upserts_without_partitions_meet_by_the_bounds_of_their_keys(bench: Workbench) -> None:
     bench.seeded([], spec=FLAT)
     for rows in ([("a", 1), ("a", 9)], [("a", 100), ("a", 109)]):
