@@ -71,7 +71,7 @@ class DemoResult:
 
 
 def run_demo(settings: Settings, catalogue: Sequence[str], *, say: Callable[[str], None]) -> DemoResult:
-    """Run the plan, run after run, and settle each as the publication sensor would.
+    """Run the plan, round after round, and settle each as the publication sensor would.
 
     With `catalogue` the named TLE or OMM files are ingested, else a simulated snapshot.
     """
@@ -81,19 +81,26 @@ def run_demo(settings: Settings, catalogue: Sequence[str], *, say: Callable[[str
     lake = Lakehouse(settings, say=say)
     lake.endpoints()
     definitions = build_definitions(settings)
-    plans = plan_for(snapshots)
+    rounds = plan_for(snapshots)
+    count = sum(map(len, rounds))
     result = DemoResult(dagster_home=str(home))
     with dg.DagsterInstance.get() as instance:
         graph = definitions.get_repository_def().asset_graph
         reconciler = Reconciler.of(lake, instance, graph)
         instance.add_dynamic_partitions(gp_snapshots.name or "", [*snapshots, BAD_SNAPSHOT])
-        for number, plan in enumerate(plans, start=1):
-            say(f"[{number}/{len(plans)}] {plan.job} {plan.partition} …")
-            line = _one(plan, definitions, instance, reconciler, lake)
-            told = f"published as {line.publication[:12]}" if line.publication else str(line.reason)
-            say(f"      {line.verdict}, {told} ({line.seconds:.1f} s)")
-            result.lines.append(line)
-            result.as_expected &= (line.publication is None) is plan.blocked
+        for plans in rounds:
+            done = []
+            for number, plan in enumerate(plans, start=len(result.lines) + 1):
+                say(f"[{number}/{count}] {plan.job} {plan.partition} …")
+                done.append(_run(plan, definitions, instance))
+            # One pass, as the sensor's: runs of one table go in one commit.
+            outcomes = {outcome.run_id: outcome for outcome in reconciler.run()}
+            for plan, (run, seconds) in zip(plans, done, strict=True):
+                line = _line(plan, run, outcomes.get(run.run_id), instance, lake, seconds)
+                told = f"published as {line.publication[:12]}" if line.publication else str(line.reason)
+                say(f"      {plan.partition}: {line.verdict}, {told} ({line.seconds:.1f} s)")
+                result.lines.append(line)
+                result.as_expected &= (line.publication is None) is plan.blocked
     result.catalogue_objects = _rows(lake, (".".join(CATALOGUE.path),)).get(".".join(CATALOGUE.path), 0)
     ours = {line.branch for line in result.lines}
     result.branches_left = [
@@ -104,8 +111,11 @@ def run_demo(settings: Settings, catalogue: Sequence[str], *, say: Callable[[str
     return result
 
 
-def plan_for(snapshots: Sequence[str]) -> list[Plan]:
-    """The runs: the catalogue, a bad snapshot, then one window's observations by kind and its products."""
+def plan_for(snapshots: Sequence[str]) -> list[list[Plan]]:
+    """The runs: the catalogue, a bad snapshot, then one window's observations by kind and its products.
+
+    Those of one round start from the same `main` and are published together.
+    """
     times = [moment for name in snapshots if (moment := snapshot_time(name))]
     window = max(times).replace(minute=0).strftime(windows.fmt) if times else FIRST_WINDOW
     kinds = [
@@ -113,27 +123,32 @@ def plan_for(snapshots: Sequence[str]) -> list[Plan]:
         for kind in SOURCE_KINDS
     ]
     return [
-        *(Plan("catalogue_job", name) for name in snapshots),
-        Plan("catalogue_job", BAD_SNAPSHOT, blocked=True),
-        *kinds,
-        Plan("window_job", window),
+        *([Plan("catalogue_job", name)] for name in snapshots),
+        [Plan("catalogue_job", BAD_SNAPSHOT, blocked=True)],
+        kinds,
+        [Plan("window_job", window)],
     ]
 
 
-def _one(
-    plan: Plan,
-    definitions: dg.Definitions,
-    instance: dg.DagsterInstance,
-    reconciler: Reconciler,
-    lake: Lakehouse,
-) -> Line:
+def _run(
+    plan: Plan, definitions: dg.Definitions, instance: dg.DagsterInstance
+) -> tuple[dg.ExecuteInProcessResult, float]:
     started = time.monotonic()
     job = definitions.resolve_job_def(plan.job)
     done = job.execute_in_process(
         instance=instance, partition_key=plan.partition, run_config=_QUIET, raise_on_error=False
     )
-    outcome = reconciler.run_one(done.run_id)
-    seconds = time.monotonic() - started
+    return done, time.monotonic() - started
+
+
+def _line(
+    plan: Plan,
+    done: dg.ExecuteInProcessResult,
+    outcome: Outcome | None,
+    instance: dg.DagsterInstance,
+    lake: Lakehouse,
+    seconds: float,
+) -> Line:
     run = instance.get_run_by_id(done.run_id)
     tags = run.tags if run else {}
     publication = tags.get(PUBLICATION_TAG)
