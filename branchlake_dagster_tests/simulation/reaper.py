@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
-from branchlake_dagster.branching.pin import unpin_leftovers
 from branchlake_dagster.branching.reaper import Reaper
 from branchlake_dagster.branching.reaping_rules import Limits
 from branchlake_dagster.branching.sweep import Sweeper
 from branchlake_dagster.branching.table_files import TableFiles
 from branchlake_dagster.publication.reaping import DagsterRuns
-from branchlake_dagster.publication.reconcile import RUN_BRANCHES
 from branchlake_dagster_tests.simulation.files import SimulatedTableFiles
 
 if TYPE_CHECKING:
@@ -35,8 +33,7 @@ def reap(world: World) -> Iterator[str]:
         monotonic=world.clock.monotonic,
         sleep=world.network.sleep,
     )
-    yield from map(str, reaper.run())
-    unpin_leftovers(world.client(), {ref.name for ref in world.client().references(filter=RUN_BRANCHES)})
+    return map(str, reaper.run())
 
 
 def sweep(world: World) -> Iterator[str]:

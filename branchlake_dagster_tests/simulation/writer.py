@@ -146,6 +146,7 @@ class Writer:
         operations = [Put(key, table_content(content_id, warehouse.store(after), after))]
         if NAMESPACE not in seen.contents:
             operations.insert(0, Put(NAMESPACE, Namespace(None, NAMESPACE.elements)))
+        asked = self._world.clock.monotonic()
         self._client.commit(
             branch,
             expected_hash=seen.reference.hash,
@@ -154,7 +155,7 @@ class Writer:
             properties={CHANGE: change.id},
         )
         self._plan.written.append(change.id)
-        self._wrote = self._world.clock.monotonic()
+        self._wrote = asked  # the commit is no older than that, and its reply may have taken long
 
     def _note_fence(self) -> None:
         """A run at work may lose its branch only after it was silent for long, or reported as ended."""
