@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from branchlake_dagster.lakehouse.embedded.jars import NESSIE_SERVER
 from branchlake_dagster.lakehouse.embedded.process import LOOPBACK
@@ -69,12 +69,36 @@ def telling_refusals() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        kind = next((name for name in _REFUSALS if name in str(error)), None)
-        if kind is None:
-            raise
-        raise NessieUnauthorized(
-            f"Nessie refused what Spark asked of it ({kind}).", hint=REFUSED_HINT
-        ) from None
+        if refusal := _refusal_in(str(error)):
+            raise refusal from None
+        raise
+
+
+def _refusal_in(text: str) -> NessieUnauthorized | None:
+    kind = next((name for name in _REFUSALS if name in text), None)
+    return (
+        NessieUnauthorized(f"Nessie refused what Spark asked of it ({kind}).", hint=REFUSED_HINT)
+        if kind
+        else None
+    )
+
+
+def _tell_refusals(session: SparkSession) -> None:
+    """Let a Connect session raise NessieUnauthorized in users' code too.
+
+    Before pyspark handles the error: it logs its text first, which would end in the step's log.
+    """
+    client = cast("Any", session).client
+    handle: Callable[[Exception], NoReturn] = client._handle_error
+
+    def telling(error: Exception) -> NoReturn:
+        # The server's exception class stands in a trailer of the call.
+        trailer = getattr(error, "trailing_metadata", None)
+        if refusal := _refusal_in(str(trailer()) if trailer else ""):
+            raise refusal from None
+        handle(error)
+
+    client._handle_error = telling
 
 
 def _open_connect(endpoints: Endpoints, conf: dict[str, str]) -> SparkSession:
@@ -85,6 +109,7 @@ def _open_connect(endpoints: Endpoints, conf: dict[str, str]) -> SparkSession:
         raise ConfigurationError("No Spark Connect server is known.", hint="Set BRANCHLAKE_SPARK_REMOTE.")
     url = connect_url(remote, endpoints.spark_token)
     session: SparkSession = SparkSession.builder.remote(url).create()
+    _tell_refusals(session)
     for key, value in conf.items():
         if key not in _SERVER_SIDE:
             session.conf.set(key, value)

@@ -126,9 +126,14 @@ def echoes(header: str | None) -> str:
     return f"you sent '{header}' ({quote(header or '', safe='')})"
 
 
+def forms(token: str) -> tuple[str, ...]:
+    """What to look for: the token as it is, as a URL has it, and as cautious JSON writers do."""
+    return token, quote(token, safe=""), token.replace("=", "\\u003d")
+
+
 def shows(text: str, token: str) -> bool:
     """Whether somebody who reads the text can learn the token."""
-    return any(form in text for form in (token, quote(token, safe=""), token.replace("=", "\\u003d")))
+    return any(form in text for form in forms(token))
 
 
 def _with_echo(body: bytes, header: str | None) -> bytes:

@@ -17,7 +17,6 @@ from branchlake_dagster.branching.session import BranchSparkResource
 from branchlake_dagster.cli import main
 from branchlake_dagster.lakehouse.errors import NessieUnauthorized
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.spark import telling_refusals
 from branchlake_dagster.publication.reaping import reap_branches, sweep_discarded
 from branchlake_dagster.publication.reconcile import Action, Reconciler
 from branchlake_dagster_tests.branching.test_retry import Flaky, retry
@@ -236,7 +235,7 @@ def test_a_spark_session(spark_session: SparkSession, bearer: Bearer, untouched:
     untouched()
     session = bearer(None).spark_session(MAIN)
     try:
-        with pytest.raises(NessieUnauthorized, match=HINT), telling_refusals():
+        with pytest.raises(NessieUnauthorized, match=HINT):
             session.sql("SHOW NAMESPACES IN nessie").collect()
     finally:
         session.stop()
