@@ -49,7 +49,7 @@ class Checks:
     def _run(self, run: DagsterRun, wanted: CheckRun) -> None:
         try:
             found = self._evaluate(run, wanted)
-        except BranchlakeError as error:
+        except (BranchlakeError, FileNotFoundError) as error:
             self._world.network.note("failed", str(error))
             self._world.instance.end(run.run_id, DagsterRunStatus.FAILURE)
         except Died:
