@@ -59,7 +59,7 @@ class World:
         self.instance = SimulatedInstance(now=self.clock.now, pause=self.scheduler.pause)
         self.hearts = Hearts(self.clock, self.scheduler.pause)
         self.warehouse = Warehouse()
-        self.checks = evidence.Checks(self, random)
+        self.checks = evidence.Checks(self)
         self.dead: set[str] = set()
         """Runs whose process is gone and of which Dagster does not know it yet."""
         self.plans: dict[str, Plan] = {}
