@@ -23,6 +23,7 @@ from branchlake_dagster.branching.run_tags import (
     BRANCH_TAG,
     base_hash_of,
     judged,
+    opened_by,
     published_as,
 )
 from branchlake_dagster.lakehouse.errors import BranchlakeError, NessieConflict, ReferenceNotFound
@@ -237,7 +238,8 @@ class Reconciler:
             branch = self._client.reference(branch.name)
         except ReferenceNotFound:
             return Outcome(branch.name, run_id, Action.WAITING, "another publisher was faster")
-        if judged(run.tags, branch.name):
+        # Dagster copies tags: a retry that opened no branch has its parent's verdict among its own.
+        if opened_by(run.tags, run.run_id) and judged(run.tags, branch.name):
             return self._again(run, branch)
         base_hash = base_hash_of(run.tags, branch.name) or self._ancestor(branch)
         if base_hash is None:
