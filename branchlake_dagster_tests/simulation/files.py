@@ -28,7 +28,11 @@ class SimulatedTableFiles:
             for i, step in enumerate(state.steps)
         ]
         return SimpleNamespace(
-            location=FOLDER.rstrip("/"), properties={}, snapshots=snapshots, metadata_log=[], statistics=[]
+            location=FOLDER.rstrip("/"),
+            properties={},
+            snapshots=snapshots,
+            metadata_log=[SimpleNamespace(metadata_file=path) for path in state.log],
+            statistics=[],
         )
 
     def manifests(self, snapshot: Any) -> tuple[Any, ...] | None:

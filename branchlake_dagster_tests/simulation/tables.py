@@ -39,6 +39,10 @@ class State:
     files: tuple[File, ...] = ()
     steps: tuple[Step, ...] = ()
     manifests: tuple[str, ...] = ()
+    location: str = ""
+    """Its metadata file; that of the state it was made from, until it is stored itself."""
+    log: tuple[str, ...] = ()
+    """The metadata files before that one."""
 
     @property
     def snapshot_id(self) -> int | None:
@@ -67,7 +71,8 @@ class Warehouse:
     def store(self, state: State) -> str:
         """A new metadata file."""
         location = f"{FOLDER}metadata-{self.number()}"
-        self.locations[location] = state
+        log = (*state.log, state.location) if state.location else ()
+        self.locations[location] = replace(state, location=location, log=log)
         return location
 
     def state(self, content: IcebergTable) -> State:
@@ -89,7 +94,12 @@ class Warehouse:
         gone = {file.path for file in step.removed}
         kept = tuple(file for file in state.files if file.path not in gone)
         manifest = f"{FOLDER}manifest-{self.number()}"
-        return State((*kept, *step.added), (*state.steps, step), (*state.manifests, manifest))
+        return replace(
+            state,
+            files=(*kept, *step.added),
+            steps=(*state.steps, step),
+            manifests=(*state.manifests, manifest),
+        )
 
 
 def _bounds(rows: tuple[Row, ...]) -> Callable[[str], Bounds | None]:
