@@ -9,7 +9,8 @@ commits of one plan cannot both succeed, because each changes keys that the othe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from types import MappingProxyType
@@ -25,7 +26,14 @@ from branchlake_dagster.lakehouse.errors import (
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import Content, ContentKey, DiffEntry, Namespace
-from branchlake_dagster.publication.candidate import Candidate, Prepared, Published, Refused, Result
+from branchlake_dagster.publication.candidate import (
+    Candidate,
+    NeedsChecks,
+    Prepared,
+    Published,
+    Refused,
+    Result,
+)
 from branchlake_dagster.publication.explain import explained
 from branchlake_dagster.publication.ledger import Publication, properties, published
 from branchlake_dagster.publication.rebase import Plan
@@ -45,6 +53,10 @@ _ATTEMPTS = 5
 
 class PublicationUnexplained(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like the other outcomes
     """`main` is said to hold the candidate, and the ledger does not know it."""
+
+
+class TableFilesUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
+    """Metadata or manifests of a table could not be read or written; nothing was published."""
 
 
 class PublicationContended(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
@@ -82,7 +94,7 @@ class Publisher:
         found = published(self._client, [branch], at=MAIN, since=base_hash).get(branch)
         return Published(found.hash, now=False) if found else None
 
-    def _group(self, group: Sequence[Candidate]) -> Mapping[str, Result]:
+    def _group(self, group: Sequence[Candidate]) -> Mapping[str, Result | BranchlakeError]:
         """Candidates that share keys. One alone is merged if it can be."""
         only = group[0]
         # Nessie 0.99 merges a rename as a deletion: the table was lost. A commit of ours carries it over.
@@ -90,7 +102,7 @@ class Publisher:
             merged = self._merge(only.branch, only.head_hash, only.publication())
             if merged is not None:
                 return {only.branch: merged}
-        found: dict[str, Result] = {}
+        found: dict[str, Result | BranchlakeError] = {}
         waiting = iter(group)
         while batch := list(islice(waiting, GROUP)):
             found |= self._commit(batch)
@@ -130,19 +142,17 @@ class Publisher:
 
     # -- one commit for several ------------------------------------------------------------------------
 
-    def _commit(self, batch: Sequence[Candidate]) -> dict[str, Result]:
+    def _commit(self, batch: Sequence[Candidate]) -> dict[str, Result | BranchlakeError]:
         """Plan and commit until `main` holds still in between."""
         reads = {one.branch: self._reads(one) for one in batch}
         keys = _involved(batch)
         for _ in range(_ATTEMPTS):
             seen = self._client.contents_at(MAIN, keys)
-            results: dict[str, Result] = {**self._known(batch, at=seen.reference.hash)}
+            results: dict[str, Result | BranchlakeError] = {**self._known(batch, at=seen.reference.hash)}
             plan = Plan(seen.reference.hash, seen.contents, self._tables)
             for candidate in batch:
                 if candidate.branch not in results:
-                    stopped = plan.add(candidate, reads[candidate.branch])
-                    if isinstance(stopped, Refused):
-                        stopped = explained(self._client, candidate, stopped, at=plan.onto)
+                    stopped = self._add(plan, candidate, reads[candidate.branch])
                     if stopped is not None:
                         results[candidate.branch] = stopped
             if not plan.accepted:
@@ -158,6 +168,19 @@ class Publisher:
             run_id=batch[0].run_id,
             hint="Nothing is lost: the next tick of the publication sensor tries again.",
         )
+
+    def _add(
+        self, plan: Plan, candidate: Candidate, reads: Mapping[ContentKey, Content]
+    ) -> Refused | NeedsChecks | BranchlakeError | None:
+        """Add a candidate to a plan; why it is not in, else None."""
+        try:
+            with _files_of(candidate):
+                stopped = plan.add(candidate, reads)
+        except TableFilesUnreadable as error:
+            return error
+        if isinstance(stopped, Refused):
+            return explained(self._client, candidate, stopped, at=plan.onto)
+        return stopped
 
     def _known(self, batch: Iterable[Candidate], *, at: str) -> dict[str, Published]:
         """Those that the ledger has already. `at` is the hash that the plan will expect.
@@ -183,11 +206,13 @@ class Publisher:
     def _send(self, plan: Plan, branch: str, more: Mapping[str, str] = MappingProxyType({})) -> str | None:
         """Commit the plan to `branch`; None when one of its keys has changed, or nobody can say."""
         entries = [one.publication() for one in plan.accepted]
+        with _files_of(next(iter(plan.accepted))):
+            operations = plan.operations()
         try:
             return self._client.commit(
                 branch,
                 expected_hash=plan.onto,
-                operations=plan.operations(),
+                operations=operations,
                 message=_message(entries),
                 properties={**properties(entries), **more},
             ).hash
@@ -264,10 +289,26 @@ class Publisher:
         plan = Plan(seen.reference.hash, seen.contents, self._tables)
         for known in self._known([candidate], at=plan.onto).values():
             return plan, known
-        refused = plan.add(candidate, reads, checked=True)
+        with _files_of(candidate):
+            refused = plan.add(candidate, reads, checked=True)
         if isinstance(refused, Refused):
             return explained(self._client, candidate, refused, at=plan.onto), None
         return plan, None
+
+
+@contextmanager
+def _files_of(candidate: Candidate) -> Iterator[None]:
+    """A file that cannot be read concerns this candidate: it must not hold up the others, tick after tick."""
+    try:
+        yield
+    except OSError as error:
+        raise TableFilesUnreadable(
+            f"Files of the table could not be read or written: {type(error).__name__}: {error}.",
+            table=", ".join(candidate.tables),
+            branch=candidate.branch,
+            run_id=candidate.run_id,
+            hint="If the store was away, the next tick tries again. If a file is gone, launch the run anew.",
+        ) from error
 
 
 def publication_branch(run_id: str) -> str:

@@ -72,6 +72,9 @@ class Plan:
         except _Stop as stop:
             self._forget(overlay)
             return stop.refused
+        except OSError:
+            self._forget(overlay)
+            raise
         replayed = {key for key, value in overlay.items() if isinstance(value, Staged)}
         if not checked and (again := replayed & candidate.table_checks):
             self._forget(overlay)

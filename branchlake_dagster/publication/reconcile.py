@@ -334,11 +334,12 @@ class Reconciler:
                     one.branch.name, one.run.run_id, Action.CHECKING, detail, one.verdict, check_run=check_run
                 )
             result = step
-        if result is None and one.begun and not self._settings.keep_failed_hours:
-            # A publisher inside the run may still be at it: only of a branch that is gone it is certain
-            # that it was not published.
-            self._drop(one.branch, keep_data=False)
-            result = self._publisher.known(one.branch.name, one.base_hash)
+        if isinstance(result, Refused) or (result is None and one.begun):
+            # Another publisher, perhaps inside the run, may still be at it: only of a branch that is gone it
+            # is certain that it was not published.
+            if not self._settings.keep_failed_hours:
+                self._drop(one.branch, keep_data=False)
+            result = self._publisher.known(one.branch.name, one.base_hash) or result
         action, why, publication = one.action, one.why, None
         detail = why or one.verdict.summary()
         tables = one.candidate.tables if one.candidate else ()

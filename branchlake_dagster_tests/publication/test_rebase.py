@@ -11,6 +11,7 @@ from pyiceberg.types import LongType
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.candidate import NeedsChecks, Published, Refused
 from branchlake_dagster.publication.ledger import publications, published
+from branchlake_dagster.publication.publisher import TableFilesUnreadable
 from branchlake_dagster.publication.replay import REPLAYED_FROM
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench, frame
 
@@ -436,6 +437,21 @@ def test_waiting_runs_go_in_one_commit_and_a_refused_one_holds_up_nobody(bench: 
     assert {one.hash for one in told.values()} == hashes
     assert all(one.tables == (f"{bench.namespace}.t",) and one.base_hash == base for one in told.values())
     assert len(bench.main().snapshots()) == 1 + 6 + 1 + 1  # a replacement is a deletion and an append
+
+
+def test_a_run_whose_files_are_gone_holds_up_nobody(bench: Workbench) -> None:
+    bench.seeded([("a", 0)])
+    one, two, three = bench.run(), bench.run(), bench.run()
+    for run in (one, two, three):
+        run.append([("b", 1)])
+    snapshot = two.table().current_snapshot()
+    assert snapshot is not None
+    two.table().io.delete(snapshot.manifest_list)
+    first, lost, third = bench.publish(one, two, three)
+    assert (type(first), type(third)) == (Published, Published)
+    assert isinstance(lost, TableFilesUnreadable)
+    assert (lost.run_id, lost.table) == (two.run_id, f"{bench.namespace}.t")
+    assert len(bench.rows()) == 3
 
 
 def test_runs_that_create_the_same_table_go_in_one_commit(bench: Workbench) -> None:
