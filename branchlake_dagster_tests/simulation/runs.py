@@ -130,7 +130,7 @@ def draw(random: Random, mood: Mood, earlier: dict[str, Plan]) -> Plan:
     )
     if random.random() < 0.1 * mood.trouble:
         plan.paused = random.randrange(len(changes)), random.choice((20.0, 120.0))
-    if random.random() < 0.05 * mood.trouble:
+    if random.random() < 0.08 * mood.trouble:
         plan.foreign, plan.end, plan.late, plan.publishes_itself = True, End.FAILURE, None, False
         plan.changes += [_change(random, run_id, 5 + i, chosen[0]) for i in range(2)]
         plan.paused = 1, 2 * 3600.0

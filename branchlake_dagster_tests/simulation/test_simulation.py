@@ -176,7 +176,7 @@ def _bug(name: str) -> Iterator[None]:
         yield
 
 
-def _noticed(name: str, within: int = 3000) -> Iterator[int]:
+def _noticed(name: str, within: int = 8000) -> Iterator[int]:
     """The seeds that fail for the bug's own reason."""
     for played in failures(range(FIRST_SEED, FIRST_SEED + within)):
         if _FOUND_AS[name] in (played.failure or "").rsplit("\n", 1)[-1]:
@@ -186,4 +186,4 @@ def _noticed(name: str, within: int = 3000) -> Iterator[int]:
 @pytest.mark.parametrize("name", _BUGS)
 def test_it_finds_the_bug(name: str) -> None:
     with _bug(name):
-        assert next(_noticed(name), None) is not None, f"3000 schedules did not notice: {name}"
+        assert next(_noticed(name), None) is not None, f"8000 schedules did not notice: {name}"
