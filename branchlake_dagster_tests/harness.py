@@ -13,7 +13,8 @@ from branchlake_dagster.branching.resource import LakehouseResource
 from branchlake_dagster.lakehouse.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.machinery import branchlake_definitions
-from branchlake_dagster.publication.reconcile import Outcome, Reconciler
+from branchlake_dagster.publication.outcome import Outcome
+from branchlake_dagster.publication.reconcile import Reconciler
 
 
 @dataclass

@@ -16,7 +16,8 @@ from branchlake_dagster.branching.session import BranchSparkResource
 from branchlake_dagster.branching.tables import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.machinery import branchlake_definitions
-from branchlake_dagster.publication.reconcile import Action, Reconciler
+from branchlake_dagster.publication.outcome import Action
+from branchlake_dagster.publication.reconcile import Reconciler
 
 _SECONDS = 10.0
 _ROUNDS = 3

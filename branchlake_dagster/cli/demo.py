@@ -20,7 +20,8 @@ from branchlake_dagster.fusion.partitions import FIRST_WINDOW, gp_snapshots, win
 from branchlake_dagster.fusion.sensors.native import SOURCE_KINDS
 from branchlake_dagster.fusion.sources import DEFAULT_SNAPSHOT, snapshot_id, snapshot_time
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.reconcile import RUN_BRANCHES, Action, Outcome, Reconciler
+from branchlake_dagster.publication.outcome import Action, Outcome
+from branchlake_dagster.publication.reconcile import RUN_BRANCHES, Reconciler
 from branchlake_dagster.settings import Settings
 
 BAD_SNAPSHOT = "sim-bad-20260808T0600Z"

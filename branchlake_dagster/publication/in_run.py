@@ -27,7 +27,8 @@ from branchlake_dagster.branching.heartbeat import beating
 from branchlake_dagster.branching.resource import LakehouseResource
 from branchlake_dagster.branching.run_tags import BRANCH_TAG, opened_by
 from branchlake_dagster.lakehouse.errors import BranchlakeError, Terminal
-from branchlake_dagster.publication.reconcile import Action, Outcome, Reconciler
+from branchlake_dagster.publication.outcome import Action, Outcome
+from branchlake_dagster.publication.reconcile import Reconciler
 
 
 class NotPublished(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes

@@ -64,6 +64,17 @@ def properties(publications: Sequence[Publication]) -> dict[str, str]:
     }
 
 
+def message(publications: Sequence[Publication]) -> str:
+    """The commit message of these publications."""
+    tables = ", ".join(dict.fromkeys(table for one in publications for table in one.tables))
+    runs = ", ".join(one.run_id for one in publications)
+    return (
+        f"Publish {tables} from run {runs}"
+        if len(publications) == 1
+        else f"Publish {tables} from runs {runs}"
+    )
+
+
 def publications_in(entry: LogEntry) -> list[Publication]:
     """The publications of one commit; none for a commit that is no publication of ours."""
     found = entry.commit.properties

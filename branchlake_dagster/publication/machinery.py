@@ -21,8 +21,9 @@ from branchlake_dagster.branching.io_manager import NessieBranchIOManager
 from branchlake_dagster.branching.resource import LakehouseResource
 from branchlake_dagster.branching.session import BranchSparkResource
 from branchlake_dagster.publication.automation import never_evaluated
+from branchlake_dagster.publication.outcome import Action
 from branchlake_dagster.publication.reaping import reap_job, reap_schedule
-from branchlake_dagster.publication.reconcile import Action, Reconciler
+from branchlake_dagster.publication.reconcile import Reconciler
 from branchlake_dagster.publication.unbranched import settle_unbranched
 from branchlake_dagster.settings import Settings
 

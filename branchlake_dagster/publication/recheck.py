@@ -6,43 +6,17 @@ remembered between ticks: the branch and that run's tags say how far it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-from dagster import AssetCheckKey, AssetKey, DagsterInstance, RunRequest, RunsFilter
+from dagster import DagsterInstance, RunsFilter
 from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGraph
 
 from branchlake_dagster.branching.run_tags import CHECK_HASH_TAG, CHECK_REF_TAG
 from branchlake_dagster.publication.candidate import Candidate, Prepared, Published, Refused
 from branchlake_dagster.publication.evidence import RunEvidence, collect
-from branchlake_dagster.publication.publisher import Publisher
+from branchlake_dagster.publication.outcome import CheckRun
+from branchlake_dagster.publication.prepared import PreparedStates
 
 ATTEMPTS = 3
 """How often a run that died without a verdict is asked for again."""
-
-
-@dataclass(frozen=True)
-class CheckRun:
-    """A Dagster run to be launched: these (asset, check) pairs and nothing else. `key` is its run key."""
-
-    key: str
-    checks: tuple[tuple[str, str], ...]
-    branch: str
-    tags: Mapping[str, str] = field(default_factory=dict, hash=False)
-
-    def __str__(self) -> str:
-        names = ", ".join(f"{check} on {asset}" for asset, check in self.checks)
-        return f"asks for {names} on {self.branch}, because main has moved"
-
-    def request(self) -> RunRequest:
-        """The same for a sensor."""
-        return RunRequest(
-            run_key=self.key,
-            tags=dict(self.tags),
-            asset_check_keys=[
-                AssetCheckKey(AssetKey.from_user_string(asset), name) for asset, name in self.checks
-            ],
-        )
 
 
 class Recheck:
@@ -50,19 +24,19 @@ class Recheck:
 
     def __init__(
         self,
-        publisher: Publisher,
+        states: PreparedStates,
         instance: DagsterInstance,
         graph: BaseAssetGraph,  # type: ignore[type-arg]
         default_namespace: str,
     ) -> None:
-        self._publisher = publisher
+        self._states = states
         self._instance = instance
         self._graph = graph
         self._default_namespace = default_namespace
 
     def advance(self, candidate: Candidate, evidence: RunEvidence) -> Published | Refused | CheckRun | str:
         """The result; a run to launch; or, as text, what it waits for."""
-        prepared = self._publisher.prepared(candidate.run_id)
+        prepared = self._states.find(candidate.run_id)
         if prepared is None:
             return self._prepare(candidate, evidence)
         runs = self._instance.get_runs(RunsFilter(tags={CHECK_HASH_TAG: prepared.hash}))
@@ -81,13 +55,13 @@ class Recheck:
             if all((check, None) in found.evaluations for check in wanted):
                 return self._judged(candidate, evidence, prepared, found, wanted, run.run_id)
         if len(runs) >= ATTEMPTS:
-            self._publisher.forget(candidate.run_id)
+            self._states.forget(candidate.run_id)
             why = f"rebased, its checks gave no verdict {ATTEMPTS} times (last in run {runs[0].run_id})"
             return Refused(dict.fromkeys(prepared.tables, why))
         return _check_run(candidate, prepared, wanted, len(runs))
 
     def _prepare(self, candidate: Candidate, evidence: RunEvidence) -> Published | Refused | CheckRun:
-        prepared = self._publisher.prepare(candidate)
+        prepared = self._states.prepare(candidate)
         if not isinstance(prepared, Prepared):
             return prepared
         return _check_run(candidate, prepared, _checks(evidence, prepared), 0)
@@ -107,11 +81,11 @@ class Recheck:
             if not (result := found.evaluations[(asset, check), None]).passed and result.blocks
         ]
         if failed:
-            self._publisher.forget(candidate.run_id)
+            self._states.forget(candidate.run_id)
             why = f"with what main has now, its checks fail (run {run_id}): {'; '.join(failed)}"
             return Refused(dict.fromkeys(prepared.tables, why))
-        done = self._publisher.publish_prepared(candidate, prepared)
-        self._publisher.forget(candidate.run_id)
+        done = self._states.publish(candidate, prepared)
+        self._states.forget(candidate.run_id)
         return self._prepare(candidate, evidence) if done is None else done
 
 

@@ -18,7 +18,8 @@ from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.publication import announce as ui
 from branchlake_dagster.publication.evidence import collect
 from branchlake_dagster.publication.gate import judge
-from branchlake_dagster.publication.reconcile import Action, Outcome, other_location
+from branchlake_dagster.publication.judging import other_location
+from branchlake_dagster.publication.outcome import Action, Outcome
 from branchlake_dagster.settings import Settings
 
 _FINISHED = [DagsterRunStatus.SUCCESS, DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED]

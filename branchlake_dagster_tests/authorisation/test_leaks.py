@@ -19,8 +19,9 @@ from branchlake_dagster.branching.session import BranchSparkResource
 from branchlake_dagster.cli import main
 from branchlake_dagster.lakehouse.errors import BranchlakeError, NessieUnauthorized
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.publication.outcome import Action
 from branchlake_dagster.publication.reaping import reap_branches, sweep_discarded
-from branchlake_dagster.publication.reconcile import Action, Reconciler
+from branchlake_dagster.publication.reconcile import Reconciler
 from branchlake_dagster_tests.harness import project
 
 from . import leaks

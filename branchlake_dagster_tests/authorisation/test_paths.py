@@ -16,8 +16,8 @@ from branchlake_dagster.branching.run_branch import branch_name
 from branchlake_dagster.branching.run_tags import PUBLICATION_TAG
 from branchlake_dagster.cli import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.outcome import Action, Outcome
 from branchlake_dagster.publication.reaping import reap_branches, sweep_discarded
-from branchlake_dagster.publication.reconcile import Action, Outcome
 from branchlake_dagster_tests.branching.test_retry import Flaky, retry
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication import in_run_project

@@ -11,7 +11,7 @@ from branchlake_dagster.branching.session import BranchSparkResource
 from branchlake_dagster.branching.tables import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.spark import is_connect
-from branchlake_dagster.publication.reconcile import Action
+from branchlake_dagster.publication.outcome import Action
 from branchlake_dagster_tests.harness import project
 
 NAMESPACE = f"c{uuid.uuid4().hex[:12]}"

@@ -28,7 +28,7 @@ from branchlake_dagster.branching.sweep import Sweeper
 from branchlake_dagster.branching.table_files import TableFiles
 from branchlake_dagster.branching.tables import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile import Action
+from branchlake_dagster.publication.outcome import Action
 from branchlake_dagster_tests.harness import Project, project
 
 pytestmark = [pytest.mark.integration, pytest.mark.spark]

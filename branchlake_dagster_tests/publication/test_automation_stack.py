@@ -12,8 +12,8 @@ from dagster._core.definitions.asset_daemon_cursor import AssetDaemonCursor
 from branchlake_dagster.branching.tables import CHECK_SCOPE, table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.automation import on_publication
+from branchlake_dagster.publication.outcome import Action
 from branchlake_dagster.publication.published_sensor import published_sensor
-from branchlake_dagster.publication.reconcile import Action
 from branchlake_dagster_tests.harness import Project, project
 
 pytestmark = pytest.mark.integration

@@ -17,8 +17,9 @@ from branchlake_dagster.branching.run_tags import PUBLICATION_TAG, REASON_TAG
 from branchlake_dagster.lakehouse.errors import NessieUnavailable
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.ledger import publications
+from branchlake_dagster.publication.outcome import Action
 from branchlake_dagster.publication.publisher import Publisher
-from branchlake_dagster.publication.reconcile import Action, Reconciler
+from branchlake_dagster.publication.reconcile import Reconciler
 from branchlake_dagster_tests.publication import in_run_project
 
 pytestmark = pytest.mark.integration

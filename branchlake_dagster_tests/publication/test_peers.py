@@ -23,8 +23,9 @@ from branchlake_dagster.lakehouse.nessie.retry import RetryPolicy
 from branchlake_dagster.lakehouse.nessie.transport import HttpTransport
 from branchlake_dagster.publication.candidate import Published, Refused
 from branchlake_dagster.publication.ledger import publications
+from branchlake_dagster.publication.outcome import Action
 from branchlake_dagster.publication.publisher import Publisher
-from branchlake_dagster.publication.reconcile import Action, Reconciler
+from branchlake_dagster.publication.reconcile import Reconciler
 from branchlake_dagster.publication.replay import IcebergTables
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.workbench import Workbench

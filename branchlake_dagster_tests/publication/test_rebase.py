@@ -10,8 +10,8 @@ from pyiceberg.types import LongType
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.candidate import NeedsChecks, Published, Refused
+from branchlake_dagster.publication.committer import TableFilesUnreadable
 from branchlake_dagster.publication.ledger import publications, published
-from branchlake_dagster.publication.publisher import TableFilesUnreadable
 from branchlake_dagster.publication.replay import REPLAYED_FROM
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench, frame
 

@@ -8,8 +8,8 @@ from branchlake_dagster.branching.resource import LakehouseResource
 from branchlake_dagster.branching.run_branch import branch_name
 from branchlake_dagster.branching.tables import CHECK_SCOPE, table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.publisher import publication_branch
-from branchlake_dagster.publication.reconcile import Action, Outcome
+from branchlake_dagster.publication.outcome import Action, Outcome
+from branchlake_dagster.publication.prepared import publication_branch
 from branchlake_dagster_tests.harness import Project, project
 
 pytestmark = pytest.mark.integration

@@ -9,7 +9,7 @@ from branchlake_dagster.branching.run_tags import BRANCH_TAG, REASON_TAG, UNBRAN
 from branchlake_dagster.lakehouse.errors import NessieUnavailable
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.publication.reconcile import Action, Outcome
+from branchlake_dagster.publication.outcome import Action, Outcome
 from branchlake_dagster.publication.unbranched import settle_unbranched
 from branchlake_dagster_tests.harness import Project, project
 

@@ -12,7 +12,7 @@ from branchlake_dagster.branching.run_tags import CHECK_HASH_TAG
 from branchlake_dagster.lakehouse.errors import BranchlakeError
 from branchlake_dagster.lakehouse.nessie.model import IcebergTable
 from branchlake_dagster.publication.evidence import AssetRules, Evaluation, RunEvidence, Written
-from branchlake_dagster.publication.recheck import CheckRun
+from branchlake_dagster.publication.outcome import CheckRun
 from branchlake_dagster_tests.simulation.runs import Plan, table_key
 from branchlake_dagster_tests.simulation.scheduler import Died
 from branchlake_dagster_tests.simulation.tables import Row

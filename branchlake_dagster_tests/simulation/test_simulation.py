@@ -22,11 +22,11 @@ import pytest
 from branchlake_dagster.lakehouse.errors import NessieConflict, NessieOutcomeUnknown
 from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.lakehouse.nessie.model import Operation, Reference, Unchanged
-from branchlake_dagster.publication import rebase, reconcile
+from branchlake_dagster.publication import judging, rebase
+from branchlake_dagster.publication.committer import Committer
 from branchlake_dagster.publication.gate import Decision, Verdict
-from branchlake_dagster.publication.publisher import Publisher
+from branchlake_dagster.publication.judging import Judge
 from branchlake_dagster.publication.rebase import Plan
-from branchlake_dagster.publication.reconcile import Reconciler
 from branchlake_dagster.publication.replay import Staged
 from branchlake_dagster_tests.simulation.faults import Fault
 from branchlake_dagster_tests.simulation.play import failures, play
@@ -77,7 +77,7 @@ def test_a_seed_is_one_schedule() -> None:
 # -- does it find anything? ----------------------------------------------------------------------------
 
 
-def _discarding_send(self: Publisher, plan: Plan, branch: str, *more: object) -> str | None:
+def _discarding_send(self: Committer, plan: Plan, branch: str, *more: object) -> str | None:
     """`_send`, taking an unknown outcome for a failure."""
     commit = NessieClient.commit
 
@@ -91,8 +91,8 @@ def _discarding_send(self: Publisher, plan: Plan, branch: str, *more: object) ->
         return _SEND(self, plan, branch, *more)  # type: ignore[arg-type]
 
 
-_SEND, _RUN, _OPERATIONS = Publisher._send, RetryPolicy.run, Plan.operations
-_DELETE, _LOOK = NessieClient.delete_branch, Reconciler._look
+_SEND, _RUN, _OPERATIONS = Committer.send, RetryPolicy.run, Plan.operations
+_DELETE, _LOOK = NessieClient.delete_branch, Judge.look
 
 
 def _always_repeated(
@@ -130,26 +130,26 @@ class _Listed:
         return getattr(self._client, name)
 
 
-def _look_at_listing(self: Reconciler, branch: Reference, *args: Any) -> object:
+def _look_at_listing(self: Judge, branch: Reference, *args: Any, **more: Any) -> object:
     client = self._client
     self._client = _Listed(client, branch)  # type: ignore[assignment]
     try:
-        return _LOOK(self, branch, *args)
+        return _LOOK(self, branch, *args, **more)
     finally:
         self._client = client
 
 
 _BUGS = {
     "branches are deleted wherever they stand": (NessieClient, "delete_branch", _delete_now),
-    "the listing is taken for the end": (Reconciler, "_look", _look_at_listing),
-    "what is judged is not pinned": (reconcile, "pin", lambda client, branch: (branch.hash, False)),
-    "no lookup": (Publisher, "_known", lambda self, batch, *, at: {}),
-    "an unknown outcome is a failure": (Publisher, "_send", _discarding_send),
+    "the listing is taken for the end": (Judge, "look", _look_at_listing),
+    "what is judged is not pinned": (judging, "pin", lambda client, branch: (branch.hash, False)),
+    "no lookup": (Committer, "_known", lambda self, batch, *, at: {}),
+    "an unknown outcome is a failure": (Committer, "send", _discarding_send),
     "commits are repeated blindly": (RetryPolicy, "run", _always_repeated),
     "nothing overlaps": (rebase, "overlap", lambda mine, theirs: None),
     "reads are not compared": (Plan, "_same_reads", lambda self, candidate, reads: None),
     "reads are not guarded": (Plan, "operations", _unguarded),
-    "the gate is open": (reconcile, "judge", lambda evidence, **_: Verdict(Decision.PASSED)),
+    "the gate is open": (judging, "judge", lambda evidence, **_: Verdict(Decision.PASSED)),
     "files of others are discarded": (Plan, "_forget", _discarded),
 }
 """What to put in whose place."""

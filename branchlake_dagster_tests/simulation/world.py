@@ -16,10 +16,11 @@ from branchlake_dagster.branching.run_branch import main_with_history
 from branchlake_dagster.lakehouse.errors import BranchlakeError
 from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.lakehouse.nessie.model import Namespace, Operation, Put
-from branchlake_dagster.publication import recheck, reconcile
+from branchlake_dagster.publication import judging, recheck
 from branchlake_dagster.publication.changes import Mode, Step
 from branchlake_dagster.publication.in_run import NotPublished
-from branchlake_dagster.publication.reconcile import Action, Outcome, Reconciler
+from branchlake_dagster.publication.outcome import Action, Outcome
+from branchlake_dagster.publication.reconcile import Reconciler
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.simulation import evidence
 from branchlake_dagster_tests.simulation.faults import ALL, Faults
@@ -212,7 +213,7 @@ class World:
     @contextmanager
     def _in_place(self) -> Iterator[None]:
         collect = evidence.recorded(self)
-        with patch.object(reconcile, "collect", collect), patch.object(recheck, "collect", collect):
+        with patch.object(judging, "collect", collect), patch.object(recheck, "collect", collect):
             yield
 
     def story(self) -> str:
