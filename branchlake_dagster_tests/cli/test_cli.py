@@ -150,7 +150,9 @@ def valid(plan: Plan, snapshots: list[str]) -> bool:
     ],
 )
 def test_the_plan_ingests_then_observes_then_fuses(snapshots: list[str], window: str | None) -> None:
-    plans = plan_for(snapshots)
+    rounds = plan_for(snapshots)
+    assert [len(plans) for plans in rounds] == [*[1] * (len(snapshots) + 1), len(SOURCE_KINDS), 1]
+    plans = [plan for plans in rounds for plan in plans]
     assert [plan.partition for plan in plans if plan.blocked] == [BAD_SNAPSHOT]
     assert [plan.job for plan in plans] == [
         *["catalogue_job"] * (len(snapshots) + 1),
