@@ -9,7 +9,7 @@ from dagster import DagsterInstance, DagsterRun, RunRecord, RunsFilter
 from dagster._core.storage.tags import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG
 
 from branchlake_dagster.branching.run_branch import branch_name, run_id_of
-from branchlake_dagster.branching.run_tags import BRANCH_TAG, opened_by, place_of
+from branchlake_dagster.branching.run_tags import BRANCH_TAG, CONTINUES_TAG, opened_by, place_of
 
 _CHUNK = 500
 """Values in one query; SQLite takes at most 999."""
@@ -51,6 +51,15 @@ def workers(instance: DagsterInstance, branch: str) -> tuple[DagsterRun, ...]:
     while runs and (earlier := _continued(instance, runs[0])) is not None:
         runs.insert(0, earlier)
     return tuple(runs)
+
+
+def successors(instance: DagsterInstance, branches: Collection[str]) -> Iterator[tuple[str, DagsterRun]]:
+    """The branches whose work other runs took over, with those runs, the newest first."""
+    for part in _chunks(branches):
+        for run in instance.get_runs(RunsFilter(tags={CONTINUES_TAG: part})):
+            place = place_of(run.tags, run.run_id)
+            if place is not None and place.continues is not None:
+                yield place.continues, run
 
 
 def _continued(instance: DagsterInstance, run: DagsterRun) -> DagsterRun | None:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from dagster import DagsterInstance, DagsterRun, RunsFilter
+from dagster import DagsterInstance, DagsterRun
 
-from branchlake_dagster.branching.claims import is_retry, workers
+from branchlake_dagster.branching.claims import is_retry, successors, workers
 from branchlake_dagster.branching.discard import take_over
 from branchlake_dagster.branching.errors import RetryNeedsFullRun
+from branchlake_dagster.branching.pin import pinned
 from branchlake_dagster.branching.run_branch import branch_name
-from branchlake_dagster.branching.run_tags import (
-    CONTINUES_TAG,
-    Place,
-    base_hash_of,
-    place_of,
-    published_as,
-)
+from branchlake_dagster.branching.run_tags import Place, base_hash_of, judged, place_of, published_as
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 
 _HINT = "Re-execute all steps; the new run will start from today's main."
@@ -29,23 +24,24 @@ def inherited(client: NessieClient, instance: DagsterInstance, run: DagsterRun) 
     """
     if not is_retry(run):
         return None
-    place = _parents_place(instance, run)
+    place = _parents_place(client, instance, run)
     if place is None or place.unbranched:
         return None
     _refuse_company(instance, run, place.branch)
+    # Asked after the company: a run that was at work then and has taken over since is seen here.
+    _refuse_second(instance, run, place.branch)
     own = branch_name(run.run_id)
     if take_over(client, place.branch, own) is None:
-        newer = instance.get_runs(RunsFilter(tags={CONTINUES_TAG: place.branch}), limit=1)
         raise RetryNeedsFullRun(
             "The branch of the run's parent is gone, and with it the outputs that a retry needs.",
             branch=place.branch,
             run_id=run.run_id,
-            hint=f"Run {newer[0].run_id} continued it: retry that one." if newer else _HINT,
+            hint=_HINT,
         )
     return Place(own, place.base_hash, continues=place.branch)
 
 
-def _parents_place(instance: DagsterInstance, run: DagsterRun) -> Place | None:
+def _parents_place(client: NessieClient, instance: DagsterInstance, run: DagsterRun) -> Place | None:
     """Where the nearest ancestor worked that opened a branch, going up through retries only."""
     parent = instance.get_run_by_id(run.parent_run_id) if run.parent_run_id else None
     if parent is None:
@@ -55,7 +51,7 @@ def _parents_place(instance: DagsterInstance, run: DagsterRun) -> Place | None:
     if place is None and (base := base_hash_of(parent.tags, own)):
         place = Place(own, base)
     if place is None:
-        return _parents_place(instance, parent) if is_retry(parent) else None
+        return _parents_place(client, instance, parent) if is_retry(parent) else None
     if publication := published_as(parent.tags, place.branch):
         raise RetryNeedsFullRun(
             f"The run's parent was published as {publication[:12]}, so there is nothing to continue.",
@@ -63,7 +59,32 @@ def _parents_place(instance: DagsterInstance, run: DagsterRun) -> Place | None:
             run_id=run.run_id,
             hint=_HINT,
         )
+    told = place.unbranched or judged(parent.tags, place.branch)
+    if not told and (parent.is_success or pinned(client, place.branch)):
+        # Its rows may be on `main` already, or come there while the retry works on them too.
+        raise RetryNeedsFullRun(
+            "The run's parent waits for its verdict, so its work is not free to be continued.",
+            branch=place.branch,
+            run_id=run.run_id,
+            hint="Retry when its verdict is told.",
+        )
     return place
+
+
+def _refuse_second(instance: DagsterInstance, run: DagsterRun, branch: str) -> None:
+    """The work is continued once, whatever the references say.
+
+    A clean-up that overlapped with the first retry leaves the parent's tag, and the parent's rows were once
+    published by two retries.
+    """
+    for _, other in successors(instance, [branch]):
+        if other.run_id != run.run_id:
+            raise RetryNeedsFullRun(
+                "The work of the run's parent was continued by another retry.",
+                branch=branch,
+                run_id=run.run_id,
+                hint=f"Run {other.run_id} continued it: retry that one.",
+            )
 
 
 def _refuse_company(instance: DagsterInstance, run: DagsterRun, branch: str) -> None:

@@ -16,6 +16,7 @@ from dagster._core.storage.tags import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 from branchlake_dagster.branching.attempts import UNDOES
 from branchlake_dagster.branching.discard import discard, discarded_name
 from branchlake_dagster.branching.errors import RetryNeedsFullRun
+from branchlake_dagster.branching.pin import pin
 from branchlake_dagster.branching.run_branch import branch_name
 from branchlake_dagster.branching.run_tags import (
     BASE_TAG,
@@ -169,6 +170,41 @@ def test_two_retries_do_not_share_a_branch(p: Project, flaky: Flaky) -> None:
     p.instance.add_run(older)
     retry(p, parent, ok=False)
     p.failed_with(RetryNeedsFullRun, f"Run {older.run_id} is at work")
+
+
+def test_the_parents_work_is_continued_once(
+    lakehouse: Lakehouse, namespace: str, p: Project, flaky: Flaky
+) -> None:
+    """A clean-up that overlapped with the first retry left the parent's tag, as did one that died."""
+    parent = p.run(ok=False)
+    head = lakehouse.nessie.reference(branch_name(parent)).hash
+    flaky.broken = False
+    first = retry(p, parent)
+    tag = discarded_name(branch_name(parent))
+    lakehouse.nessie.create_tag(tag, from_ref="main", from_hash=head)
+    second = retry(p, parent, ok=False)
+    p.failed_with(RetryNeedsFullRun, f"Run {first} continued it")
+    assert branch_name(second) not in p.branches()
+    assert p.rows(namespace, "second", ref=branch_name(first)) == [{"n": 1, "twice": 2}]
+    # A retry of that one has its tags, as Dagster copies them, and may go on.
+    third = retry(p, first, f"{namespace}__second", ok=False)
+    p.failed_with(RetryNeedsFullRun, "waits for its verdict")
+    assert branch_name(third) not in p.branches()
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_what_a_publisher_may_have_begun_with_is_not_continued(
+    lakehouse: Lakehouse, namespace: str, p: Project, flaky: Flaky, passed: bool
+) -> None:
+    flaky.broken = not passed
+    parent = p.run(ok=passed)
+    branch = lakehouse.nessie.reference(branch_name(parent))
+    if not passed:
+        # It published itself, and died before it could tell.
+        pin(lakehouse.nessie, branch)
+    retry(p, parent, f"{namespace}__second", ok=False)
+    p.failed_with(RetryNeedsFullRun, "waits for its verdict", "Retry when its verdict is told")
+    assert lakehouse.nessie.reference(branch.name).hash == branch.hash
 
 
 def test_a_full_re_execution_starts_fresh(lakehouse: Lakehouse, p: Project, flaky: Flaky) -> None:
