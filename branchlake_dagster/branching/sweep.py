@@ -38,7 +38,7 @@ TAGS = (
 """Nessie's filter for the tags that the sweeper looks at."""
 
 _AT_ONCE = 8
-_OURS = (RUN_BRANCH_PREFIX, DISCARDED_PREFIX, SWEEPING_PREFIX, JUDGED_PREFIX)
+_OURS = (RUN_BRANCH_PREFIX, DISCARDED_PREFIX, JUDGED_PREFIX)
 """References whose own end takes care of the files that they still need."""
 
 

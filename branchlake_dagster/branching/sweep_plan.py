@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from pyiceberg.table.metadata import TableMetadata
 
+from branchlake_dagster.branching.discard import SWEEPING_PREFIX
 from branchlake_dagster.branching.reaper import PUBLICATION_PREFIX
 from branchlake_dagster.branching.table_files import TableFiles, folders, plain, within
 from branchlake_dagster.lakehouse.errors import BranchlakeError, Transient
@@ -92,7 +93,7 @@ class Planner:
         """The metadata files that were committed since the base, and the keys of those commits."""
         written: dict[str, TableMetadata] = {}
         touched: set[ContentKey] = set()
-        for entry in self._client.log(tag.pinned, since=base_hash, fetch_operations=True):
+        for entry in self._client.log(_as_listed(tag), since=base_hash, fetch_operations=True):
             for operation in entry.operations:
                 touched.add(operation.key)
                 if isinstance(operation, Put) and isinstance(operation.content, IcebergTable):
@@ -132,7 +133,8 @@ class Planner:
         found: dict[tuple[ContentKey, str], set[str]] = {}
         old = set(base.values())
         for ref in self._references.values():
-            if ref.name != tag.name:
+            # What a sweep has claimed is dead: two half-done ones would wait for each other's lost metadata.
+            if ref.name != tag.name and not ref.name.startswith(SWEEPING_PREFIX):
                 for key, location in self._of(ref).items():
                     if location not in old:
                         found.setdefault((key, location), set()).add(ref.name)
@@ -166,11 +168,11 @@ class Planner:
         """The tables of a reference; of our own branches only those that they changed themselves."""
         ancestor = ref.metadata.common_ancestor_hash if ref.metadata else None
         if ancestor is None or not ref.name.startswith((RUN_BRANCH_PREFIX, PUBLICATION_PREFIX)):
-            return self._at(ref.pinned)
-        if ref.pinned not in self._tables:
-            changed = self._client.diff(f"@{ancestor}", ref.pinned) if ancestor != ref.hash else ()
-            self._tables[ref.pinned] = _locations((entry.key, entry.to_content) for entry in changed)
-        return self._tables[ref.pinned]
+            return self._at(_as_listed(ref))
+        if ref.name not in self._tables:
+            changed = self._client.diff(f"@{ancestor}", _as_listed(ref)) if ancestor != ref.hash else ()
+            self._tables[ref.name] = _locations((entry.key, entry.to_content) for entry in changed)
+        return self._tables[ref.name]
 
     def _at(self, ref: str) -> dict[ContentKey, str]:
         if ref not in self._tables:
@@ -186,6 +188,11 @@ class Planner:
         if found is None:
             raise _missing(location)
         return found
+
+
+def _as_listed(ref: Reference) -> str:
+    """A reference's state for Nessie, whether or not the reference is still there."""
+    return f"@{ref.hash}"
 
 
 def _locations(contents: Iterable[tuple[ContentKey, Content | None]]) -> dict[ContentKey, str]:

@@ -227,6 +227,48 @@ def test_two_tags_with_the_same_files_do_not_wait_for_each_other(lake: Lake) -> 
     assert lake.files() == before
 
 
+def test_two_half_done_sweeps_do_not_wait_for_each_other(lake: Lake) -> None:
+    """Two sweepers at once, or one that died twice: what a sweep has claimed needs no file any more."""
+    before = lake.files()
+    branches = [lake.branch(name) for name in ("one", "two")]
+    for branch in branches:
+        lake.table(branch).append(pa.table({"n": [10]}))
+    for branch in branches:
+        head = lake.nessie.reference(lake.discard(branch))
+        lake.nessie.create_tag(
+            head.name.replace("discarded-", "sweeping-"), from_ref=MAIN, from_hash=head.hash
+        )
+        lake.nessie.delete_tag(head.name, expected_hash=head.hash)
+    for name in lake.files() - before:
+        (lake.root / name).unlink()
+    assert [one.done for one in lake.sweep()] == [True, True]
+    assert lake.names() == set()
+
+
+def test_a_branch_that_is_deleted_while_a_sweep_is_planned_does_not_stop_it(lake: Lake) -> None:
+    before = lake.files()
+    branch, other = lake.branch("blocked"), lake.branch("other")
+    lake.table(branch).append(pa.table({"n": [10]}))
+    lake.table(other).append(pa.table({"n": [11]}))
+    lake.discard(branch)
+    real, seen = NessieClient.references, []
+
+    def then_gone(self: NessieClient, **options: Any) -> Iterator[Reference]:
+        found = list(real(self, **options))
+        if "filter" not in options:
+            seen.append(self.reference(other))
+            self.delete_branch(other, expected_hash=seen[0].hash)
+        return iter(found)
+
+    with patch.object(NessieClient, "references", then_gone):
+        (done,) = lake.sweep()
+    assert done.done
+    # As it was when it was listed, it needed its files.
+    lake.nessie.create_branch(other, from_ref=MAIN, from_hash=seen[0].hash)
+    assert lake.rows(other) == [1, 2, 3, 11]
+    assert before < lake.files()
+
+
 def test_data_files_that_a_rebase_brought_to_main_stay(lake: Lake) -> None:
     """The same files in another snapshot: main may hold them although the branch looks dead."""
     branch = lake.branch("replayed")
