@@ -16,6 +16,9 @@ from branchlake_dagster.lakehouse.nessie.model import Reference, ReferenceType
 
 DISCARDED_PREFIX = "discarded-"
 SWEEPING_PREFIX = "sweeping-"
+DISCARDED_TAGS = f"refType == 'TAG' && ref.name.startsWith('{DISCARDED_PREFIX}')"
+"""Nessie's filter for the states that a retry may still take."""
+
 _ATTEMPTS = 4
 
 
@@ -80,6 +83,20 @@ def take_over(client: NessieClient, branch: str, own: str) -> Reference | None:
         branch=branch,
         hint="Re-execute all steps.",
     )
+
+
+def give_back(client: NessieClient, branch: str, tag: Reference) -> bool:
+    """Make `branch` again from its tag, which then goes; whether it was made.
+
+    Only for a branch that nobody else may take from the tag. Safe to repeat after any failure: a tag that
+    is left over beside the branch is swept like any other.
+    """
+    try:
+        client.create_branch(branch, from_ref=MAIN, from_hash=tag.hash)
+    except NessieAlreadyExists:
+        return False  # another clean-up was faster, or the one that fences it is not done
+    _untag(client, tag)
+    return True
 
 
 def _with_metadata(client: NessieClient, branch: Reference) -> Reference:

@@ -3,6 +3,9 @@
 Everything is looked up before the first branch is touched: when a page of the listing, the heartbeats or the
 runs cannot be read, nothing is ended. A branch is ended by the hash it was judged at, so a write in between
 keeps it. Whatever is kept has its reason.
+
+A run may end well in the moment in which its silent writer is taken for dead. So the pass looks once more
+at what is fenced, and gives the branches of passed runs back.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from datetime import datetime, timedelta
 from typing import Protocol
 
 from branchlake_dagster.branching.beats import Beat
-from branchlake_dagster.branching.discard import discard
+from branchlake_dagster.branching.discard import DISCARDED_TAGS, discard
+from branchlake_dagster.branching.passed import give_passed_back
 from branchlake_dagster.branching.pin import pinned_branches, unpin_leftover
 from branchlake_dagster.branching.pulse import Heartbeats, Pulse, glance, watch
 from branchlake_dagster.branching.reaping_rules import (
@@ -83,6 +87,8 @@ class _Seen:
 class Reaper:
     """Judges the branches of the Nessie filter `listing` and ends those that the rules allow.
 
+    `fenced` is the filter for the tags of discarded branches, which come back when their run has passed.
+
     `now` is the wall clock, `monotonic` and `sleep` are for watching silent writers.
     """
 
@@ -97,6 +103,7 @@ class Reaper:
         monotonic: Callable[[], float],
         sleep: Callable[[float], None],
         listing: str = OUR_BRANCHES,
+        fenced: str = DISCARDED_TAGS,
     ) -> None:
         self._client = client
         self._runs = runs
@@ -106,6 +113,7 @@ class Reaper:
         self._monotonic = monotonic
         self._sleep = sleep
         self._listing = listing
+        self._fenced = fenced
 
     def run(self, *, dry_run: bool = False) -> Iterator[Reaping]:
         """One pass. With suspects it waits once until they can be told from the dead; a dry run does not.
@@ -126,6 +134,9 @@ class Reaper:
             # A pass that died before it told Dagster left the heartbeat of the dead behind, or a pin.
             for branch in seen.pulses.keys() - seen.branches.keys():
                 self._bury(branch, seen, ended)
+        fenced = self._fenced
+        yield from give_passed_back(self._client, self._runs.holders, listing=fenced, dry_run=dry_run)
+        if not dry_run:
             for branch in seen.pins - (seen.branches.keys() - ended):
                 unpin_leftover(self._client, branch)
 

@@ -40,6 +40,8 @@ class Action(StrEnum):
     """Its data is on `main`, or it has none."""
     DISCARD = "discarded"
     """Fenced; its data is kept as a tag for a while."""
+    GIVE_BACK = "given back"
+    """It was fenced, but its run has passed: made again from the tag."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Holder:
     ended: datetime | None = None
     told: bool = False
     """Whether the publisher has told its verdict."""
+    continued: bool = False
+    """Whether a retry took its work over, of a run that waits for the publisher."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Reaping:
     @property
     def delete(self) -> bool:
         """Whether the branch goes."""
-        return self.action is not Action.KEEP
+        return self.action in (Action.DELETE, Action.DISCARD)
 
     def __str__(self) -> str:
         return f"{self.branch}: {self.action}, {self.reason}"

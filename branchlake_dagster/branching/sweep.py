@@ -144,6 +144,8 @@ class Sweeper:
     def _too_early(self, tag: Reference, holder: Holder | None) -> str | None:
         if holder is not None and holder.state is RunState.ACTIVE:
             return f"run {holder.run_id} may continue it"
+        if holder is not None and holder.state is RunState.AWAITING_PUBLICATION and not holder.continued:
+            return f"run {holder.run_id} has passed, so the reaper gives it back"
         head = tag.metadata.head_commit if tag.metadata else None
         signs = [moment for moment in (head.commit_time if head else None, holder and holder.ended) if moment]
         if not signs:

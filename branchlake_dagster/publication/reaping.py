@@ -5,6 +5,7 @@ No postponed annotations here: Dagster compares the annotation of `context` with
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 
@@ -22,9 +23,9 @@ from dagster import (
 )
 
 from branchlake_dagster.branching.beats import Beat, HeartbeatStore
-from branchlake_dagster.branching.claims import claims
+from branchlake_dagster.branching.claims import claims, successors
 from branchlake_dagster.branching.reaper import Reaper
-from branchlake_dagster.branching.reaping_rules import Holder, Limits, Reaping, RunState
+from branchlake_dagster.branching.reaping_rules import Action, Holder, Limits, Reaping, RunState
 from branchlake_dagster.branching.resource import LakehouseResource
 from branchlake_dagster.branching.run_tags import judged, opened_by, published_as
 from branchlake_dagster.branching.sweep import Sweeper, Sweeping
@@ -51,13 +52,16 @@ class DagsterRuns:
         """The run of each branch with its state; raises RunsUnreadable."""
         try:
             records = claims(self._instance, branches)
+            found = {branch: _holder(branch, record) for branch, record in records.items() if record}
+            waiting = [b for b, one in found.items() if one.state is RunState.AWAITING_PUBLICATION]
+            continued = {branch for branch, _ in successors(self._instance, waiting)}
         except Exception as error:
             # Whatever the storage raises (SQL, gRPC, HTTP): without an answer nothing may be deleted.
             raise RunsUnreadable(
                 f"Dagster's storage could not be asked for runs: {type(error).__name__}.",
-                hint="Nothing was deleted.",
+                hint="Without its answer nothing is deleted.",
             ) from error
-        return {branch: _holder(branch, record) for branch, record in records.items() if record}
+        return {branch: replace(one, continued=branch in continued) for branch, one in found.items()}
 
     def reports_after(self, run_id: str, beat: Beat) -> bool:
         """Whether the run's executor outlived the writer of `beat`, as it does when steps are processes.
@@ -161,10 +165,11 @@ def reap_job() -> JobDefinition:
         reaped = _logged(context, reap_branches(lake, context.instance))
         swept = _logged(context, sweep_discarded(lake, context.instance))
         deleted = [one for one in reaped if one.delete]
+        kept = [one for one in reaped if one.action is Action.KEEP]
         context.add_output_metadata(
             {
                 "deleted": MetadataValue.int(len(deleted)),
-                "kept": MetadataValue.int(len(reaped) - len(deleted)),
+                "kept": MetadataValue.int(len(kept)),
                 "files_deleted": MetadataValue.int(sum(one.files for one in swept)),
                 "bytes_freed": MetadataValue.int(sum(one.size for one in swept)),
                 "branches": _bullets(reaped) or MetadataValue.md("no run branches"),

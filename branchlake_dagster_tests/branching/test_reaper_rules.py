@@ -18,7 +18,7 @@ from branchlake_dagster.branching.reaping_rules import (
 
 HOUR = timedelta(hours=1)
 LIMITS = Limits(max_age=6 * HOUR, orphan_grace=HOUR)
-KEEP, DELETE, DISCARD = Action
+KEEP, DELETE, DISCARD, GIVE_BACK = Action
 ACTIVE, AWAITING, PUBLISHED, UNPUBLISHED, MISSING = RunState
 ALIVE, SUSPECT, DEAD = Pulse
 
@@ -133,5 +133,6 @@ def test_what_is_proven_neither_finished_nor_abandoned_is_kept(facts: Facts, lim
         assert action is KEEP
     if facts.state is MISSING and facts.age is None:
         assert action is KEEP
+    assert action is not GIVE_BACK  # that is for branches which are gone
     # Only what is on `main` goes without a tag that can bring it back.
     assert action is not DELETE or facts.state is PUBLISHED

@@ -136,6 +136,20 @@ def test_the_size_that_is_told_is_what_is_freed(lake: Lake) -> None:
     assert used() == before
 
 
+def test_what_a_passed_run_is_to_get_back_is_not_swept(lake: Lake) -> None:
+    branch = lake.branch("awake")
+    lake.table(branch).append(pa.table({"n": [10]}))
+    tag = lake.discard(branch)
+    waits = Holder("x", RunState.AWAITING_PUBLICATION)
+    lake.holders[branch] = waits
+    (kept,) = lake.sweep(later=100 * HOUR)
+    assert (kept.tag, kept.done) == (tag, False)
+    assert "gives it back" in kept.reason
+    lake.holders[branch] = replace(waits, continued=True)
+    (swept,) = lake.sweep(later=100 * HOUR)
+    assert swept.done
+
+
 def test_a_tag_waits_for_its_grace_and_for_a_retry(lake: Lake) -> None:
     branch = lake.branch("failed")
     lake.table(branch).append(ROWS)

@@ -15,6 +15,7 @@ import polars as pl
 import pytest
 
 from branchlake_dagster.branching.beats import Beat, HeartbeatStore, HeartbeatsUnreadable
+from branchlake_dagster.branching.discard import discard
 from branchlake_dagster.branching.pin import pin
 from branchlake_dagster.branching.reaper import Reaper
 from branchlake_dagster.branching.reaping_rules import Action, Holder, Limits, Reaping, RunState
@@ -181,6 +182,7 @@ def reaped(
         monotonic=monotonic,
         sleep=sleep,
         listing=f"refType == 'BRANCH' && ref.name.contains('-{namespace}')",
+        fenced=f"refType == 'TAG' && ref.name.startsWith('discarded-{namespace}')",
     ).run(dry_run=dry_run)
     return {one.branch.rpartition("-")[2]: one for one in found}
 
@@ -295,7 +297,7 @@ def test_nothing_is_deleted_when_dagster_does_not_answer(
 
         with patch.object(type(p.instance), "get_run_records", failing):
             late = datetime.now(UTC) + 24 * HOUR
-            with pytest.raises(RunsUnreadable, match="Nothing was deleted") as caught:
+            with pytest.raises(RunsUnreadable, match="nothing is deleted") as caught:
                 list(reap_branches(lakehouse, p.instance, now=lambda: late))
         assert "secret" not in str(caught.value)
         assert type(p.instance).get_run_records is real
@@ -474,6 +476,61 @@ def test_a_pin_without_its_branch_goes(
     assert left(lakehouse, namespace) == {"waits", "waits!", "gone!"}
     reaped(lakehouse, namespace, state_of=lambda _: RunState.AWAITING_PUBLICATION)
     assert left(lakehouse, namespace) == {"waits", "waits!"}
+
+
+def test_a_run_that_passes_in_the_moment_it_is_fenced_gets_its_branch_back(
+    lakehouse: Lakehouse, namespace: str, branches: Callable[..., str], beating: Beating
+) -> None:
+    """The writer stood still while it was watched, woke up and had nothing more to write."""
+    branch = branches("awake")
+    head = lakehouse.nessie.reference(branch).hash
+    beating.beat("awake", age=timedelta(minutes=5))
+    runs = FakeRuns(lambda run_id: Holder(run_id, RunState.ACTIVE, datetime.now(UTC)))
+    told: list[RunState] = []
+
+    def state_of(run_id: str) -> RunState:
+        told.append(RunState.AWAITING_PUBLICATION if told else RunState.ACTIVE)
+        return told[-1]
+
+    runs.state_of = state_of
+    found = beating.reaped(lakehouse, runs)
+    assert (found["awake"].action, found["awake"].delete) == (Action.GIVE_BACK, False)
+    assert left(lakehouse, namespace) == {"awake"}
+    assert lakehouse.nessie.reference(branch).hash == head
+
+
+@pytest.mark.parametrize(
+    ("holder", "pinned", "back"),
+    [
+        (Holder("r", RunState.AWAITING_PUBLICATION), False, True),
+        # Whoever has it in hand ends it: a publisher between the fence and its word, or a retry.
+        (Holder("r", RunState.AWAITING_PUBLICATION), True, False),
+        (Holder("r", RunState.AWAITING_PUBLICATION, continued=True), False, False),
+        (Holder("r", RunState.ACTIVE), False, False),
+        (Holder("r", RunState.UNPUBLISHED, told=True), False, False),
+        (Holder("r", RunState.MISSING), False, False),
+    ],
+)
+def test_a_pass_that_died_after_the_fence_is_made_up_for(
+    lakehouse: Lakehouse,
+    namespace: str,
+    branches: Callable[..., str],
+    holder: Holder,
+    pinned: bool,
+    back: bool,
+) -> None:
+    branch = branches("fenced")
+    nessie = lakehouse.nessie
+    seen = nessie.reference(branch)
+    discard(nessie, seen)
+    if pinned:
+        pin(nessie, seen)
+    found = reaped(lakehouse, namespace, state_of=lambda _: holder, dry_run=True)
+    assert [one.action for one in found.values()] == [Action.GIVE_BACK] * back
+    assert left(lakehouse, namespace) == {"fenced*"} | ({"fenced!"} if pinned else set())
+    for _ in range(2 - pinned):
+        reaped(lakehouse, namespace, state_of=lambda _: holder)
+    assert left(lakehouse, namespace) == ({"fenced"} if back else {"fenced*"})
 
 
 def test_a_pass_that_died_before_the_funeral_is_made_up_for(
