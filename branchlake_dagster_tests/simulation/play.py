@@ -44,9 +44,8 @@ def failures(seeds: Iterable[int]) -> Iterator[Played]:
 
 def _happened(world: World) -> Iterator[str]:
     for _, what, how in world.network.trace:
-        fault = how.split(" (")[0].split(",")[0]
-        if fault in _FAULTS:
-            yield fault
+        if how.startswith(_FAULTS):
+            yield next(fault for fault in _FAULTS if how.startswith(fault))
         if what == "outcome":
             action = how.split(": ", 1)[-1].split(",")[0]
             yield action if action in _ACTIONS else "other outcome"
@@ -66,7 +65,7 @@ def _happened(world: World) -> Iterator[str]:
             yield "retry"
 
 
-_FAULTS = frozenset(fault.value for fault in Fault if fault is not Fault.NONE)
+_FAULTS = tuple(fault.value for fault in Fault if fault is not Fault.NONE)
 _ACTIONS = (
     "published",
     "refused",
