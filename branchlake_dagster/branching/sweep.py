@@ -126,7 +126,8 @@ class Sweeper:
             run_id = _run_id(name)
             holder = holders.get(branch_name(run_id))
             if name.startswith(SWEEPING_PREFIX):
-                if f"{DISCARDED_PREFIX}{run_id}" in tags:
+                other = tags.get(f"{DISCARDED_PREFIX}{run_id}")
+                if other is not None and other.hash == tag.hash:
                     continue  # a sweep died while it claimed this; the other tag starts it again
             elif (why := self._too_early(tag, holder)) is not None:
                 yield Sweeping(name, run_id, False, why)

@@ -259,6 +259,24 @@ def test_two_half_done_sweeps_do_not_wait_for_each_other(lake: Lake) -> None:
     assert lake.names() == set()
 
 
+def test_a_half_done_sweep_and_another_state_of_the_branch_do_not_wait_for_each_other(lake: Lake) -> None:
+    """A clean-up that lost against a late write may tag the earlier state when the later one is swept."""
+    before = lake.files()
+    branch = lake.branch("twice")
+    lake.table(branch).append(pa.table({"n": [10]}))
+    earlier = lake.nessie.reference(branch).hash
+    lake.table(branch).append(pa.table({"n": [11]}))
+    later = lake.nessie.reference(lake.discard(branch))
+    sweeping = later.name.replace("discarded-", "sweeping-")
+    lake.nessie.create_tag(sweeping, from_ref=MAIN, from_hash=later.hash)
+    lake.nessie.delete_tag(later.name, expected_hash=later.hash)
+    lake.nessie.create_tag(later.name, from_ref=MAIN, from_hash=earlier)
+    lake.sweep()
+    assert lake.names() == {later.name}
+    lake.sweep()
+    assert (lake.names(), lake.files()) == (set(), before)
+
+
 def test_a_branch_that_is_deleted_while_a_sweep_is_planned_does_not_stop_it(lake: Lake) -> None:
     before = lake.files()
     branch, other = lake.branch("blocked"), lake.branch("other")
