@@ -7,6 +7,7 @@ The last line is JSON: how many failed, and how often each thing happened.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections import Counter
@@ -17,6 +18,7 @@ from branchlake_dagster_tests.simulation.play import play
 def main(first: int, count: int = 1) -> int:
     """Play `count` schedules from the seed `first`; the number of those that failed."""
     failed, seen = 0, Counter[str]()
+    gc.freeze()  # Dagster alone is half a million objects to look through, again and again
     for seed in range(first, first + count):
         played = play(seed)
         seen += played.seen

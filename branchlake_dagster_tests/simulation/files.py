@@ -10,6 +10,19 @@ from branchlake_dagster.branching.table_files import Entries
 from branchlake_dagster_tests.simulation.tables import FOLDER, State, Warehouse
 
 
+class InTurn:
+    """In place of the sweeper's pool of threads, which the scheduler could not order."""
+
+    def __init__(self, _: int) -> None:
+        self.map = map
+
+    def __enter__(self) -> InTurn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+
 @dataclass
 class SimulatedTableFiles:
     """What `TableFiles` is to the sweeper."""

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 from dagster import DagsterRunStatus
 
+from branchlake_dagster.branching import sweep as sweeping
 from branchlake_dagster.branching.run_branch import branch_name, main_with_history
 from branchlake_dagster.lakehouse.errors import BranchlakeError
 from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
@@ -24,6 +25,7 @@ from branchlake_dagster.publication.reconcile import Reconciler
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.simulation import evidence
 from branchlake_dagster_tests.simulation.faults import ALL, Faults
+from branchlake_dagster_tests.simulation.files import InTurn
 from branchlake_dagster_tests.simulation.hearts import Hearts
 from branchlake_dagster_tests.simulation.instance import SimulatedInstance
 from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
@@ -219,7 +221,11 @@ class World:
     @contextmanager
     def _in_place(self) -> Iterator[None]:
         collect = evidence.recorded(self)
-        with patch.object(judging, "collect", collect), patch.object(recheck, "collect", collect):
+        with (
+            patch.object(judging, "collect", collect),
+            patch.object(recheck, "collect", collect),
+            patch.object(sweeping, "ThreadPoolExecutor", InTurn),
+        ):
             yield
 
     def story(self) -> str:
