@@ -63,9 +63,11 @@ def work(role: str, board: Board, stop: Synchronized[int], environment: Mapping[
 
     from branchlake_dagster.lakehouse.errors import BranchlakeError
 
+    tests = multiprocessing.parent_process()
+
     with dg.DagsterInstance.get() as instance:
         step = _publisher(instance) if role == "publisher" else _writer(role, instance)
-        while not stop.value:
+        while not stop.value and tests is not None and tests.is_alive():
             try:
                 board.time(step)
             except BranchlakeError as error:
