@@ -72,10 +72,12 @@ class _Seen:
     holders: Mapping[str, Holder]
     moment: datetime
     pins: frozenset[str] = frozenset()
-    """The branches that a publisher has begun with."""
+    """The branches, gone ones too, that were pinned before they were listed."""
+    pinned: frozenset[str] = frozenset()
+    """The branches that were pinned before or after the runs were looked up."""
 
     def begun(self, branch: str) -> bool:
-        return branch in self.pins and not self.holder(branch).told
+        return branch in self.pinned and not self.holder(branch).told
 
     def holder(self, branch: str) -> Holder:
         return self.holders.get(branch) or Holder(run_id_of(branch), RunState.MISSING)
@@ -154,7 +156,10 @@ class Reaper:
         for beat, pulse in pulses.items():
             by_branch.setdefault(beat.branch, {})[beat] = pulse
         ours = [name for name in {**branches, **by_branch} if name.startswith(RUN_BRANCH_PREFIX)]
-        seen = _Seen(branches, by_branch, self._runs.holders(ours), self._now(), pins)
+        holders = self._runs.holders(ours)
+        # And once more: a run that has ended pins nothing, but it may just have done so and died.
+        pinned = pins.union(pinned_branches(self._client))
+        seen = _Seen(branches, by_branch, holders, self._now(), pins, pinned)
         return replace(seen, branches=branches | self._with_ages(seen))
 
     def _list(self, *, metadata: bool = False) -> dict[str, Reference]:

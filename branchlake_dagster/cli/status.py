@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any
 
 from dagster import DagsterInstance
@@ -80,7 +81,7 @@ def gather(settings: Settings) -> dict[str, Any]:
             "tables": list(entry.tables),
             "time": entry.time.isoformat() if entry.time else None,
         }
-        for entry in publications(lake.nessie, limit=_LAST)
+        for entry in islice(publications(lake.nessie, limit=_LAST), _LAST)
     ]
     tags = lake.nessie.references(filter=f"refType == 'TAG' && ref.name.startsWith('{DISCARDED_PREFIX}')")
     found["discarded"] = sorted(tag.name for tag in tags)

@@ -464,6 +464,21 @@ def test_a_run_that_died_while_it_published_itself_is_left_to_the_next_publisher
         assert left(lakehouse, namespace) == set()
 
 
+def test_a_run_that_begins_to_publish_itself_while_the_reaper_looks_is_left_to_the_next_publisher(
+    lakehouse: Lakehouse, namespace: str, branches: Callable[..., str]
+) -> None:
+    """It was pinned, merged and dead between the reaper's two questions: `main` may have it."""
+    branch = lakehouse.nessie.reference(branches("quick"))
+
+    def state_of(_: str) -> RunState:
+        pin(lakehouse.nessie, branch)
+        return RunState.UNPUBLISHED
+
+    found = reaped(lakehouse, namespace, state_of=state_of)
+    assert "the publisher has not told how it ended" in found["quick"].reason
+    assert left(lakehouse, namespace) == {"quick", "quick!"}
+
+
 def test_a_pin_without_its_branch_goes(
     lakehouse: Lakehouse, namespace: str, branches: Callable[..., str]
 ) -> None:

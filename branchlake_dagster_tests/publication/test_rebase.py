@@ -454,6 +454,16 @@ def test_a_run_whose_files_are_gone_holds_up_nobody(bench: Workbench) -> None:
     assert len(bench.rows()) == 3
 
 
+def test_the_ledger_is_asked_for_many_branches_at_once(bench: Workbench) -> None:
+    """The names of fifty do not fit into a URL."""
+    base = bench.lake.nessie.reference("main").hash
+    bench.seeded([("a", 0)])
+    mine = bench.runs[0].name
+    others = [f"run-00000000-0000-0000-0000-{number:012}" for number in range(200)]
+    told = published(bench.lake.nessie, [mine, *others], at="main", since=base)
+    assert told.keys() == {mine}
+
+
 def test_runs_that_create_the_same_table_go_in_one_commit(bench: Workbench) -> None:
     runs = [bench.run() for _ in range(3)]
     for number, run in enumerate(runs):
