@@ -7,7 +7,7 @@ get the run's changes replayed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from branchlake_dagster.lakehouse.nessie.model import (
@@ -72,7 +72,7 @@ class Plan:
         except _Stop as stop:
             self._forget(overlay)
             return stop.refused
-        except OSError:
+        except Exception:
             self._forget(overlay)
             raise
         replayed = {key for key, value in overlay.items() if isinstance(value, Staged)}
@@ -86,6 +86,24 @@ class Plan:
                 self.writers[key] = candidate.run_id
         self.unchanged |= candidate.read_set or frozenset()
         return None
+
+    def add_reader(self, candidate: Candidate, reads: Mapping[ContentKey, Content]) -> Refused | None:
+        """Accept a candidate whose changes come with `add_state`; refused when what it read has changed."""
+        try:
+            self._same_reads(candidate, reads)
+        except _Stop as stop:
+            return stop.refused
+        self.accepted[candidate] = ()
+        self.unchanged |= candidate.read_set or frozenset()
+        return None
+
+    def add_state(self, changes: Sequence[DiffEntry]) -> bool:
+        """Add a state that was checked as it is; False, and nothing is added, when `main` moved under it."""
+        moved = [entry for entry in changes if self._now(entry.key) != entry.from_content]
+        if not all(isinstance(entry.to_content, Namespace) and self._now(entry.key) for entry in moved):
+            return False  # a namespace that both made stays as it is
+        self.values |= {entry.key: entry.to_content for entry in changes if entry not in moved}
+        return True
 
     def operations(self) -> list[Operation]:
         """The commit's operations; writes the metadata files of replayed tables."""

@@ -19,7 +19,7 @@ from branchlake_dagster.branching.run_tags import (
 )
 from branchlake_dagster.branching.tables import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.judging import other_location
+from branchlake_dagster.publication.backlog import other_location
 from branchlake_dagster.publication.ledger import publications
 from branchlake_dagster.publication.outcome import Action
 from branchlake_dagster.publication.reaping import reap_branches
@@ -158,7 +158,7 @@ def test_publishing_again_after_a_lost_tick_tells_the_same_publication_once(
     with project(lakehouse, asset, check(asset)) as p:
         run_id = p.run()
         with monkeypatch.context() as patch:
-            patch.setattr("branchlake_dagster.publication.reconcile.end", lambda *_, **__: None)
+            patch.setattr("branchlake_dagster.publication.finish.end", lambda *_, **__: None)
             first = p.reconciler().run_one(run_id)
         again = p.settle(run_id)
         assert first is not None
