@@ -232,21 +232,3 @@ def test_runs_of_another_code_location_are_left_to_its_sensor(lakehouse: Lakehou
         assert other_location(run, "elsewhere") is None
         assert other_location(run, None) is None
         p.settle(run_id)
-
-
-def test_a_branch_merged_by_hand_is_not_called_published(lakehouse: Lakehouse, namespace: str) -> None:
-    asset = table(namespace, "t")
-    with project(lakehouse, asset, check(asset)) as p:
-        run_id = p.run()
-        nessie, branch = lakehouse.nessie, lakehouse.nessie.reference(branch_name(run_id))
-        nessie.merge(
-            from_name=branch.name,
-            from_hash=branch.hash,
-            into="main",
-            expected_hash=nessie.reference("main").hash,
-            message="by hand",
-        )
-        told = p.settle(run_id)
-        assert told.action is Action.TRY_AGAIN
-        assert "no publication of it" in told.detail
-        nessie.delete_branch(branch.name, expected_hash=branch.hash)
