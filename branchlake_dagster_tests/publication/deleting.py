@@ -16,10 +16,12 @@ from pyiceberg.manifest import (
     ManifestWriterV2,
 )
 from pyiceberg.partitioning import PartitionSpec
+from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation
 from pyiceberg.table.update.snapshot import _FastAppendFiles
-from pyiceberg.typedef import Record
+from pyiceberg.typedef import Record, TableVersion
+from pyiceberg.types import IntegerType, ListType, NestedField, StructType
 
 
 class _DeletesWriter(ManifestWriterV2):
@@ -29,6 +31,22 @@ class _DeletesWriter(ManifestWriterV2):
     @property
     def _meta(self) -> dict[str, str]:
         return {**super()._meta, "content": "deletes"}
+
+    def _with_partition(self, format_version: TableVersion) -> Schema:
+        """PyIceberg writes the ids of the columns as longs, which Iceberg's Java library cannot read."""
+        fields = []
+        for field in super()._with_partition(format_version).fields:
+            if isinstance(field.field_type, StructType):
+                inner = [_with_integers(one) for one in field.field_type.fields]
+                field = field.model_copy(update={"field_type": StructType(*inner)})
+            fields.append(field)
+        return Schema(*fields)
+
+
+def _with_integers(field: NestedField) -> NestedField:
+    if field.name != "equality_ids":
+        return field
+    return field.model_copy(update={"field_type": ListType(136, IntegerType(), element_required=True)})
 
 
 class _Deleting(_FastAppendFiles):
