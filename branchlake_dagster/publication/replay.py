@@ -6,7 +6,9 @@ whether what a step removes is still there.
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -38,6 +40,8 @@ from branchlake_dagster.lakehouse.errors import BranchlakeError, Terminal
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.publication import manifests
 from branchlake_dagster.publication.changes import Mode, Step, TableChange
+
+_log = logging.getLogger(__name__)
 
 REPLAYED_FROM = f"{PREFIX}replayed_from"
 """In a replayed snapshot's summary: the id of the snapshot on the run's branch."""
@@ -127,11 +131,15 @@ class IcebergTables:
         )
         since = mine.base_snapshot_id
         start = onto.table.metadata.snapshot_by_id(since) if since is not None else None
-        for step in mine.steps:
-            try:
+        try:
+            for step in mine.steps:
                 self._advance(staged, _replayed(staged, step, start))
-            except ValidationException as error:
+        except Exception as error:
+            # Nobody else will know of these files: a store that is full would only get fuller, pass by pass.
+            _delete_what_is_there(staged, staged.written[len(onto.written) :])
+            if isinstance(error, ValidationException):
                 raise ReplayImpossible(str(error), table=key.name) from error
+            raise
         return staged
 
     @staticmethod
@@ -193,6 +201,17 @@ def _with_schema(onto: TableMetadata, wanted: Schema) -> tuple[TableUpdate, ...]
     return AddSchemaUpdate(schema_=added), SetCurrentSchemaUpdate(schema_id=number)
 
 
+def _delete_what_is_there(staged: Staged, paths: Sequence[str]) -> None:
+    """Delete files of which some may never have been written, on a store that may refuse that too."""
+    for path in paths:
+        try:
+            staged.base.io.delete(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            _log.warning("%s was made for a replay that failed, and is still there: %s", path, error)
+
+
 class _Fixed(Transaction):
     """A transaction whose metadata is the table's.
 
@@ -226,8 +245,10 @@ def _replayed(staged: Staged, step: Step, start: Snapshot | None) -> tuple[Table
         producer = _FastAppendFiles(operation, transaction, table.io, snapshot_properties=properties)
     for file in step.added:
         producer.append_data_file(file.handle)
-    updates, _ = producer._commit()
-    staged.written += [*producer._written_manifests, *producer._written_manifest_lists]
+    try:
+        updates, _ = producer._commit()
+    finally:
+        staged.written += [*producer._written_manifests, *producer._written_manifest_lists]
     return tuple(map(_as_compaction, updates)) if step.mode is Mode.COMPACT else updates
 
 
