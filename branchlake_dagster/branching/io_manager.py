@@ -17,7 +17,7 @@ from pyiceberg.exceptions import NamespaceAlreadyExistsError, NoSuchTableError, 
 from pyiceberg.table import Table
 from pyspark.sql import DataFrame
 
-from branchlake_dagster.branching import arrow_frames, attempts, provenance, spark_frames
+from branchlake_dagster.branching import arrow_frames, attempts, provenance, replaced, spark_frames
 from branchlake_dagster.branching.errors import TableMissing, UnsupportedType
 from branchlake_dagster.branching.layout import partition_spec
 from branchlake_dagster.branching.resource import LakehouseResource
@@ -127,7 +127,12 @@ class NessieBranchIOManager(ConfigurableIOManager):
             if definition is not None and spec.columns_by_dimension
             else None
         )
-        properties = self._properties(context, spec, keys)
+        predicate = (
+            replaced.to_text(replaced.replaced(selection, table.schema()))
+            if selection is not None and spec.write_mode == "replace_partitions"
+            else None
+        )
+        properties = self._properties(context, spec, keys, predicate)
         table = attempts.undo_earlier(table, spec, properties)
         if is_spark or spec.write_mode == "upsert":
             frame = obj if is_spark else self.spark.spark_session.createDataFrame(obj)
@@ -156,7 +161,9 @@ class NessieBranchIOManager(ConfigurableIOManager):
         except TableAlreadyExistsError:  # another step of this run was first
             return evolve(catalog.load_table(spec.identifier), wanted, name=spec.name)
 
-    def _properties(self, context: OutputContext, spec: TableSpec, keys: tuple[str, ...]) -> dict[str, str]:
+    def _properties(
+        self, context: OutputContext, spec: TableSpec, keys: tuple[str, ...], predicate: str | None
+    ) -> dict[str, str]:
         run = context.step_context.dagster_run
         return provenance.snapshot_properties(
             spec=spec,
@@ -167,6 +174,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
             root_run_id=run.root_run_id or run.run_id,
             step=context.step_context.step.key,
             attempt=context.step_context.previous_attempt_count + 1,
+            replaced=predicate,
         )
 
     # -- shared ----------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from branchlake_dagster.lakehouse.nessie.model import (
 )
 from branchlake_dagster.publication.candidate import Candidate, NeedsChecks, Refused
 from branchlake_dagster.publication.changes import Mode, TableChange
+from branchlake_dagster.publication.compacted import mapped
 from branchlake_dagster.publication.overlap import overlap
 from branchlake_dagster.publication.replay import ReplayImpossible, Staged, Tables
 
@@ -190,6 +191,7 @@ class Plan:
             raise _Stop(key, "it was dropped and created again", (), runs)
         mine = self.tables.change(key, before, after)
         theirs = self.tables.change(key, before, now, files=not _only_appends(mine))
+        mine = mapped(mine, theirs)
         if found := overlap(mine, theirs):
             raise _Stop(key, found.why, found.partitions, found.runs or runs)
         if twice := _same_properties(mine, theirs):

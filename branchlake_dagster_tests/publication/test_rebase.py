@@ -349,9 +349,9 @@ MERGE = (
 def test_upserts_meet_by_partition_and_by_key(bench: Workbench) -> None:
     bench.seeded([("a", 1), ("b", 2)])
     one, two, three = bench.run(), bench.run(), bench.run()
-    one.sql(MERGE.format(day="a", id=1), "upsert", "day,id")
-    two.sql(MERGE.format(day="b", id=5), "upsert", "day,id")
-    three.sql(MERGE.format(day="a", id=1), "upsert", "day,id")
+    one.sql(MERGE.format(day="a", id=1), mode="upsert", keys="day,id")
+    two.sql(MERGE.format(day="b", id=5), mode="upsert", keys="day,id")
+    three.sql(MERGE.format(day="a", id=1), mode="upsert", keys="day,id")
     bench.published(one)
     bench.published(two)
     assert bench.refused(three).partitions == ("day=a",)
@@ -364,7 +364,7 @@ def test_sparks_own_notes_in_the_table_are_no_conflict(bench: Workbench) -> None
     one, two = pair(bench)
     for run, day in ((one, "a"), (two, "b")):
         for number in (2, 3):
-            run.sql(f"INSERT INTO {{t}} VALUES ('{day}', {number}{len(run.run_id)})", "append")
+            run.sql(f"INSERT INTO {{t}} VALUES ('{day}', {number}{len(run.run_id)})", mode="append")
     bench.published(one)
     bench.published(two)
     assert len(bench.rows()) == 5
@@ -377,9 +377,9 @@ def test_upserts_without_partitions_meet_by_the_bounds_of_their_keys(bench: Work
         more.append(rows)
         bench.published(more)
     one, two, three = bench.run(), bench.run(), bench.run()
-    one.sql(MERGE.format(day="a", id=9), "upsert", "id")
-    two.sql(MERGE.format(day="a", id=109), "upsert", "id")
-    three.sql(MERGE.format(day="a", id=5), "upsert", "id")
+    one.sql(MERGE.format(day="a", id=9), mode="upsert", keys="id")
+    two.sql(MERGE.format(day="a", id=109), mode="upsert", keys="id")
+    three.sql(MERGE.format(day="a", id=5), mode="upsert", keys="id")
     bench.published(one)
     bench.published(two)
     assert "the same keys" in bench.refused(three).reason()
