@@ -14,6 +14,7 @@ from dagster import (
     PartitionsDefinition,
 )
 from pyiceberg.exceptions import NamespaceAlreadyExistsError, NoSuchTableError, TableAlreadyExistsError
+from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyspark.sql import DataFrame
 
@@ -90,7 +91,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
                     hint="Materialise it and let it be published first, or select it in the same run.",
                 ) from error
             provenance.tell_read(context, spec, ref)
-            selection = self._input_selection(context, spec, definition)
+            selection = self._input_selection(context, spec, definition, table.schema())
             if spark:
                 return spark_frames.read(self.spark.spark_session, spec, table.schema(), selection)
             return arrow_frames.read(table, kind, selection)
@@ -123,7 +124,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
         table = self._table(catalog, spec, definition, wanted)
         keys = provenance.asset_partitions(context)
         selection = (
-            select(keys, definition, spec.columns_by_dimension, table=spec.name)
+            select(keys, definition, spec.columns_by_dimension, schema=table.schema(), table=spec.name)
             if definition is not None and spec.columns_by_dimension
             else None
         )
@@ -184,14 +185,18 @@ class NessieBranchIOManager(ConfigurableIOManager):
         )
 
     def _input_selection(
-        self, context: InputContext, spec: TableSpec, definition: PartitionsDefinition[str] | None
+        self,
+        context: InputContext,
+        spec: TableSpec,
+        definition: PartitionsDefinition[str] | None,
+        schema: Schema,
     ) -> Selection | None:
         if definition is None or not spec.columns_by_dimension:
             return None
         keys = context.asset_partition_keys
         if len(keys) == len(definition.get_partition_keys(dynamic_partitions_store=context.instance)):
             return None  # all of them: the whole table, without a predicate as long as the list
-        return select(keys, definition, spec.columns_by_dimension, table=spec.name)
+        return select(keys, definition, spec.columns_by_dimension, schema=schema, table=spec.name)
 
     @contextlib.contextmanager
     def _fenced(self) -> Iterator[None]:
