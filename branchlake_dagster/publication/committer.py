@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 
 from branchlake_dagster.lakehouse.errors import (
@@ -22,7 +23,7 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import Content, ContentKey, ContentsAt, DiffEntry
 from branchlake_dagster.publication.candidate import Candidate, NeedsChecks, Published, Refused, Result
-from branchlake_dagster.publication.explain import explained
+from branchlake_dagster.publication.explain import brought_by, explained
 from branchlake_dagster.publication.ledger import message, properties
 from branchlake_dagster.publication.main_log import BaseNotOnMain, MainLog
 from branchlake_dagster.publication.rebase import Plan
@@ -132,6 +133,10 @@ class Committer:
                 stopped = plan.add(candidate, self._reads(candidate), checked=checked)
             if isinstance(stopped, Refused):
                 return explained(self._client, candidate, stopped, at=plan.onto)
+            if isinstance(stopped, Published):
+                return replace(
+                    stopped, hash=brought_by(self._client, candidate, at=plan.onto) or stopped.hash
+                )
         except NessieError:
             raise  # the server, which all of them need
         except Exception as error:  # noqa: BLE001 - whatever is wrong with one must not hold up the others

@@ -7,7 +7,7 @@ get the run's changes replayed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from branchlake_dagster.lakehouse.nessie.model import (
@@ -21,7 +21,7 @@ from branchlake_dagster.lakehouse.nessie.model import (
     Put,
     Unchanged,
 )
-from branchlake_dagster.publication.candidate import Candidate, NeedsChecks, Refused
+from branchlake_dagster.publication.candidate import Candidate, NeedsChecks, Published, Refused
 from branchlake_dagster.publication.changes import Mode, TableChange
 from branchlake_dagster.publication.compacted import mapped
 from branchlake_dagster.publication.overlap import overlap
@@ -56,14 +56,17 @@ class Plan:
 
     def add(
         self, candidate: Candidate, reads: Mapping[ContentKey, Content], *, checked: bool = False
-    ) -> Refused | NeedsChecks | None:
+    ) -> Published | Refused | NeedsChecks | None:
         """Add a candidate; None when it is in. `reads` is its read set as it was at its base.
 
-        With `checked`, checks on whole tables will be made (or were) on the result.
+        With `checked`, checks on whole tables will be made (or were) on the result. Published is what
+        somebody else has brought to `main` without the publisher and without a merge.
         """
         overlay: dict[ContentKey, Value] = {}
         rebased: list[str] = []
         try:
+            if self._all_there(candidate):
+                return Published(self.onto, now=False, by_hand=True)
             self._same_reads(candidate, reads)
             for entry in candidate.changes:
                 overlay[entry.key] = self._value(entry)
@@ -139,6 +142,22 @@ class Plan:
                 value.written[:] = [path for path in value.written if path not in shared]
                 self.tables.discard(value)
 
+    def _all_there(self, candidate: Candidate) -> bool:
+        """Whether `main` holds the very snapshots of the run, in all its tables: nothing is left to do.
+
+        Commits that were transplanted by hand leave no other trace; replaying them doubled every row.
+        """
+        found = False
+        for key, before, after in _written_tables(candidate):
+            now = self.contents.get(key)
+            if now == before or not isinstance(now, IcebergTable):
+                return False
+            mine = self.tables.change(key, before, after, files=False)
+            if not mine.steps or mine.there(self.tables.change(key, before, now, files=False)) != "all":
+                return False
+            found = True
+        return found
+
     def _now(self, key: ContentKey) -> Value:
         return self.values[key] if key in self.values else self.contents.get(key)
 
@@ -191,6 +210,8 @@ class Plan:
             raise _Stop(key, "it was dropped and created again", (), runs)
         mine = self.tables.change(key, before, after)
         theirs = self.tables.change(key, before, now, files=not _only_appends(mine))
+        if mine.there(theirs):
+            raise _Stop(key, "a part of the run's changes is on main already: merged by hand", (), runs)
         mine = mapped(mine, theirs)
         if found := overlap(mine, theirs):
             raise _Stop(key, found.why, found.partitions, found.runs or runs)
@@ -201,6 +222,15 @@ class Plan:
             return self.tables.replay(key, mine, after, onto)
         except ReplayImpossible as error:
             raise _Stop(key, error.message, (), runs) from error
+
+
+def _written_tables(
+    candidate: Candidate,
+) -> Iterator[tuple[ContentKey, IcebergTable | None, IcebergTable]]:
+    for entry in candidate.changes:
+        before = entry.from_content if isinstance(entry.from_content, IcebergTable) else None
+        if isinstance(entry.to_content, IcebergTable):
+            yield entry.key, before, entry.to_content
 
 
 def _only_appends(change: TableChange) -> bool:

@@ -12,7 +12,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.candidate import NeedsChecks, Published, Refused
 from branchlake_dagster.publication.committer import TableFilesMissing
 from branchlake_dagster.publication.ledger import publications
-from branchlake_dagster.publication.replay import REPLAYED_FROM
+from branchlake_dagster.publication.manifests import REPLAYED_FROM
 from branchlake_dagster_tests.harness import published
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench, frame
 
