@@ -100,12 +100,14 @@ def _rebuild(cls: type[BranchlakeError], args: tuple[Any, ...]) -> BranchlakeErr
 def may_pass(error: BaseException) -> bool:
     """Whether the same work may succeed later without anybody's help.
 
-    A lost answer is among them: whoever repeats looks first. So is a refused token, which is the
-    operator's to renew and says nothing about the work.
+    A lost answer is among them: whoever repeats looks first. So is whatever Nessie says of a state that
+    others have changed meanwhile, and a refused token, which is the operator's to renew.
     """
-    return isinstance(error, Transient | OutcomeUnknown | NessieUnauthorized) or (
-        isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
-    )
+    if isinstance(error, NessieError):
+        return not isinstance(error, NessieRefused)
+    if isinstance(error, OSError):
+        return not isinstance(error, FileNotFoundError)
+    return isinstance(error, Transient | OutcomeUnknown)
 
 
 class ConfigurationError(BranchlakeError, Terminal):

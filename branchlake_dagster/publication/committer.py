@@ -76,8 +76,20 @@ class Committer:
         )
 
     def plan_checked(self, batch: Sequence[Candidate]) -> tuple[Plan, dict[str, Result | Exception]]:
-        """A plan of candidates whose checks will be made on the result, and why others are not in it."""
-        return self._planned(batch, self._client.contents_at(MAIN, _involved(batch)), checked=True)
+        """A plan of candidates whose checks will be made on the result, and why others are not in it.
+
+        One that only collides with others of the plan is left out without a word: whether those come to
+        `main` is not known yet, and it was once refused because of a run that then failed its checks.
+        """
+        seen = self._client.contents_at(MAIN, _involved(batch))
+        plan, results = self._planned(batch, seen, checked=True)
+        for one in batch:
+            if isinstance(results.get(one.branch), Refused) and plan.accepted:
+                alone, _ = self._planned([one], seen, checked=True)
+                if alone.accepted:
+                    del results[one.branch]
+                alone.discard()
+        return plan, results
 
     def plan_state(
         self, batch: Sequence[Candidate], changes: Sequence[DiffEntry]

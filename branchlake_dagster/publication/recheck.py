@@ -65,7 +65,8 @@ class Recheck:
     def prepare(self, members: Mapping[Candidate, RunEvidence]) -> dict[str, Answer]:
         """Make a state of all `members`, oldest first, and ask for its checks; the answers by branch."""
         prepared, results = self._states.prepare(list(members))
-        answers: dict[str, Answer] = dict(results)
+        later = Waits("collides with a run whose state is being checked")
+        answers: dict[str, Answer] = {**_all(members, later), **results}
         if prepared is not None:
             within = {one: told for one, told in members.items() if one.branch in prepared.members}
             answers |= self._ask(prepared, within, attempt=0)

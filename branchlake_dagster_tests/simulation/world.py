@@ -43,7 +43,10 @@ _QUIET_AFTER = 60
 """Passes without faults in which everything must have come to its end."""
 
 _SETTINGS = cast(
-    Settings, SimpleNamespace(default_namespace="lake", require_checks=True, keep_failed_hours=0.0)
+    Settings,
+    SimpleNamespace(
+        default_namespace="lake", require_checks=True, keep_failed_hours=0.0, recheck_timeout_min=60.0
+    ),
 )
 
 
@@ -113,9 +116,8 @@ class World:
         tables = SimulatedTables(self.warehouse, self.scheduler.pause)
         instance, graph = cast(Any, self.instance), cast(Any, None)
         clock = self.clock.monotonic
-        return Reconciler(
-            client, NotedPublisher(client, tables, self.plans), instance, graph, _SETTINGS, clock=clock
-        )
+        publisher = NotedPublisher(client, tables, self.plans)
+        return Reconciler(client, publisher, instance, graph, _SETTINGS, clock=clock, now=self.clock.now)
 
     def publish_now(self, run_id: str) -> None:
         """A run publishes itself as its last act."""
@@ -204,6 +206,7 @@ class World:
         self._bury()
         for _ in range(_QUIET_AFTER):
             outcomes = self._publish()
+            self.clock.advance(5.0)
             self.scheduler.run()  # the checks that were asked for
             if all(outcome.action is Action.UNKNOWN_RUN for outcome in outcomes):
                 self._reap()
