@@ -12,7 +12,7 @@ from pyiceberg.manifest import DataFile, DataFileContent, FileFormat, ManifestCo
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.metadata import TableMetadata
-from pyiceberg.table.refs import MAIN_BRANCH
+from pyiceberg.table.refs import MAIN_BRANCH, SnapshotRef, SnapshotRefType
 from pyiceberg.table.snapshots import Operation, Snapshot
 from pyiceberg.types import PrimitiveType
 
@@ -80,12 +80,14 @@ def layout(metadata: TableMetadata) -> Layout:
 
 
 def _references(metadata: TableMetadata) -> str:
-    """The table's own tags and branches; of `main`, which each commit moves, only how long it keeps."""
+    """The table's own tags and branches; of `main`, which the first commit makes, only how long it keeps."""
     found = {
-        name: ref.model_dump_json(exclude={"snapshot_id"} if name == MAIN_BRANCH else set())
+        name: ref.model_dump(exclude={"snapshot_id"} if name == MAIN_BRANCH else set(), exclude_none=True)
         for name, ref in metadata.refs.items()
     }
-    return json.dumps(found, sort_keys=True)
+    if len(found.get(MAIN_BRANCH, {})) == 1:
+        del found[MAIN_BRANCH]  # it says only that it is a branch
+    return json.dumps(found, sort_keys=True, default=str)
 
 
 def _statistics(metadata: TableMetadata) -> str:
