@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from itertools import islice
 
 from branchlake_dagster.branching.provenance import PREFIX
@@ -53,3 +54,7 @@ class MainHistory:
         since = self._entries[: self._places[base_hash]]
         named = (entry.commit.properties.get(f"{PREFIX}run_id", "") for entry in since)
         return {run_id for listed in named for run_id in listed.split(",") if run_id}
+
+    def time_of(self, base_hash: str) -> datetime | None:
+        """When `base_hash`, which `base_of` has found, was committed, by Nessie's clock."""
+        return self._entries[self._places[base_hash]].commit.commit_time

@@ -69,6 +69,7 @@ class _Due:
     run_id: str
     tag: Reference
     base_hash: str | None
+    base_time: datetime | None = None
 
 
 class Sweeper:
@@ -140,7 +141,7 @@ class Sweeper:
             elif run_id in history.published_since(base):
                 yield _Due(run_id, tag, None)
             else:
-                yield _Due(run_id, tag, base)
+                yield _Due(run_id, tag, base, history.time_of(base))
 
     def _too_early(self, tag: Reference, holder: Holder | None) -> str | None:
         if holder is not None and holder.state is RunState.ACTIVE:
@@ -191,7 +192,7 @@ class Sweeper:
         reason = "nobody needs its files" if due.base_hash else "its run was published: its files are main's"
         if due.base_hash is not None:
             try:
-                plan = planner.plan(due.tag, due.base_hash)
+                plan = planner.plan(due.tag, due.base_hash, due.base_time)
                 if not dry_run:
                     self._delete(plan)
             except (StateUnreadable, FilesNotDeleted) as error:
@@ -201,6 +202,8 @@ class Sweeper:
             reason = f"the rest is needed by {', '.join(plan.held_by[:5])}"
         if plan.foreign:
             reason += f"; {plan.foreign} files outside of the tables' folders stay"
+        if plan.borrowed:
+            reason += f"; {plan.borrowed} files that the run did not write stay"
         if not strangers:
             if not dry_run:
                 self._drop(due.tag)

@@ -1,29 +1,30 @@
 """Which files a discarded branch left that no other reference can reach.
 
-Dead is what was committed on the branch since its base: metadata files, the snapshots that are new in them,
-and what each of those added. Needed is what any other reference reaches: the same snapshots (its state was
-copied), or the same manifests and data files in snapshots of its own (they were replayed by a rebase, or
-merged into newer manifests). Dead and not needed may be deleted. In doubt a file is kept.
+Dead is what the branch's own commits made since its base: metadata files, the snapshots that are new in
+them, and what each of those wrote (`made`). What stood at the base, under whatever key, is not theirs.
+Needed is what any other reference reaches, under whatever key: the same snapshots (its state was copied),
+or the same manifests and data files in snapshots of its own (they were replayed by a rebase, or merged into
+newer manifests). Dead and not needed may be deleted. In doubt a file is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-
-from pyiceberg.table.metadata import TableMetadata
+from datetime import datetime
 
 from branchlake_dagster.branching.discard import SWEEPING_PREFIX
+from branchlake_dagster.branching.made import Borrowed, Made, made_on, related
 from branchlake_dagster.branching.reaper import PUBLICATION_PREFIX
-from branchlake_dagster.branching.table_files import TableFiles, folders, plain, within
+from branchlake_dagster.branching.table_files import FileUnreadable, TableFiles, home, plain, within
 from branchlake_dagster.lakehouse.errors import BranchlakeError, Transient
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import Content, ContentKey, IcebergTable, Put, Reference
+from branchlake_dagster.lakehouse.nessie.model import Content, ContentKey, IcebergTable, Reference
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX
 
 
 class StateUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """Metadata that another reference needs is missing, so nobody can say which files it reaches."""
+    """Metadata that tells which files are needed is missing or damaged, so nobody can say which are not."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,14 @@ class Plan:
     """Files by location with their size in bytes, in phases to be deleted one after the other.
 
     Files of a phase are named by later ones, so a sweep that died can be planned again. `held_by` are the
-    references that need dead files; those, and `foreign` ones outside of the tables' own folders, are kept.
+    references that need dead files; those, `foreign` ones outside of the tables' own folders and `borrowed`
+    ones that the run only added to its tables are kept.
     """
 
     phases: tuple[Mapping[str, int], ...] = ()
     held_by: tuple[str, ...] = ()
     foreign: int = 0
+    borrowed: int = 0
 
     @property
     def files(self) -> int:
@@ -60,69 +63,101 @@ class Planner:
         self._files = files
         self._references = {ref.name: ref for ref in references}
         self._tables: dict[str, dict[ContentKey, str]] = {}
+        self._by_home: dict[str, dict[str, list[str]]] = {}
+        self._reach: dict[tuple[str, frozenset[str]], tuple[frozenset[str], str | None]] = {}
 
     def forget(self, name: str) -> None:
         """A reference is gone; what only it reached is dead now."""
         self._references.pop(name, None)
 
-    def plan(self, tag: Reference, base_hash: str) -> Plan:
-        """What may be deleted of `tag`, which left `main` at `base_hash`. Raises StateUnreadable."""
+    def plan(self, tag: Reference, base_hash: str, base_time: datetime | None) -> Plan:
+        """What may be deleted of `tag`, which left `main` at `base_hash`, committed at `base_time`.
+
+        Raises StateUnreadable.
+        """
+        try:
+            return self._plan(tag, base_hash, base_time)
+        except FileUnreadable as error:
+            raise StateUnreadable(error.message, hint="Nothing was deleted.") from error
+
+    def _plan(self, tag: Reference, base_hash: str, base_time: datetime | None) -> Plan:
         base = self._at(f"@{base_hash}")
-        written, touched = self._written(tag, base_hash)
-        for location in base.values():
-            written.pop(location, None)
-        known = self._snapshot_ids(base[key] for key in touched if key in base)
-        dead = self._dead(written, known)
+        log = self._client.log(_as_listed(tag), since=base_hash, fetch_operations=True)
+        made = made_on(log, base, base_hash, self._files)
+        kin = [location for key, location in base.items() if related(key, location, made)]
+        dead, foreign, borrowed = self._dead(made, kin, base_time)
+        names_of_dead = {plain(path) for phase in dead for path in phase}
         needed: set[str] = set()
         holders: set[str] = set()
-        names_of_dead = {plain(path) for phase in dead for path in phase}
+        by_home = self._homes(base_hash)
         for (key, location), names in self._others(tag, base).items():
-            reached = set(self._reached(location, self._snapshot_ids([base[key]] if key in base else [])))
-            if reached & names_of_dead:
+            old = {*by_home.get(plain(home(location)), ()), *((base[key],) if key in base else ())}
+            reached, unreadable = self._reached(location, frozenset(old))
+            if unreadable and related(key, location, made):
+                raise StateUnreadable(
+                    f"{unreadable}, and a reference needs it: {', '.join(sorted(names)[:5])}.",
+                    hint="Nothing was deleted.",
+                )
+            # Of a table elsewhere that nobody can read, no file of ours can be read either.
+            if not reached.isdisjoint(names_of_dead):
                 holders |= names
                 needed |= reached
-        places = {place for metadata in written.values() for place in folders(metadata)}
         free = [_keep(phase, lambda path: plain(path) not in needed) for phase in dead]
-        ours = [_keep(phase, lambda path: within(path, places)) for phase in free]
-        foreign = sum(map(len, free)) - sum(map(len, ours))
-        return Plan(tuple(ours), tuple(sorted(holders)), foreign)
+        return Plan(tuple(free), tuple(sorted(holders)), foreign, borrowed)
 
     # -- the dead --------------------------------------------------------------------------------------
 
-    def _written(self, tag: Reference, base_hash: str) -> tuple[dict[str, TableMetadata], set[ContentKey]]:
-        """The metadata files that were committed since the base, and the keys of those commits."""
-        written: dict[str, TableMetadata] = {}
-        touched: set[ContentKey] = set()
-        for entry in self._client.log(_as_listed(tag), since=base_hash, fetch_operations=True):
-            for operation in entry.operations:
-                touched.add(operation.key)
-                if isinstance(operation, Put) and isinstance(operation.content, IcebergTable):
-                    location = operation.content.metadata_location
-                    metadata = self._files.metadata(location)
-                    if metadata is not None:  # else an earlier sweep died when only metadata was left
-                        written[location] = metadata
-        return written, touched
+    def _dead(
+        self, made: Made, kin: Collection[str], base_time: datetime | None
+    ) -> tuple[list[dict[str, int]], int, int]:
+        """Data files; manifests; statistics and manifest lists; metadata. Then how many stay as not ours.
 
-    def _dead(self, written: Mapping[str, TableMetadata], known: set[int]) -> list[dict[str, int]]:
-        """Data files; manifests; statistics and manifest lists; metadata."""
+        `kin` are the tables at the base that may share files with the branch's.
+        """
+        known, lists = self._at_base(kin)
         data: dict[str, int] = {}
         manifests: dict[str, int] = {}
         rest: dict[str, int] = {}
-        for metadata in written.values():
-            for snapshot in metadata.snapshots:
-                number, listed = snapshot.snapshot_id, snapshot.manifest_list
-                if number in known or listed in rest:
+        foreign: set[str] = set()
+        borrowed: set[str] = set()
+        lent = Borrowed(self._files, kin, base_time)
+        places = tuple(made.places)
+        own = {number: one for number, one in made.snapshots.items() if number not in known}
+        for number, snapshot in own.items():
+            rest[snapshot.manifest_list] = self._files.size(snapshot.manifest_list)
+            for manifest in self._files.manifests(snapshot) or ():
+                if manifest.added_snapshot_id != number:
                     continue
-                rest[listed] = self._files.size(listed)
-                for manifest in self._files.manifests(snapshot) or ():
-                    if manifest.added_snapshot_id == number:
-                        manifests[manifest.manifest_path] = manifest.manifest_length
-                        entries = self._files.entries(manifest)
-                        data |= entries.added if entries else {}
-            for one in metadata.statistics:
-                if one.snapshot_id not in known:
+                manifests[manifest.manifest_path] = manifest.manifest_length
+                entries = self._files.entries(manifest)
+                for path, size in entries.added.items() if entries else ():
+                    if not within(path, places):
+                        foreign.add(path)
+                    elif lent(path, snapshot, manifest):
+                        borrowed.add(path)
+                    else:
+                        data[path] = size
+        for metadata in made.own.values():
+            for one in (*metadata.statistics, *metadata.partition_statistics):
+                if one.snapshot_id in own:
                     rest[one.statistics_path] = one.file_size_in_bytes
-        return [data, manifests, rest, {path: self._files.size(path) for path in written}]
+        files = {path: self._files.size(path) for path in made.own if plain(path) not in lists}
+        phases = [data, manifests, rest, files]
+        ours = [_keep(phase, lambda path: within(path, places)) for phase in phases]
+        outside = len(foreign) + sum(map(len, phases)) - sum(map(len, ours))
+        return ours, outside, len(borrowed - data.keys())
+
+    def _at_base(self, kin: Iterable[str]) -> tuple[set[int], set[str]]:
+        """The snapshots, and the metadata files, that tables at the base know of."""
+        snapshots: set[int] = set()
+        files: set[str] = set()
+        for location in kin:
+            metadata = self._files.metadata(location)
+            if metadata is None:
+                raise FileUnreadable(f"{location} is missing, and the branch started from it.")
+            snapshots |= {snapshot.snapshot_id for snapshot in metadata.snapshots}
+            files |= {plain(location), *(plain(entry.metadata_file) for entry in metadata.metadata_log)}
+        return snapshots, files
 
     # -- the living ------------------------------------------------------------------------------------
 
@@ -140,27 +175,55 @@ class Planner:
                         found.setdefault((key, location), set()).add(ref.name)
         return found
 
-    def _reached(self, location: str, known: set[int]) -> Iterator[str]:
-        """Everything that a metadata file leads to, but for what was there in the snapshots `known`."""
-        metadata = self._require(location)
-        yield plain(location)
-        yield from (plain(entry.metadata_file) for entry in metadata.metadata_log)
-        yield from (plain(one.statistics_path) for one in metadata.statistics)
+    def _reached(self, location: str, old: frozenset[str]) -> tuple[frozenset[str], str | None]:
+        """Everything a metadata file leads to, but for the snapshots that the metadata files `old` know.
+
+        And what of it cannot be read, if anything. One answer for all plans.
+        """
+        if (location, old) not in self._reach:
+            known: set[int] = set()
+            for one in old:
+                try:
+                    metadata = self._files.metadata(one)
+                except FileUnreadable:
+                    continue  # then more is read than is needed
+                known |= {snapshot.snapshot_id for snapshot in metadata.snapshots} if metadata else set()
+            found: set[str] = set()
+            why = None
+            try:
+                self._follow(location, known, found)
+            except FileUnreadable as error:
+                why = error.message.rstrip(".")
+            self._reach[location, old] = frozenset(found), why
+        return self._reach[location, old]
+
+    def _follow(self, location: str, known: set[int], found: set[str]) -> None:
+        found.add(plain(location))
+        metadata = self._files.metadata(location)
+        if metadata is None:
+            raise FileUnreadable(f"{location} is missing")
+        found |= {plain(entry.metadata_file) for entry in metadata.metadata_log}
+        found |= {
+            plain(one.statistics_path) for one in (*metadata.statistics, *metadata.partition_statistics)
+        }
         for snapshot in metadata.snapshots:
             if snapshot.snapshot_id in known:
                 continue
-            yield plain(snapshot.manifest_list)
+            found.add(plain(snapshot.manifest_list))
             manifests = self._files.manifests(snapshot)
             if manifests is None:
-                raise _missing(snapshot.manifest_list)
+                raise FileUnreadable(f"{snapshot.manifest_list} is missing")
             for manifest in manifests:
-                yield plain(manifest.manifest_path)
+                path = plain(manifest.manifest_path)
+                if path in found:
+                    continue
+                found.add(path)
                 if manifest.added_snapshot_id in known:
                     continue
                 entries = self._files.entries(manifest)
                 if entries is None:
-                    raise _missing(manifest.manifest_path)
-                yield from (plain(path) for path in entries.live)
+                    raise FileUnreadable(f"{manifest.manifest_path} is missing")
+                found |= {plain(one) for one in entries.live}
 
     # -- reading ---------------------------------------------------------------------------------------
 
@@ -180,14 +243,14 @@ class Planner:
             self._tables[ref] = _locations((entry.key, entry.content) for entry in entries)
         return self._tables[ref]
 
-    def _snapshot_ids(self, locations: Iterable[str]) -> set[int]:
-        return {snapshot.snapshot_id for one in locations for snapshot in self._require(one).snapshots}
-
-    def _require(self, location: str) -> TableMetadata:
-        found = self._files.metadata(location)
-        if found is None:
-            raise _missing(location)
-        return found
+    def _homes(self, base_hash: str) -> Mapping[str, list[str]]:
+        """The tables at the base by their folders."""
+        if base_hash not in self._by_home:
+            found: dict[str, list[str]] = {}
+            for location in self._at(f"@{base_hash}").values():
+                found.setdefault(plain(home(location)), []).append(location)
+            self._by_home[base_hash] = found
+        return self._by_home[base_hash]
 
 
 def _as_listed(ref: Reference) -> str:
@@ -201,7 +264,3 @@ def _locations(contents: Iterable[tuple[ContentKey, Content | None]]) -> dict[Co
 
 def _keep(files: Mapping[str, int], wanted: Callable[[str], bool]) -> dict[str, int]:
     return {path: size for path, size in files.items() if wanted(path)}
-
-
-def _missing(location: str) -> StateUnreadable:
-    return StateUnreadable(f"{location} is missing, and a reference needs it.", hint="Nothing was deleted.")

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from typing import TypeVar
 
 from pyiceberg.io import FileIO, load_file_io
+from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.manifest import ManifestEntryStatus, ManifestFile
 from pyiceberg.serializers import FromInputFile
 from pyiceberg.table import TableProperties
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Snapshot
+
+from branchlake_dagster.lakehouse.errors import BranchlakeError, Transient
+
+T = TypeVar("T")
+
+
+class FileUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
+    """A file of a table's metadata is there and cannot be read, or is missing where it must not be."""
 
 
 @dataclass(frozen=True)
@@ -39,34 +50,30 @@ class TableFiles:
         return load_file_io(self._properties, location)
 
     def metadata(self, location: str) -> TableMetadata | None:
-        """The table metadata in a file."""
+        """The table metadata in a file. Raises FileUnreadable."""
         if location not in self._metadata:
-            try:
-                found = FromInputFile.table_metadata(self.io(location).new_input(location))
-            except FileNotFoundError:
-                found = None
-            self._metadata[location] = found
+            source = self.io(location).new_input(location)
+            self._metadata[location] = _read(location, lambda: FromInputFile.table_metadata(source))
         return self._metadata[location]
 
     def manifests(self, snapshot: Snapshot) -> tuple[ManifestFile, ...] | None:
-        """The manifests of a snapshot."""
+        """The manifests of a snapshot. Raises FileUnreadable."""
         location = snapshot.manifest_list
         if location not in self._lists:
-            try:
-                # PyIceberg keeps manifest lists of the whole process in memory, deleted ones too.
-                found = tuple(snapshot.manifests(self.io(location))) if self.size(location) else None
-            except FileNotFoundError:
-                found = None
+            # PyIceberg keeps manifest lists of the whole process in memory, deleted ones too.
+            there = self.size(location)
+            io = self.io(location)
+            found = _read(location, lambda: tuple(snapshot.manifests(io))) if there else None
             self._lists[location] = found
         return self._lists[location]
 
     def entries(self, manifest: ManifestFile) -> Entries | None:
-        """The data and delete files that a manifest names."""
+        """The data and delete files that a manifest names. Raises FileUnreadable."""
         path = manifest.manifest_path
         if path not in self._entries:
-            try:
-                found = manifest.fetch_manifest_entry(self.io(path), discard_deleted=True)
-            except FileNotFoundError:
+            io = self.io(path)
+            found = _read(path, lambda: manifest.fetch_manifest_entry(io, discard_deleted=True))
+            if found is None:
                 self._entries[path] = None
                 return None
             new = [entry.data_file for entry in found if entry.status is ManifestEntryStatus.ADDED]
@@ -75,6 +82,15 @@ class TableFiles:
                 frozenset(entry.data_file.file_path for entry in found),
             )
         return self._entries[path]
+
+    def modified(self, location: str) -> datetime | None:
+        """When a file was written, by the store's clock; None when it is missing or the store cannot tell."""
+        io = self.io(location)
+        if not isinstance(io, PyArrowFileIO):
+            return None
+        scheme, netloc, path = io.parse_location(location, io.properties)
+        found: datetime | None = io.fs_by_scheme(scheme, netloc).get_file_info(path).mtime
+        return found
 
     def size(self, location: str) -> int:
         """The size of a file in bytes; 0 when it is missing."""
@@ -95,6 +111,17 @@ class TableFiles:
                 io.delete(f"{folder}/.{name}.crc")
 
 
+def _read(location: str, read: Callable[[], T]) -> T | None:
+    """What is in a file; None when it is missing."""
+    try:
+        return read()
+    except FileNotFoundError:
+        return None
+    except Exception as error:
+        # Whatever JSON, gzip, Avro, pydantic and the store make of a file that is cut off or something else.
+        raise FileUnreadable(f"{location} cannot be read: {type(error).__name__}.") from error
+
+
 def folders(metadata: TableMetadata) -> tuple[str, ...]:
     """Where the table itself puts its files; anything elsewhere was only registered in it."""
     named = (
@@ -103,6 +130,12 @@ def folders(metadata: TableMetadata) -> tuple[str, ...]:
         metadata.properties.get(TableProperties.WRITE_METADATA_PATH),
     )
     return tuple(f"{folder.rstrip('/')}/" for folder in named if folder)
+
+
+def home(location: str) -> str:
+    """The folder of the table that a metadata file belongs to, by its path alone."""
+    folder = location.rpartition("/")[0]
+    return f"{folder.removesuffix('/metadata')}/"
 
 
 def within(path: str, places: Iterable[str]) -> bool:

@@ -97,6 +97,17 @@ def _rebuild(cls: type[BranchlakeError], args: tuple[Any, ...]) -> BranchlakeErr
     return error
 
 
+def may_pass(error: BaseException) -> bool:
+    """Whether the same work may succeed later without anybody's help.
+
+    A lost answer is among them: whoever repeats looks first. So is a refused token, which is the
+    operator's to renew and says nothing about the work.
+    """
+    return isinstance(error, Transient | OutcomeUnknown | NessieUnauthorized) or (
+        isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+    )
+
+
 class ConfigurationError(BranchlakeError, Terminal):
     """A setting is missing or wrong; the text names it and a value that would do."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from branchlake_dagster.branching.replaced import EVERYTHING, Replaced
 
@@ -102,6 +102,8 @@ class Step:
     """What it replaced, as it recorded itself; None when it did not."""
     named: tuple[str, ...] = ()
     """The Dagster partitions it was about, for people."""
+    origin: int | None = None
+    """The snapshot on a run's branch that it repeats."""
 
     @property
     def touched(self) -> tuple[File, ...]:
@@ -167,6 +169,12 @@ class TableChange:
     base_snapshot_id: int | None = None
     expired: int = 0
     """How many snapshots of before are not in the history any more."""
+
+    def there(self, other: TableChange) -> Literal["all", "some"] | None:
+        """How many of these steps another change of the table has too, repeated or as they are."""
+        theirs = {number for step in other.steps for number in (step.snapshot_id, step.origin)}
+        here = [step for step in self.steps if step.snapshot_id in theirs]
+        return None if not here else "all" if len(here) == len(self.steps) else "some"
 
     @property
     def created(self) -> bool:

@@ -43,6 +43,9 @@ _MODES = {
 }
 _DATA_PATH = 2147483546
 """The field id of `file_path` in files of position deletes."""
+REPLAYED_FROM = f"{PREFIX}replayed_from"
+"""In a replayed snapshot's summary: the id of the snapshot on the run's branch."""
+
 _TOTALS = ("added-", "deleted-", "removed-", "total-", "changed-partition-count", "partitions.", "partition-")
 """Starts of the summary entries that a snapshot computes for itself."""
 
@@ -101,7 +104,9 @@ def change(before: Table | None, after: Table, *, files: bool = True) -> TableCh
     steps = [
         _step(after, snapshot, before, read)
         if files
-        else Step(snapshot.snapshot_id, Mode.UNKNOWN, run_id=_property(snapshot, _RUN))
+        else Step(
+            snapshot.snapshot_id, Mode.UNKNOWN, run_id=_property(snapshot, _RUN), origin=_origin(snapshot)
+        )
         for snapshot in snapshots
     ]
     if not complete:
@@ -139,6 +144,11 @@ def _since(before: TableMetadata | None, after: TableMetadata) -> tuple[list[Sna
         found.append(snapshot)
         current = snapshot.parent_snapshot_id
     return found[::-1], current == start
+
+
+def _origin(snapshot: Snapshot) -> int | None:
+    told = _property(snapshot, REPLAYED_FROM) or ""
+    return int(told) if told.isdigit() else None
 
 
 def _property(snapshot: Snapshot, name: str) -> str | None:
@@ -179,6 +189,7 @@ def _step(table: Table, snapshot: Snapshot, before: Table | None, files: _Files)
         keys=keys,
         run_id=summary.get(_RUN),
         properties={key: value for key, value in summary.items() if not key.startswith(_TOTALS)},
+        origin=_origin(snapshot),
         deletes=tuple(deletes),
         recorded=from_text(record) if record is not None else None,
         named=tuple(name for name in summary.get(_PARTITION, "").split(",") if name),

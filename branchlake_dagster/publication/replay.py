@@ -33,7 +33,6 @@ from pyiceberg.table.update import (
 from pyiceberg.table.update.snapshot import _FastAppendFiles, _OverwriteFiles
 from pyiceberg.table.update.validate import _validate_data_files_exist
 
-from branchlake_dagster.branching.provenance import PREFIX
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.catalog.catalog import table_content
 from branchlake_dagster.lakehouse.errors import BranchlakeError, Terminal
@@ -42,9 +41,6 @@ from branchlake_dagster.publication import manifests
 from branchlake_dagster.publication.changes import Mode, Step, TableChange
 
 _log = logging.getLogger(__name__)
-
-REPLAYED_FROM = f"{PREFIX}replayed_from"
-"""In a replayed snapshot's summary: the id of the snapshot on the run's branch."""
 
 _METADATA_CACHED = 64
 
@@ -225,7 +221,7 @@ class _Fixed(Transaction):
 
 def _replayed(staged: Staged, step: Step, start: Snapshot | None) -> tuple[TableUpdate, ...]:
     table = staged.table
-    properties = {**step.properties, REPLAYED_FROM: str(step.snapshot_id)}
+    properties = {**step.properties, manifests.REPLAYED_FROM: str(step.snapshot_id)}
     transaction = _Fixed(table)
     producer: _FastAppendFiles | _OverwriteFiles
     if step.removed:

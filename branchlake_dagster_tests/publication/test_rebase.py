@@ -10,9 +10,10 @@ from pyiceberg.types import LongType
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.candidate import NeedsChecks, Published, Refused
-from branchlake_dagster.publication.committer import TableFilesUnreadable
-from branchlake_dagster.publication.ledger import publications, published
-from branchlake_dagster.publication.replay import REPLAYED_FROM
+from branchlake_dagster.publication.committer import TableFilesMissing
+from branchlake_dagster.publication.ledger import publications
+from branchlake_dagster.publication.manifests import REPLAYED_FROM
+from branchlake_dagster_tests.harness import published
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench, frame
 
 pytestmark = pytest.mark.integration
@@ -432,7 +433,7 @@ def test_waiting_runs_go_in_one_commit_and_a_refused_one_holds_up_nobody(bench: 
     assert isinstance(refused, Refused)
     assert (refused.partitions, refused.runs) == (("day=a",), (runs[2].run_id,))
     assert bench.rows() == [("a", 3), *[("b", n) for n in (1, 2, 4, 6, 7, 8)]]
-    told = published(bench.lake.nessie, [run.name for run in runs], at="main", since=base)
+    told = published(bench.lake.nessie, [run.name for run in runs])
     assert told.keys() == {run.name for run in runs} - {runs[4].name}
     assert {one.hash for one in told.values()} == hashes
     assert all(one.tables == (f"{bench.namespace}.t",) and one.base_hash == base for one in told.values())
@@ -449,19 +450,9 @@ def test_a_run_whose_files_are_gone_holds_up_nobody(bench: Workbench) -> None:
     two.table().io.delete(snapshot.manifest_list)
     first, lost, third = bench.publish(one, two, three)
     assert (type(first), type(third)) == (Published, Published)
-    assert isinstance(lost, TableFilesUnreadable)
+    assert isinstance(lost, TableFilesMissing)
     assert (lost.run_id, lost.table) == (two.run_id, f"{bench.namespace}.t")
     assert len(bench.rows()) == 3
-
-
-def test_the_ledger_is_asked_for_many_branches_at_once(bench: Workbench) -> None:
-    """The names of fifty do not fit into a URL."""
-    base = bench.lake.nessie.reference("main").hash
-    bench.seeded([("a", 0)])
-    mine = bench.runs[0].name
-    others = [f"run-00000000-0000-0000-0000-{number:012}" for number in range(200)]
-    told = published(bench.lake.nessie, [mine, *others], at="main", since=base)
-    assert told.keys() == {mine}
 
 
 def test_runs_that_create_the_same_table_go_in_one_commit(bench: Workbench) -> None:

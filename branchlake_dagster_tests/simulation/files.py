@@ -36,7 +36,12 @@ class SimulatedTableFiles:
         state = self.warehouse.locations[location]
         snapshots = [
             SimpleNamespace(
-                snapshot_id=step.snapshot_id, manifest_list=f"{state.manifests[i]}.list", place=(state, i)
+                snapshot_id=step.snapshot_id,
+                manifest_list=f"{state.manifests[i]}.list",
+                place=(state, i),
+                summary=SimpleNamespace(
+                    additional_properties={"branchlake.step": "written by the IO manager"}
+                ),
             )
             for i, step in enumerate(state.steps)
         ]
@@ -46,6 +51,7 @@ class SimulatedTableFiles:
             snapshots=snapshots,
             metadata_log=[SimpleNamespace(metadata_file=path) for path in state.log],
             statistics=[],
+            partition_statistics=[],
         )
 
     def manifests(self, snapshot: Any) -> tuple[Any, ...] | None:
