@@ -244,16 +244,18 @@ class _Files:
         self._specs = metadata.specs()
         self._rows: dict[Replaced, Callable[[DataFile], bool]] = {}
         self._partitions: dict[tuple[Replaced, int], Callable[[DataFile], bool]] = {}
+        self._known: dict[tuple[Replaced, int, str], bool] = {}
 
     def data(self, file: DataFile) -> File:
         """A data file."""
 
         def may_hold(predicate: Replaced) -> bool:
-            return self._partition(predicate, file) and self._row(predicate)(file)
+            return self._partition(predicate, file, path) and self._row(predicate)(file)
 
+        path = self._path(file)
         return File(
             file.file_path,
-            self._path(file),
+            path,
             _bounds(file, self._schema),
             file,
             may_hold,
@@ -264,13 +266,14 @@ class _Files:
         """A file of row-level deletes."""
 
         def may_hold(predicate: Replaced) -> bool:
-            return everywhere or self._partition(predicate, file)
+            return everywhere or self._partition(predicate, file, path)
 
+        path = self._path(file)
         equality = file.content == DataFileContent.EQUALITY_DELETES
         everywhere = equality and not self._specs[file.spec_id].fields
         return DeleteFile(
             file.file_path,
-            self._path(file),
+            path,
             None if equality else _data_paths(file),
             everywhere,
             may_hold,
@@ -283,11 +286,16 @@ class _Files:
         except (ValueError, KeyError):  # an older spec of a column that has been dropped since
             return str(file.partition)
 
-    def _partition(self, predicate: Replaced, file: DataFile) -> bool:
-        key = predicate, file.spec_id
-        if key not in self._partitions:
-            self._partitions[key] = holds.in_partition(predicate, self._schema, self._specs[file.spec_id])
-        return self._partitions[key](file)
+    def _partition(self, predicate: Replaced, file: DataFile, path: str) -> bool:
+        """Asked once per partition: a thousand files of one day are of one day."""
+        one = predicate, file.spec_id, path
+        if one not in self._known:
+            key = predicate, file.spec_id
+            if key not in self._partitions:
+                spec = self._specs[file.spec_id]
+                self._partitions[key] = holds.in_partition(predicate, self._schema, spec)
+            self._known[one] = self._partitions[key](file)
+        return self._known[one]
 
     def _row(self, predicate: Replaced) -> Callable[[DataFile], bool]:
         if predicate not in self._rows:

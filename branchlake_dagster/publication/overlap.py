@@ -130,7 +130,7 @@ def _replaced(step: Step, others: Sequence[Step]) -> Overlap | None:
 
 def _named(step: Step, other: Step, held: Set[str] = frozenset()) -> tuple[str, ...]:
     """For people: the Dagster partitions that both sides name, else the step's own, else the files'."""
-    both = set(step.named) & set(other.named)
+    both = {name for name in set(step.named) & set(other.named) if not name.startswith("…")}
     return tuple(sorted(both or set(step.named) or set(other.named) or held))
 
 

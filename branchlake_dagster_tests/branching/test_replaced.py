@@ -37,7 +37,7 @@ HOURLY = dg.HourlyPartitionsDefinition(start_date="2026-01-01-00:00")
 def of(
     definition: dg.PartitionsDefinition[str], *keys: str, columns: dict[str, str] | None = None
 ) -> Replaced:
-    return replaced(select(keys, definition, columns or {"": "at"}, table="t"), SCHEMA)
+    return replaced(select(keys, definition, columns or {"": "at"}, schema=SCHEMA, table="t"), SCHEMA)
 
 
 def test_windows_meet_when_they_share_an_instant() -> None:

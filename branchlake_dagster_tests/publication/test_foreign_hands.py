@@ -284,7 +284,7 @@ def test_a_warehouse_that_takes_no_files(
         run.name,
         run.run_id,
         errno.errorcode[code],
-        "the next tick tries again",
+        "Nothing was published",
     ):
         assert text in str(result)
     assert bench.lake.nessie.reference(MAIN).hash == base
@@ -379,6 +379,7 @@ def test_nessie_restored_from_an_older_backup(own_lake: Lakehouse, namespace: st
 # -- Dagster's database --------------------------------------------------------------------------------
 
 
+@pytest.mark.xfail(strict=True, reason="SQLAlchemy's OperationalError ends the pass while it tells")
 def test_dagsters_database_is_locked_while_a_pass_works(
     lakehouse: Lakehouse, namespace: str, tmp_path: Path
 ) -> None:
