@@ -38,8 +38,8 @@ def table_metadata(
     `replace_table`. `keys`: the columns an `upsert` matches on. `partition_by`: the column that holds the
     partition, or for multi-dimensional partitions `{dimension: column}`; a time window needs a timestamp
     or (if it is made of whole days) date column, others a string column equal to the key.
-    `require_checks`: whether
-    a run that writes this table without any check is blocked (default: the setting of that name).
+    `require_checks`: whether a run that writes this table without any check is blocked (default: the setting
+    of that name).
     `isolation`: with `serializable` a run is published only if nothing it read changed on `main` meanwhile;
     the default, `snapshot`, asks that only of what it wrote.
     """

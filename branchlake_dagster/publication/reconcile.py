@@ -91,9 +91,11 @@ class Reconciler:
         graph: BaseAssetGraph[Any],
         *,
         location: str | None = None,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> Reconciler:
         """The reconciler of a lake and its Iceberg tables."""
-        return cls(lake.nessie, publisher_of(lake), instance, graph, lake.settings, location=location)
+        publisher = publisher_of(lake)
+        return cls(lake.nessie, publisher, instance, graph, lake.settings, location=location, now=now)
 
     def run(self, *, budget_s: float = math.inf) -> Iterator[Outcome]:
         """Every run branch, for `budget_s` seconds; runs that wait for the same tables go together."""

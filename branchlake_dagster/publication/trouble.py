@@ -112,17 +112,15 @@ def give_up(client: NessieClient, instance: DagsterInstance, run: DagsterRun) ->
     What was published of it all the same (the attempt that broke may have come that far) is told instead.
     """
     branch = run.tags[BRANCH_TAG]
-    base = base_hash_of(run.tags, branch)
-    try:
+    base, head, done = base_hash_of(run.tags, branch), None, None
+    with contextlib.suppress(ReferenceNotFound):
         found = client.reference(branch)
+        head = found.hash
         drop(client, found, keep_data=False)
-    except ReferenceNotFound:
-        found = None
-    done = None
     if base is not None:
         with contextlib.suppress(BaseNotOnMain):
             at = client.reference(MAIN).hash
-            done = MainLog().published(client, branch, base=base, head=found and found.hash, at=at)
+            done = MainLog().published(client, branch, base=base, head=head, at=at)
     text = "Given up by hand: its branch was discarded, nothing of it was published."
     tags = {VERDICT_TAG: "blocked", REASON_TAG: shortened(f"{text} {run.tags.get(REASON_TAG, '')}".rstrip())}
     if done is not None:
