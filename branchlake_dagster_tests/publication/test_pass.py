@@ -1,7 +1,5 @@
 """A pass is bounded: in time, in what it says, and one at a time."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path
