@@ -117,10 +117,19 @@ class SharedHeartbeats:
         heart.stop()
 
 
-def first_beat(branch: str, *, run_id: str, interval_s: float, kind: Kind = "run") -> Beat:
+def first_beat(
+    branch: str, *, run_id: str, interval_s: float, kind: Kind = "run", instance: str = ""
+) -> Beat:
     """What this process says about itself; the counter and the time come with each beat."""
     return Beat(
-        branch, new_writer(), run_id, kind, interval_s=interval_s, pid=os.getpid(), host=socket.gethostname()
+        branch,
+        new_writer(),
+        run_id,
+        kind,
+        interval_s=interval_s,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        instance=instance,
     )
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from branchlake_dagster.branching.beats import HeartbeatStore, HeartbeatsUnreadable
 from branchlake_dagster.branching.claims import claims
-from branchlake_dagster.branching.discard import DISCARDED_PREFIX
+from branchlake_dagster.branching.discard import DISCARDED_TAGS
 from branchlake_dagster.branching.pulse import glance
 from branchlake_dagster.branching.run_branch import run_id_of
 from branchlake_dagster.cli.home import dagster_home
@@ -83,7 +83,7 @@ def gather(settings: Settings) -> dict[str, Any]:
         }
         for entry in islice(publications(lake.nessie, limit=_LAST), _LAST)
     ]
-    tags = lake.nessie.references(filter=f"refType == 'TAG' && ref.name.startsWith('{DISCARDED_PREFIX}')")
+    tags = lake.nessie.references(filter=DISCARDED_TAGS)
     found["discarded"] = sorted(tag.name for tag in tags)
     return {**found, "main": lake.nessie.reference(MAIN).hash, "branches": branches, "publications": ledger}
 

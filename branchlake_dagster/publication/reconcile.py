@@ -14,6 +14,7 @@ from dagster import DagsterInstance, DagsterRun
 from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGraph
 
 from branchlake_dagster.branching.claims import claims
+from branchlake_dagster.branching.names import branches
 from branchlake_dagster.branching.run_branch import branch_name, run_id_of
 from branchlake_dagster.branching.run_tags import BRANCH_TAG, base_hash_of
 from branchlake_dagster.lakehouse.errors import BranchlakeError, ReferenceNotFound
@@ -30,10 +31,10 @@ from branchlake_dagster.publication.publisher import Publisher, publisher_of
 from branchlake_dagster.publication.recheck import Recheck
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX, Settings
 
-RUN_BRANCHES = f"refType == 'BRANCH' && ref.name.startsWith('{RUN_BRANCH_PREFIX}')"
+RUN_BRANCHES = branches(RUN_BRANCH_PREFIX)
 """Nessie's filter for branches that are ours."""
 
-PUBLICATION_BRANCHES = f"refType == 'BRANCH' && ref.name.startsWith('{PUBLICATION_BRANCH_PREFIX}')"
+PUBLICATION_BRANCHES = branches(PUBLICATION_BRANCH_PREFIX)
 """Nessie's filter for rebased states that wait for their checks."""
 
 
