@@ -75,6 +75,9 @@ class Settings(BaseSettings):
         le=3600,
         description="Seconds between a writer's heartbeats; three missed: suspect, then dead.",
     )
+    watch_interval_s: int = Field(
+        30, ge=1, description="Seconds between looks at silent writers; dead after three looks."
+    )
     keep_failed_hours: float = Field(
         0.0, ge=0, description="Hours the branch of a failed, blocked or refused run is kept for debugging."
     )

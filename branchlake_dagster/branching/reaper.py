@@ -60,6 +60,9 @@ class Runs(Protocol):
     def bury(self, run_id: str, message: str) -> None:
         """End a run whose process is dead."""
 
+    def fenced(self, run_id: str, branch: str, reason: str) -> None:
+        """Show on a run that has no verdict that its branch was discarded, and why."""
+
 
 @dataclass(frozen=True)
 class _Seen:
@@ -150,6 +153,8 @@ class Reaper:
                 ended.add(done.branch)
             if not dry_run:
                 self._bury(done.branch, seen, ended)
+                if done.action is Action.DISCARD and seen.known(done.branch):
+                    self._runs.fenced(done.run_id, done.branch, done.reason)
             yield done
         if not dry_run:
             # A pass that died before it told Dagster left the heartbeat of the dead behind, or a pin.
@@ -310,6 +315,8 @@ class Reaper:
             if not settled or len(dead) < len(seen.pulses[branch]) or self._reports(holder, dead):
                 return
             self._runs.bury(holder.run_id, _obituary(dead))
+            if branch in ended:
+                self._runs.fenced(holder.run_id, branch, _obituary(dead))
         for beat in dead:
             if holder.state is not RunState.MISSING or beat.instance or branch in ended:
                 self._heartbeats.remove(beat.branch, beat.writer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dagster import ConfigurableResource, DagsterInstance, DagsterRun, InitResourceContext
@@ -18,7 +18,7 @@ from branchlake_dagster.branching.errors import RetryNeedsFullRun
 from branchlake_dagster.branching.heartbeat import SharedHeartbeats, first_beat
 from branchlake_dagster.branching.makers import INSTANCE, instance_id
 from branchlake_dagster.branching.retry import inherited
-from branchlake_dagster.branching.run_branch import RunBranch
+from branchlake_dagster.branching.run_branch import RunBranch, branch_name
 from branchlake_dagster.branching.run_tags import CHECK_REF_TAG
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.catalog.options import COMMIT_PROPERTY
@@ -46,6 +46,7 @@ class LakehouseResource(ConfigurableResource[Any]):
     _stands_on: str = PrivateAttr(default=MAIN)
     _heartbeat: tuple[str, str] | None = PrivateAttr(default=None)
     _instance: str | None = PrivateAttr(default=None)
+    _ended: Callable[[], bool] | None = PrivateAttr(default=None)
 
     @field_validator("settings")
     @classmethod
@@ -73,6 +74,9 @@ class LakehouseResource(ConfigurableResource[Any]):
             return
         self._instance = instance_id(instance)
         self._run_branch = self._bound(run, instance, context.log)
+        self._ended = lambda: (found := instance.get_run_by_id(run.run_id)) is None or found.is_finished
+        # From the start of the process: one that dies before it touches the lake would not be missed.
+        self._beat(branch_name(run.run_id), run.run_id)
         if is_retry(run):
             with contextlib.suppress(RetryNeedsFullRun):  # said again by the step that needs a table, if any
                 if self._run_branch.take_over():
@@ -82,7 +86,7 @@ class LakehouseResource(ConfigurableResource[Any]):
         """Stop the heartbeat when no other resource of this process works on the branch."""
         held, self._heartbeat = self._heartbeat, None
         if held is not None:
-            _heartbeats.give_back(held)
+            _heartbeats.give_back(held, self._ended)
 
     def _bound(self, run: DagsterRun, instance: DagsterInstance, log: logging.Logger | None) -> RunBranch:
         run_id = run.run_id

@@ -25,6 +25,7 @@ from branchlake_dagster.publication.outcome import Action
 from branchlake_dagster.publication.reaping import reap_job, reap_schedule
 from branchlake_dagster.publication.reconcile import Reconciler
 from branchlake_dagster.publication.unbranched import settle_unbranched
+from branchlake_dagster.publication.watching import dead_writer_sensor
 from branchlake_dagster.settings import Settings
 
 
@@ -45,7 +46,7 @@ def branchlake_definitions(
             "spark": spark,
             "io_manager": NessieBranchIOManager(lakehouse=lakehouse, spark=spark),
         },
-        sensors=[_publication_sensor(settings)],
+        sensors=[_publication_sensor(settings), dead_writer_sensor(settings)],
         jobs=[reaper],
         schedules=[reap_schedule(reaper, settings)],
     )

@@ -24,6 +24,7 @@ from dagster import (
 
 from branchlake_dagster.branching.beats import Beat, HeartbeatStore
 from branchlake_dagster.branching.claims import claims, successors
+from branchlake_dagster.branching.ended import tell_ended
 from branchlake_dagster.branching.makers import instance_id
 from branchlake_dagster.branching.names import (
     DISCARDED_PREFIX,
@@ -34,7 +35,7 @@ from branchlake_dagster.branching.names import (
 from branchlake_dagster.branching.reaper import Reaper
 from branchlake_dagster.branching.reaping_rules import Action, Holder, Limits, Reaping, RunState
 from branchlake_dagster.branching.resource import LakehouseResource
-from branchlake_dagster.branching.run_tags import judged, opened_by, published_as
+from branchlake_dagster.branching.run_tags import FENCED, judged, opened_by, published_as
 from branchlake_dagster.branching.sweep import TAGS, Sweeper, Sweeping
 from branchlake_dagster.branching.table_files import TableFiles
 from branchlake_dagster.lakehouse.errors import BranchlakeError, Terminal, Transient
@@ -101,6 +102,10 @@ class DagsterRuns:
         if run is not None and not run.is_finished:
             self._instance.report_run_failed(run, message)
 
+    def fenced(self, run_id: str, branch: str, reason: str) -> None:
+        """Show on a run that has no verdict that its branch was discarded, and why."""
+        tell_ended(self._instance, run_id, branch, verdict=FENCED, reason=f"its branch was ended: {reason}")
+
 
 def _holder(branch: str, record: RunRecord) -> Holder:
     run = record.dagster_run
@@ -132,6 +137,22 @@ def reap_branches(
 
     `only` are branches that a person has named, whoever made them.
     """
+    reaper = _reaper(
+        lake, instance, only=only, anyones=only is not None, now=now, monotonic=monotonic, sleep=sleep
+    )
+    return reaper.run(dry_run=dry_run)
+
+
+def _reaper(
+    lake: Lakehouse,
+    instance: DagsterInstance,
+    *,
+    only: Collection[str] | None = None,
+    anyones: bool = False,
+    now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    monotonic: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Reaper:
     settings = lake.settings
     return Reaper(
         lake.nessie,
@@ -144,8 +165,14 @@ def reap_branches(
         instance=instance_id(instance),
         files=TableFiles(settings.file_io_properties()),
         only=only,
-        anyones=only is not None,
-    ).run(dry_run=dry_run)
+        anyones=anyones,
+    )
+
+
+def end_dead(lake: Lakehouse, instance: DagsterInstance, dead: Collection[Beat]) -> Iterator[Reaping]:
+    """End the branches and runs of writers that were watched and are dead; look at nothing else."""
+    branches = {beat.branch for beat in dead}
+    return _reaper(lake, instance, only=branches).run(dead=dead)
 
 
 def sweep_discarded(

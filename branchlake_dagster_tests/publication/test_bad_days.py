@@ -158,6 +158,7 @@ class FakeRuns:
     def __init__(self, state_of: Callable[[str], RunState | Holder]) -> None:
         self.state_of = state_of
         self.buried: dict[str, str] = {}
+        self.told: dict[str, str] = {}
 
     def holders(self, branches: Collection[str]) -> dict[str, Holder]:
         found = {branch: self.state_of(run_id_of(branch)) for branch in branches}
@@ -171,6 +172,9 @@ class FakeRuns:
 
     def bury(self, run_id: str, message: str) -> None:
         self.buried[run_id] = message
+
+    def fenced(self, run_id: str, branch: str, reason: str) -> None:
+        self.told[run_id] = reason
 
 
 def reaped(
