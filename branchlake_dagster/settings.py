@@ -61,6 +61,12 @@ class Settings(BaseSettings):
     publish_interval_s: int = Field(
         3, ge=1, description="Seconds between ticks of the publication sensor (Dagster looks every 5)."
     )
+    publish_budget_s: float = Field(
+        30.0, gt=0, description="Longest tick of the publication sensor; what is left waits for the next one."
+    )
+    recheck_timeout_min: float = Field(
+        60.0, gt=0, description="Minutes after which a run that checks a rebased table is given up."
+    )
     reap_interval_min: int = Field(
         60, ge=1, le=60, description="Minutes between runs of the reaper (seed 000)."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,8 @@ import dagster as dg
 from branchlake_dagster.branching.resource import LakehouseResource
 from branchlake_dagster.lakehouse.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.publication.ledger import Publication, publications
 from branchlake_dagster.publication.machinery import branchlake_definitions
 from branchlake_dagster.publication.outcome import Outcome
 from branchlake_dagster.publication.reconcile import Reconciler
@@ -76,6 +78,12 @@ class Project:
     def observations(self, key: Sequence[str]) -> list[dg.AssetObservation]:
         records = self.instance.fetch_observations(dg.AssetKey(list(key)), limit=100).records
         return [record.asset_observation for record in records if record.asset_observation]
+
+
+def published(client: NessieClient, branches: Iterable[str]) -> dict[str, Publication]:
+    """What the ledger says of `branches`."""
+    wanted = set(branches)
+    return {one.branch: one for one in publications(client) if one.branch in wanted}
 
 
 @contextmanager

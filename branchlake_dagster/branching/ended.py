@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dagster import DagsterInstance
 
-from branchlake_dagster.branching.run_tags import REASON_TAG, UNTOLD, VERDICT_TAG, place_of
-
-_TAG_LENGTH = 250
+from branchlake_dagster.branching.run_tags import REASON_TAG, UNTOLD, VERDICT_TAG, place_of, shortened
 
 
 def tell_ended(instance: DagsterInstance, run_id: str, branch: str, *, verdict: str, reason: str) -> bool:
@@ -21,7 +19,6 @@ def tell_ended(instance: DagsterInstance, run_id: str, branch: str, *, verdict: 
     told = run.tags.get(VERDICT_TAG)
     if told not in UNTOLD or told == verdict:
         return False
-    short = reason if len(reason) <= _TAG_LENGTH else f"{reason[: _TAG_LENGTH - 1]}…"
     instance.report_engine_event(f"Not published: {reason.rstrip('.')}.", run)
-    instance.add_run_tags(run_id, {VERDICT_TAG: verdict, REASON_TAG: short})
+    instance.add_run_tags(run_id, {VERDICT_TAG: verdict, REASON_TAG: shortened(reason)})
     return True

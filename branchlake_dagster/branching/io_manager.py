@@ -14,10 +14,18 @@ from dagster import (
     PartitionsDefinition,
 )
 from pyiceberg.exceptions import NamespaceAlreadyExistsError, NoSuchTableError, TableAlreadyExistsError
+from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyspark.sql import DataFrame
 
-from branchlake_dagster.branching import arrow_frames, attempts, provenance, spark_frames
+from branchlake_dagster.branching import (
+    arrow_frames,
+    attempts,
+    provenance,
+    replaced,
+    spark_frames,
+    splitting,
+)
 from branchlake_dagster.branching.errors import TableMissing, UnsupportedType
 from branchlake_dagster.branching.layout import partition_spec
 from branchlake_dagster.branching.resource import LakehouseResource
@@ -90,7 +98,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
                     hint="Materialise it and let it be published first, or select it in the same run.",
                 ) from error
             provenance.tell_read(context, spec, ref)
-            selection = self._input_selection(context, spec, definition)
+            selection = self._input_selection(context, spec, definition, table.schema())
             if spark:
                 return spark_frames.read(self.spark.spark_session, spec, table.schema(), selection)
             return arrow_frames.read(table, kind, selection)
@@ -120,32 +128,49 @@ class NessieBranchIOManager(ConfigurableIOManager):
         else:
             obj = arrow_frames.to_arrow(obj)
             wanted = obj.schema
-        table = self._table(catalog, spec, definition, wanted)
         keys = provenance.asset_partitions(context)
+        found = self._existing(catalog, spec)
+        schema = iceberg_schema(wanted) if found is None else found.schema()
+        # Before anything is made: windows that do not fit the column must leave no table behind.
         selection = (
-            select(keys, definition, spec.columns_by_dimension, table=spec.name)
+            select(keys, definition, spec.columns_by_dimension, schema=schema, table=spec.name)
             if definition is not None and spec.columns_by_dimension
             else None
         )
-        properties = self._properties(context, spec, keys)
+        table = (
+            self._create(catalog, spec, definition, wanted)
+            if found is None
+            else evolve(found, wanted, name=spec.name)
+        )
+        predicate = (
+            replaced.to_text(replaced.replaced(selection, table.schema()))
+            if selection is not None and spec.write_mode == "replace_partitions"
+            else None
+        )
+        properties = self._properties(context, spec, keys, predicate)
         table = attempts.undo_earlier(table, spec, properties)
         if is_spark or spec.write_mode == "upsert":
+            if selection is not None and spec.write_mode == "replace_partitions":
+                table = splitting.divide(table, selection, properties)
             frame = obj if is_spark else self.spark.spark_session.createDataFrame(obj)
             spark_frames.write(frame, spec, table.schema(), selection, properties)
         else:
             arrow_frames.write(obj, table, spec, selection, properties)
         return attempts.settle(catalog.load_table(spec.identifier), spec, properties)
 
-    def _table(
+    def _existing(self, catalog: NessieCatalog, spec: TableSpec) -> Table | None:
+        try:
+            return catalog.load_table(spec.identifier)
+        except NoSuchTableError:
+            return None
+
+    def _create(
         self,
         catalog: NessieCatalog,
         spec: TableSpec,
         definition: PartitionsDefinition[str] | None,
         wanted: pa.Schema,
     ) -> Table:
-        """The table, created or evolved to hold `wanted`."""
-        with contextlib.suppress(NoSuchTableError):
-            return evolve(catalog.load_table(spec.identifier), wanted, name=spec.name)
         for depth in range(1, len(spec.identifier)):
             with contextlib.suppress(NamespaceAlreadyExistsError):
                 catalog.create_namespace(spec.identifier[:depth])
@@ -156,7 +181,9 @@ class NessieBranchIOManager(ConfigurableIOManager):
         except TableAlreadyExistsError:  # another step of this run was first
             return evolve(catalog.load_table(spec.identifier), wanted, name=spec.name)
 
-    def _properties(self, context: OutputContext, spec: TableSpec, keys: tuple[str, ...]) -> dict[str, str]:
+    def _properties(
+        self, context: OutputContext, spec: TableSpec, keys: tuple[str, ...], predicate: str | None
+    ) -> dict[str, str]:
         run = context.step_context.dagster_run
         return provenance.snapshot_properties(
             spec=spec,
@@ -167,6 +194,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
             root_run_id=run.root_run_id or run.run_id,
             step=context.step_context.step.key,
             attempt=context.step_context.previous_attempt_count + 1,
+            replaced=predicate,
         )
 
     # -- shared ----------------------------------------------------------------------------------------
@@ -184,14 +212,18 @@ class NessieBranchIOManager(ConfigurableIOManager):
         )
 
     def _input_selection(
-        self, context: InputContext, spec: TableSpec, definition: PartitionsDefinition[str] | None
+        self,
+        context: InputContext,
+        spec: TableSpec,
+        definition: PartitionsDefinition[str] | None,
+        schema: Schema,
     ) -> Selection | None:
         if definition is None or not spec.columns_by_dimension:
             return None
         keys = context.asset_partition_keys
         if len(keys) == len(definition.get_partition_keys(dynamic_partitions_store=context.instance)):
             return None  # all of them: the whole table, without a predicate as long as the list
-        return select(keys, definition, spec.columns_by_dimension, table=spec.name)
+        return select(keys, definition, spec.columns_by_dimension, schema=schema, table=spec.name)
 
     @contextlib.contextmanager
     def _fenced(self) -> Iterator[None]:

@@ -6,6 +6,8 @@ late write judged two states of one branch, and the second was merged on top of 
 
 from __future__ import annotations
 
+import contextlib
+
 from branchlake_dagster.branching.names import JUDGED_PREFIX, tags
 from branchlake_dagster.branching.run_branch import branch_name, run_id_of
 from branchlake_dagster.lakehouse.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
@@ -39,11 +41,18 @@ def pinned(client: NessieClient, branch: str) -> bool:
     return True
 
 
-def unpin(client: NessieClient, branch: str) -> None:
-    """The end of it, after the branch is gone. One that is missed is left to the reaper."""
+def unpin(client: NessieClient, branch: str, *, at: str | None = None) -> None:
+    """The end of it, after the branch is gone. One that is missed is left to the reaper.
+
+    `at`: where the pin most likely is, which saves asking.
+    """
+    name = pin_name(branch)
     try:
-        tag = client.reference(pin_name(branch))
-        client.delete_tag(tag.name, expected_hash=tag.hash)
+        if at is not None:
+            with contextlib.suppress(NessieConflict):
+                client.delete_tag(name, expected_hash=at)
+                return
+        client.delete_tag(name, expected_hash=client.reference(name).hash)
     except (ReferenceNotFound, NessieConflict):
         return  # another publisher was faster
 

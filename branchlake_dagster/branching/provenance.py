@@ -32,10 +32,12 @@ def snapshot_properties(
     root_run_id: str | None,
     step: str | None = None,
     attempt: int | None = None,
+    replaced: str | None = None,
 ) -> dict[str, str]:
     """The entries our writes add to an Iceberg snapshot's summary, all prefixed `branchlake.`.
 
-    `step` and `attempt` (from 1) tell the writes of one step's attempts from each other.
+    `step` and `attempt` (from 1) tell the writes of one step's attempts from each other. `replaced` is the
+    record of the predicate that was replaced, see `branching.replaced`.
     """
     listed = ",".join(partitions[:_MANY]) + (
         f",… {len(partitions)} in all" if len(partitions) > _MANY else ""
@@ -45,6 +47,7 @@ def snapshot_properties(
         "write_mode": spec.write_mode,
         "keys": ",".join(spec.keys),
         "partition": listed,
+        "replaced": replaced,
         "code_version": code_version,
         "step": step,
         "attempt": str(attempt) if attempt else None,

@@ -26,6 +26,16 @@ CHECK_REF_TAG = "branchlake/check_ref"
 """On a run that repeats checks for the publisher: the branch on which it stands."""
 CHECK_HASH_TAG = "branchlake/check_hash"
 """The state of that branch which its verdict is about."""
+CHECKS_FOR_TAG = "branchlake/checks_for"
+"""The runs whose publication waits for it, separated by commas."""
+TOLD_TAG = "branchlake/told"
+"""How many of the published partitions their assets were told of, while there are more to tell."""
+
+ATTEMPTS_TAG = "branchlake/attempts"
+"""On a run that the publisher cannot judge or publish: how often it has tried."""
+NEXT_ATTEMPT_TAG = "branchlake/next_attempt"
+"""When it tries again: an ISO time, or `set aside` when it waits for somebody."""
+SET_ASIDE = "set aside"
 
 PENDING = "pending"
 """The verdict of a run that nobody has judged yet."""
@@ -35,6 +45,8 @@ CONTINUED = "continued"
 """A retry took its work over."""
 UNTOLD = (PENDING, FENCED, CONTINUED)
 """No publisher's word: a run that passes in spite of it is judged."""
+TAG_LENGTH = 250
+"""The longest value that a tag gets."""
 NONE = "none"
 """In place of an inherited value: Dagster has no way to remove a tag."""
 
@@ -65,7 +77,15 @@ def opened(run_id: str, place: Place, inherited: Mapping[str, str]) -> dict[str,
         mine[CONTINUES_TAG] = place.continues
     if place.unbranched:
         mine[UNBRANCHED_TAG] = "true"
-    others = (PUBLICATION_TAG, REASON_TAG, CONTINUES_TAG, UNBRANCHED_TAG)
+    others = (
+        PUBLICATION_TAG,
+        REASON_TAG,
+        CONTINUES_TAG,
+        UNBRANCHED_TAG,
+        ATTEMPTS_TAG,
+        NEXT_ATTEMPT_TAG,
+        TOLD_TAG,
+    )
     return {name: NONE for name in others if name in inherited} | mine
 
 
@@ -105,3 +125,8 @@ def published_as(tags: Mapping[str, str], branch: str) -> str | None:
 def _told(tags: Mapping[str, str], name: str, branch: str) -> str | None:
     found = tags.get(name) if tags.get(BRANCH_TAG) == branch else None
     return None if found == NONE else found
+
+
+def shortened(text: str) -> str:
+    """`text` as a tag's value: at most `TAG_LENGTH` characters."""
+    return text if len(text) <= TAG_LENGTH else f"{text[: TAG_LENGTH - 1]}…"

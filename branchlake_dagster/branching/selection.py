@@ -1,15 +1,18 @@
 """The rows of a table that belong to a run's partitions, as predicates for both engines.
 
 A selection is a disjunction of slices, a slice a conjunction of conditions. `None` instead of a selection
-means the whole table.
+means the whole table. What a time window means to a column is the column type's matter (ADR 11): a zoned
+timestamp is an instant, a timestamp without zone the wall clock of UTC, a date the calendar of the
+partitions' own time zone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime, timedelta
 from functools import reduce
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -33,6 +36,7 @@ from pyiceberg.types import DateType, IcebergType, StringType, TimestampType, Ti
 
 from branchlake_dagster.branching.errors import SchemaMismatch
 from branchlake_dagster.lakehouse.errors import ConfigurationError
+from branchlake_dagster.lakehouse.quoting import quoted, text_literal
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,15 @@ class TimeRange:
 
 
 @dataclass(frozen=True)
+class DateRange:
+    """start <= column < end on a column of calendar dates."""
+
+    column: str
+    start: date
+    end: date
+
+
+@dataclass(frozen=True)
 class Values:
     """column is one of values."""
 
@@ -52,7 +65,7 @@ class Values:
     values: tuple[str, ...]
 
 
-Condition = TimeRange | Values
+Condition = TimeRange | DateRange | Values
 Slice = tuple[Condition, ...]
 
 
@@ -68,16 +81,22 @@ class Selection:
 
 
 def select(
-    keys: Iterable[str], definition: PartitionsDefinition[str], columns: Mapping[str, str], *, table: str
+    keys: Iterable[str],
+    definition: PartitionsDefinition[str],
+    columns: Mapping[str, str],
+    *,
+    schema: Schema,
+    table: str,
 ) -> Selection:
-    """The selection of partition `keys`; neighbouring time windows become one range.
+    """The selection of partition `keys` in a table of `schema`; neighbouring windows become one range.
 
-    Raises ConfigurationError when a dimension has no column.
+    Raises ConfigurationError when a dimension has no column or its windows do not fit the column, and
+    SchemaMismatch when the column is missing or of a type that cannot hold the dimension.
     """
     slices: dict[Slice, list[str]] = {}
     last: str | None = None
     for key in keys:
-        conditions, rest = _conditions(key, definition, columns, table)
+        conditions, rest = _conditions(key, definition, columns, schema, table)
         if rest is None:
             slices.setdefault(conditions, [])
         else:
@@ -90,7 +109,11 @@ def select(
 
 
 def _conditions(
-    key: str, definition: PartitionsDefinition[str], columns: Mapping[str, str], table: str
+    key: str,
+    definition: PartitionsDefinition[str],
+    columns: Mapping[str, str],
+    schema: Schema,
+    table: str,
 ) -> tuple[Slice, tuple[str, str] | None]:
     """The conditions of one key, apart from its last string dimension, so that those can be gathered."""
     dimensions: Sequence[tuple[str, str, PartitionsDefinition[str]]]
@@ -101,7 +124,7 @@ def _conditions(
         ]
     else:
         dimensions = [("", key, definition)]
-    conditions: list[Condition] = []
+    windows: list[Condition] = []
     strings: list[tuple[str, str]] = []
     for name, value, dimension in dimensions:
         column = columns.get(name)
@@ -111,48 +134,121 @@ def _conditions(
                 table=table,
                 hint="Name it with table_metadata(partition_by=…).",
             )
+        kind = _kind(column, schema, table)
         if isinstance(dimension, TimeWindowPartitionsDefinition):
             window = dimension.time_window_for_partition_key(value)
-            conditions.append(TimeRange(column, _utc(window.start), _utc(window.end)))
-        else:
+            windows.append(_window(column, kind, window.start, window.end, dimension, value, table))
+        elif isinstance(kind, StringType):
             strings.append((column, value))
-    conditions += [Values(column, (value,)) for column, value in strings[:-1]]
-    return tuple(conditions), strings[-1] if strings else None
+        else:
+            raise SchemaMismatch(
+                f"Partition column {column} is {kind}, but the partition keys are strings.",
+                table=table,
+                hint="Store the partition key itself in a string column and name that in partition_by.",
+            )
+    others = [Values(column, (value,)) for column, value in strings[:-1]]
+    return (*windows, *others), strings[-1] if strings else None
 
 
-def _utc(moment: datetime) -> datetime:
-    return moment.astimezone(UTC)
+def _kind(column: str, schema: Schema, table: str) -> IcebergType:
+    try:
+        return schema.find_type(column)
+    except ValueError as error:
+        raise SchemaMismatch(
+            f"Partition column {column} is missing from the table.",
+            table=table,
+            hint=f"Its columns are {', '.join(field.name for field in schema.fields)}.",
+        ) from error
+
+
+def _window(
+    column: str,
+    kind: IcebergType,
+    start: datetime,
+    end: datetime,
+    definition: TimeWindowPartitionsDefinition,
+    key: str,
+    table: str,
+) -> Condition:
+    if isinstance(kind, TimestampType | TimestamptzType):
+        return TimeRange(column, start.astimezone(UTC), end.astimezone(UTC))
+    if not isinstance(kind, DateType):
+        raise SchemaMismatch(
+            f"Column {column} is {kind}, but time-window partitions need a timestamp or date.",
+            table=table,
+            hint="Name a timestamp column in partition_by.",
+        )
+    if not (_begins_a_day(start) and _begins_a_day(end)):
+        raise ConfigurationError(
+            f"The window {start.isoformat()} to {end.isoformat()} of the partitions"
+            f" ({definition.cron_schedule!r} in {definition.timezone}) is not made of whole days, but column"
+            f" {column} holds dates.",
+            table=table,
+            partitions=(key,),
+            hint="Partition by a timestamp column, or let the windows begin at midnight.",
+        )
+    return DateRange(column, start.date(), end.date())
+
+
+def _begins_a_day(moment: datetime) -> bool:
+    """Whether a calendar day begins here: at midnight, or where the clock jumps over midnight."""
+    if moment.hour == moment.minute == moment.second == moment.microsecond == 0:
+        return True
+    before = (moment.astimezone(UTC) - timedelta(microseconds=1)).astimezone(moment.tzinfo)
+    return before.date() < moment.date()
 
 
 def _join_neighbours(slices: list[Slice]) -> list[Slice]:
-    """Merge slices that differ only in time ranges that touch."""
+    """Merge slices that differ only in ranges that touch."""
     done: list[Slice] = []
     for part in sorted(slices, key=_order):
-        if done and isinstance(part[0], TimeRange) and done[-1][1:] == part[1:]:
-            before = done[-1][0]
-            if isinstance(before, TimeRange) and before.end == part[0].start:
-                done[-1] = (TimeRange(before.column, before.start, part[0].end), *part[1:])
-                continue
-        done.append(part)
+        joined = _joined(done[-1][0], part[0]) if done and done[-1][1:] == part[1:] else None
+        if joined is None:
+            done.append(part)
+        else:
+            done[-1] = (joined, *part[1:])
     return done
 
 
-def _order(part: Slice) -> tuple[str, datetime]:
+def _joined(before: Condition, after: Condition) -> Condition | None:
+    """One range for two of the same column that touch."""
+    if isinstance(before, TimeRange) and isinstance(after, TimeRange):
+        if (before.column, before.end) == (after.column, after.start):
+            return TimeRange(before.column, before.start, after.end)
+    elif (
+        isinstance(before, DateRange)
+        and isinstance(after, DateRange)
+        and (before.column, before.end) == (after.column, after.start)
+    ):
+        return DateRange(before.column, before.start, after.end)
+    return None
+
+
+def _order(part: Slice) -> tuple[str, str, str]:
     head = part[0]
-    return repr(part[1:]), head.start if isinstance(head, TimeRange) else datetime.min.replace(tzinfo=UTC)
+    # ISO 8601 of one zone sorts by time.
+    begins = head.start.isoformat() if isinstance(head, TimeRange | DateRange) else ""
+    return repr(part[1:]), head.column, begins
 
 
-def _literal(moment: datetime, kind: IcebergType, column: str) -> str:
-    if isinstance(kind, DateType):
-        return moment.date().isoformat()
-    if isinstance(kind, TimestamptzType):
-        return moment.isoformat()
-    if isinstance(kind, TimestampType):
-        return moment.replace(tzinfo=None).isoformat()
+def _bounds(condition: TimeRange | DateRange, kind: IcebergType) -> tuple[str, str]:
+    """The range's ends as literals of a column of type `kind`."""
+    if isinstance(condition, DateRange) and isinstance(kind, DateType):
+        return condition.start.isoformat(), condition.end.isoformat()
+    if isinstance(condition, TimeRange) and isinstance(kind, TimestamptzType):
+        return condition.start.isoformat(), condition.end.isoformat()
+    if isinstance(condition, TimeRange) and isinstance(kind, TimestampType):
+        return _utc_wall(condition.start).isoformat(), _utc_wall(condition.end).isoformat()
     raise SchemaMismatch(
-        f"Column {column} is {kind}, but time-window partitions need a timestamp or date.",
-        hint="Name a timestamp column in partition_by.",
+        f"Column {condition.column} is {kind}, but its partitions are"
+        f" {'dates' if isinstance(condition, DateRange) else 'moments'}.",
+        hint="Name a timestamp or date column in partition_by.",
     )
+
+
+def _utc_wall(moment: datetime) -> datetime:
+    """What a timestamp without zone holds: the wall clock of UTC, the only one that never jumps."""
+    return moment.astimezone(UTC).replace(tzinfo=None)
 
 
 def to_iceberg(selection: Selection, schema: Schema) -> BooleanExpression:
@@ -161,8 +257,7 @@ def to_iceberg(selection: Selection, schema: Schema) -> BooleanExpression:
     def one(condition: Condition) -> BooleanExpression:
         if isinstance(condition, Values):
             return In(condition.column, condition.values)
-        kind = schema.find_type(condition.column)
-        start, end = (_literal(moment, kind, condition.column) for moment in (condition.start, condition.end))
+        start, end = _bounds(condition, schema.find_type(condition.column))
         return And(GreaterThanOrEqual(condition.column, start), LessThan(condition.column, end))
 
     slices = [reduce(And, map(one, part)) for part in selection.slices]
@@ -170,21 +265,19 @@ def to_iceberg(selection: Selection, schema: Schema) -> BooleanExpression:
 
 
 def to_sql(selection: Selection, schema: Schema) -> str:
-    """The selection as a Spark SQL predicate."""
+    """The selection as a Spark SQL predicate, whatever the session's time zone."""
     words: dict[type[IcebergType], str] = {DateType: "DATE", TimestampType: "TIMESTAMP_NTZ"}
 
     def one(condition: Condition) -> str:
-        name = f"`{condition.column}`"
-        if isinstance(condition, Values):
-            if not isinstance(schema.find_type(condition.column), StringType):
-                raise SchemaMismatch(f"Partition column {condition.column} is not a string.")
-            quoted = ", ".join(
-                "'" + v.replace("\\", "\\\\").replace("'", "\\'") + "'" for v in condition.values
-            )
-            return f"{name} IN ({quoted})"
+        name = quoted(condition.column)
         kind = schema.find_type(condition.column)
+        if isinstance(condition, Values):
+            if not isinstance(kind, StringType):
+                raise SchemaMismatch(f"Partition column {condition.column} is not a string.")
+            return f"{name} IN ({', '.join(map(text_literal, condition.values))})"
+        # A moment's literal carries its offset: without it, it would be read in the session's time zone.
         word = words.get(type(kind), "TIMESTAMP")
-        start, end = (_literal(moment, kind, condition.column) for moment in (condition.start, condition.end))
+        start, end = _bounds(condition, kind)
         return f"({name} >= {word} '{start}' AND {name} < {word} '{end}')"
 
     slices = [" AND ".join(map(one, part)) for part in selection.slices]
@@ -198,7 +291,7 @@ def rows_outside(selection: Selection, frame: pa.Table) -> int:
         column = frame.column(condition.column)
         if isinstance(condition, Values):
             return pc.is_in(column, value_set=pa.array(condition.values, type=column.type))
-        start, end = (_scalar(moment, column.type) for moment in (condition.start, condition.end))
+        start, end = _scalars(condition, column.type)
         return pc.and_kleene(pc.greater_equal(column, start), pc.less(column, end))
 
     if not selection.slices:
@@ -207,7 +300,8 @@ def rows_outside(selection: Selection, frame: pa.Table) -> int:
     return int(frame.num_rows - (pc.sum(pc.fill_null(inside, False)).as_py() or 0))
 
 
-def _scalar(moment: datetime, kind: pa.DataType) -> pa.Scalar:
-    if pa.types.is_date(kind):
-        return pa.scalar(moment.date(), type=kind)
-    return pa.scalar(moment if getattr(kind, "tz", None) else moment.replace(tzinfo=None), type=kind)
+def _scalars(condition: TimeRange | DateRange, kind: pa.DataType) -> tuple[pa.Scalar, pa.Scalar]:
+    ends: tuple[Any, Any] = (condition.start, condition.end)
+    if isinstance(condition, TimeRange) and getattr(kind, "tz", None) is None:
+        ends = (_utc_wall(condition.start), _utc_wall(condition.end))
+    return pa.scalar(ends[0], type=kind), pa.scalar(ends[1], type=kind)

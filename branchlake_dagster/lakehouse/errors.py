@@ -97,6 +97,19 @@ def _rebuild(cls: type[BranchlakeError], args: tuple[Any, ...]) -> BranchlakeErr
     return error
 
 
+def may_pass(error: BaseException) -> bool:
+    """Whether the same work may succeed later without anybody's help.
+
+    A lost answer is among them: whoever repeats looks first. So is whatever Nessie says of a state that
+    others have changed meanwhile, and a refused token, which is the operator's to renew.
+    """
+    if isinstance(error, NessieError):
+        return not isinstance(error, NessieRefused)
+    if isinstance(error, OSError):
+        return not isinstance(error, FileNotFoundError)
+    return isinstance(error, Transient | OutcomeUnknown)
+
+
 class ConfigurationError(BranchlakeError, Terminal):
     """A setting is missing or wrong; the text names it and a value that would do."""
 

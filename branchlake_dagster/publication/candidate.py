@@ -69,12 +69,14 @@ class Candidate:
 class Published:
     """The candidate is on `main`, in the commit `hash`.
 
-    `now` is False when an earlier call did it. `rebased` names the tables whose changes were replayed.
+    `now` is False when an earlier call did it, `by_hand` True when it was somebody else's: the ledger has
+    nothing of it, and its rows are there. `rebased` names the tables whose changes were replayed.
     """
 
     hash: str
     now: bool = True
     rebased: tuple[str, ...] = ()
+    by_hand: bool = False
 
 
 @dataclass(frozen=True)

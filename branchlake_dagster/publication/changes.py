@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
+
+from branchlake_dagster.branching.replaced import EVERYTHING, Replaced
 
 Bounds = tuple[Any, Any]
 """(lowest, highest) value of a column in a file, both inclusive; possibly wider than the truth."""
@@ -29,6 +31,8 @@ class Mode(StrEnum):
     """The same rows in other files."""
     ROW_DELETES = "row deletes"
     """Merge-on-read: delete files instead of rewritten data files."""
+    DELETION_VECTORS = "deletion vectors"
+    """The same in format version 3."""
     OLD_LAYOUT = "old layout"
     """It touched files of an older partition spec, whose partitions cannot be compared with today's."""
     UNKNOWN = "unknown"
@@ -37,6 +41,10 @@ class Mode(StrEnum):
 
 def _unbounded(_: str) -> Bounds | None:
     return None
+
+
+def _anything(_: Replaced) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,30 @@ class File:
     """Of a column by name; None when the manifest does not tell."""
     handle: Any = field(default=None, compare=False, repr=False)
     """What the table format knows the file as."""
+    may_hold: Callable[[Replaced], bool] = field(default=_anything, compare=False, repr=False)
+    """Whether rows of a predicate may be in it, by its partition and its bounds."""
+    rows: int | None = None
+    """How many it has; None when that is not known."""
+
+
+@dataclass(frozen=True)
+class DeleteFile:
+    """One file of row-level deletes (merge-on-read), in words of what it may hit."""
+
+    path: str
+    partition: str = ""
+    paths: tuple[str, str] | None = None
+    """The lowest and highest path of the data files whose rows it names; None when it does not tell."""
+    everywhere: bool = False
+    """Whether it speaks of all partitions, as an equality delete without partition does."""
+    may_hold: Callable[[Replaced], bool] = field(default=_anything, compare=False, repr=False)
+    """Whether it may delete rows of a predicate."""
+
+    def may_hit(self, file: File) -> bool:
+        """Whether rows of a data file that was there before it may be deleted by it."""
+        if self.paths is not None:
+            return self.paths[0] <= file.path <= self.paths[1]
+        return self.everywhere or self.partition == file.partition
 
 
 @dataclass(frozen=True)
@@ -64,6 +96,14 @@ class Step:
     run_id: str | None = None
     properties: Mapping[str, str] = field(default_factory=dict, compare=False)
     """What the writer put into the snapshot's summary, without the totals."""
+    deletes: tuple[DeleteFile, ...] = ()
+    """The files of row-level deletes it added."""
+    recorded: Replaced | None = None
+    """What it replaced, as it recorded itself; None when it did not."""
+    named: tuple[str, ...] = ()
+    """The Dagster partitions it was about, for people."""
+    origin: int | None = None
+    """The snapshot on a run's branch that it repeats."""
 
     @property
     def touched(self) -> tuple[File, ...]:
@@ -72,8 +112,14 @@ class Step:
 
     @property
     def partitions(self) -> frozenset[str]:
-        """The partitions it touched."""
-        return frozenset(file.partition for file in self.touched)
+        """The partitions whose rows it touched."""
+        deleted = {one.partition for one in self.deletes}
+        return frozenset({file.partition for file in self.touched} | deleted)
+
+    @property
+    def replaced(self) -> Replaced | None:
+        """All rows that it replaced, whether there were any or not; None when that is not known."""
+        return EVERYTHING if self.mode is Mode.REPLACE_TABLE else self.recorded
 
 
 @dataclass(frozen=True)
@@ -93,6 +139,17 @@ class Layout:
     columns: tuple[Column, ...] = ()
     spec: tuple[tuple[str, str, str], ...] = ()
     highest_column_id: int = 0
+    schema: str = ""
+    """All there is to the columns, as text: what `columns` says, and documentation, identifier fields,
+    defaults, fields of nested types."""
+    others: tuple[tuple[str, str], ...] = ()
+    """What else the table's metadata holds and a rebase does not carry, by name, as text."""
+    format_version: int = 2
+
+    @property
+    def shape(self) -> tuple[tuple[Column, ...], str]:
+        """The columns with all there is to them."""
+        return self.columns, self.schema
 
     @property
     def partition_columns(self) -> frozenset[str]:
@@ -110,6 +167,14 @@ class TableChange:
     properties_set: Mapping[str, str] = field(default_factory=dict)
     properties_removed: tuple[str, ...] = ()
     base_snapshot_id: int | None = None
+    expired: int = 0
+    """How many snapshots of before are not in the history any more."""
+
+    def there(self, other: TableChange) -> Literal["all", "some"] | None:
+        """How many of these steps another change of the table has too, repeated or as they are."""
+        theirs = {number for step in other.steps for number in (step.snapshot_id, step.origin)}
+        here = [step for step in self.steps if step.snapshot_id in theirs]
+        return None if not here else "all" if len(here) == len(self.steps) else "some"
 
     @property
     def created(self) -> bool:

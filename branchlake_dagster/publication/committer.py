@@ -8,24 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 
 from branchlake_dagster.lakehouse.errors import (
     BranchlakeError,
     NessieConflict,
+    NessieError,
     NessieOutcomeUnknown,
+    Terminal,
     Transient,
 )
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import Content, ContentKey
+from branchlake_dagster.lakehouse.nessie.model import Content, ContentKey, ContentsAt, DiffEntry
 from branchlake_dagster.publication.candidate import Candidate, NeedsChecks, Published, Refused, Result
-from branchlake_dagster.publication.explain import explained
-from branchlake_dagster.publication.ledger import message, properties, published
+from branchlake_dagster.publication.explain import brought_by, explained
+from branchlake_dagster.publication.ledger import message, properties
+from branchlake_dagster.publication.main_log import BaseNotOnMain, MainLog
 from branchlake_dagster.publication.rebase import Plan
 from branchlake_dagster.publication.replay import Tables
 
 _ATTEMPTS = 5
+
+
+class TableFilesMissing(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """A metadata file or manifest that a publication needs is gone; nothing was published."""
 
 
 class TableFilesUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
@@ -39,23 +47,20 @@ class PublicationContended(BranchlakeError, Transient):  # noqa: N818 - named li
 class Committer:
     """Plans and sends commits; safe to be used by several publishers at once."""
 
-    def __init__(self, client: NessieClient, tables: Tables) -> None:
+    def __init__(self, client: NessieClient, tables: Tables, log: MainLog) -> None:
         self._client = client
         self._tables = tables
+        self._log = log
 
-    def publish(self, batch: Sequence[Candidate]) -> dict[str, Result | BranchlakeError]:
-        """Plan and commit until `main` holds still in between."""
-        reads = {one.branch: self._reads(one) for one in batch}
+    def publish(self, batch: Sequence[Candidate]) -> dict[str, Result | Exception]:
+        """Plan and commit until `main` holds still in between.
+
+        What is wrong with one candidate is its own result; raised is what concerns all of them.
+        """
         keys = _involved(batch)
         for _ in range(_ATTEMPTS):
             seen = self._client.contents_at(MAIN, keys)
-            results: dict[str, Result | BranchlakeError] = {**self._known(batch, at=seen.reference.hash)}
-            plan = Plan(seen.reference.hash, seen.contents, self._tables)
-            for candidate in batch:
-                if candidate.branch not in results:
-                    stopped = self._add(plan, candidate, reads[candidate.branch])
-                    if stopped is not None:
-                        results[candidate.branch] = stopped
+            plan, results = self._planned(batch, seen)
             if not plan.accepted:
                 return results
             hash_ = self.send(plan, MAIN)
@@ -70,33 +75,85 @@ class Committer:
             hint="Nothing is lost: the next tick of the publication sensor tries again.",
         )
 
-    def _add(
-        self, plan: Plan, candidate: Candidate, reads: Mapping[ContentKey, Content]
-    ) -> Refused | NeedsChecks | BranchlakeError | None:
-        """Add a candidate to a plan; why it is not in, else None."""
-        try:
-            with _files_of(candidate):
-                stopped = plan.add(candidate, reads)
-        except TableFilesUnreadable as error:
-            return error
-        if isinstance(stopped, Refused):
-            return explained(self._client, candidate, stopped, at=plan.onto)
-        return stopped
+    def plan_checked(self, batch: Sequence[Candidate]) -> tuple[Plan, dict[str, Result | Exception]]:
+        """A plan of candidates whose checks will be made on the result, and why others are not in it.
 
-    def _known(self, batch: Iterable[Candidate], *, at: str) -> dict[str, Published]:
-        """Those that the ledger has already. `at` is the hash that the plan will expect.
+        One that only collides with others of the plan is left out without a word: whether those come to
+        `main` is not known yet, and it was once refused because of a run that then failed its checks.
+        """
+        seen = self._client.contents_at(MAIN, _involved(batch))
+        plan, results = self._planned(batch, seen, checked=True)
+        for one in batch:
+            if isinstance(results.get(one.branch), Refused) and plan.accepted:
+                alone, _ = self._planned([one], seen, checked=True)
+                if alone.accepted:
+                    del results[one.branch]
+                alone.discard()
+        return plan, results
+
+    def plan_state(
+        self, batch: Sequence[Candidate], changes: Sequence[DiffEntry]
+    ) -> tuple[Plan, dict[str, Result | Exception], bool]:
+        """A plan that puts a checked state of all candidates on `main`, whose `changes` it is.
+
+        What keeps one of them out, for which the whole state is no more what was checked; and whether it
+        fits: False when `main` has moved under it.
+        """
+        extra = [entry.key for entry in changes]
+        seen = self._client.contents_at(MAIN, sorted({*_involved(batch), *extra}))
+        plan = Plan(seen.reference.hash, seen.contents, self._tables)
+        results: dict[str, Result | Exception] = {}
+        for one in batch:
+            if done := self._landed(one, plan.onto):
+                results[one.branch] = done
+            elif stopped := plan.add_reader(one, self._reads(one)):
+                results[one.branch] = explained(self._client, one, stopped, at=plan.onto)
+        with _files_of(batch[0]):
+            fits = not results and plan.add_state(changes)
+        return plan, results, fits
+
+    def _planned(
+        self, batch: Iterable[Candidate], seen: ContentsAt, *, checked: bool = False
+    ) -> tuple[Plan, dict[str, Result | Exception]]:
+        plan = Plan(seen.reference.hash, seen.contents, self._tables)
+        results: dict[str, Result | Exception] = {}
+        for candidate in batch:
+            stopped = self._landed(candidate, plan.onto) or self._add(plan, candidate, checked=checked)
+            if stopped is not None:
+                results[candidate.branch] = stopped
+        return plan, results
+
+    def _landed(self, candidate: Candidate, at: str) -> Published | Refused | None:
+        """What is on `main` of it already, or cannot come there. `at` is the hash that the plan will expect.
 
         Looking at exactly that hash closes the race: whatever is published after it changes keys of the
         plan, which is then refused and made again.
         """
-        bases: dict[str, list[str]] = {}
-        for one in batch:
-            bases.setdefault(one.base_hash, []).append(one.branch)
-        found: dict[str, Published] = {}
-        for base, branches in bases.items():
-            for branch, done in published(self._client, branches, at=f"{MAIN}@{at}", since=base).items():
-                found[branch] = Published(done.hash, now=False)
-        return found
+        try:
+            return self._log.published(
+                self._client, candidate.branch, base=candidate.base_hash, head=candidate.head_hash, at=at
+            )
+        except BaseNotOnMain as gone:
+            return Refused(dict.fromkeys(candidate.tables, gone.message))
+
+    def _add(
+        self, plan: Plan, candidate: Candidate, *, checked: bool
+    ) -> Published | Refused | NeedsChecks | Exception | None:
+        """Add a candidate to a plan; why it is not in, else None."""
+        try:
+            with _files_of(candidate):
+                stopped = plan.add(candidate, self._reads(candidate), checked=checked)
+            if isinstance(stopped, Refused):
+                return explained(self._client, candidate, stopped, at=plan.onto)
+            if isinstance(stopped, Published):
+                return replace(
+                    stopped, hash=brought_by(self._client, candidate, at=plan.onto) or stopped.hash
+                )
+        except NessieError:
+            raise  # the server, which all of them need
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with one must not hold up the others
+            return error
+        return stopped
 
     def _reads(self, candidate: Candidate) -> Mapping[ContentKey, Content]:
         """The read set as it was at the base."""
@@ -125,32 +182,27 @@ class Committer:
             return None
         return None
 
-    def plan_one(self, candidate: Candidate) -> tuple[Plan | Refused, Published | None]:
-        """A plan for one candidate whose checks are made on the result; or why there is none."""
-        reads = self._reads(candidate)
-        seen = self._client.contents_at(MAIN, _involved([candidate]))
-        plan = Plan(seen.reference.hash, seen.contents, self._tables)
-        for known in self._known([candidate], at=plan.onto).values():
-            return plan, known
-        with _files_of(candidate):
-            refused = plan.add(candidate, reads, checked=True)
-        if isinstance(refused, Refused):
-            return explained(self._client, candidate, refused, at=plan.onto), None
-        return plan, None
-
 
 @contextmanager
 def _files_of(candidate: Candidate) -> Iterator[None]:
     """A file that cannot be read concerns this candidate: it must not hold up the others, tick after tick."""
     try:
         yield
+    except FileNotFoundError as error:
+        raise TableFilesMissing(
+            f"A file of the table is gone: {error}.",
+            table=", ".join(candidate.tables),
+            branch=candidate.branch,
+            run_id=candidate.run_id,
+            hint="Nothing was published. Put the file back, or launch the run anew.",
+        ) from error
     except OSError as error:
         raise TableFilesUnreadable(
             f"Files of the table could not be read or written: {type(error).__name__}: {error}.",
             table=", ".join(candidate.tables),
             branch=candidate.branch,
             run_id=candidate.run_id,
-            hint="If the store was away, the next tick tries again. If a file is gone, launch the run anew.",
+            hint="Nothing was published; the next ticks try again until the store answers.",
         ) from error
 
 

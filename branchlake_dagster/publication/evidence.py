@@ -92,12 +92,6 @@ class RunEvidence:
         seen = (tables for rules in self.rules.values() for tables in rules.whole_tables.values())
         return frozenset().union(*seen)
 
-    @property
-    def last_order(self) -> int:
-        """The place of the run's last event of interest in Dagster's log: a measure of its age."""
-        written = (event.order for event in self.written.values())
-        return max((*written, *(event.order for event in self.evaluations.values())), default=0)
-
     def assets(self) -> tuple[str, ...]:
         """The assets the run materialised, in the order it did."""
         ordered = sorted(self.written.items(), key=lambda entry: entry[1].order)

@@ -11,7 +11,6 @@ from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGra
 
 from branchlake_dagster.branching.claims import workers
 from branchlake_dagster.branching.pin import pin, pinned
-from branchlake_dagster.branching.run_branch import run_id_of
 from branchlake_dagster.branching.run_tags import base_hash_of, judged, opened_by, published_as
 from branchlake_dagster.lakehouse.errors import ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
@@ -20,6 +19,7 @@ from branchlake_dagster.publication.candidate import Candidate, Published, table
 from branchlake_dagster.publication.ending import end
 from branchlake_dagster.publication.evidence import RunEvidence, collect
 from branchlake_dagster.publication.gate import Verdict, judge
+from branchlake_dagster.publication.main_log import BaseNotOnMain
 from branchlake_dagster.publication.outcome import Action, Outcome
 from branchlake_dagster.settings import Settings
 
@@ -46,18 +46,17 @@ class Judged:
 class Judge:
     """Looks at branches with the gate's eyes.
 
-    `known` looks a branch, made from a base hash, up in the ledger; the rest as for the `Reconciler`.
+    `known` looks for a branch, by name, base hash and head, on `main`; the rest as for the `Reconciler`.
     """
 
     def __init__(
         self,
         client: NessieClient,
-        known: Callable[[str, str], Published | None],
+        known: Callable[[str, str, str], Published | None],
         instance: DagsterInstance,
         graph: BaseAssetGraph[Any],
         settings: Settings,
         *,
-        location: str | None,
         clock: Callable[[], float],
     ) -> None:
         self._client = client
@@ -65,44 +64,39 @@ class Judge:
         self._instance = instance
         self._graph = graph
         self._settings = settings
-        self._location = location
         self._clock = clock
 
-    def look(self, branch: Reference, run: DagsterRun | None, *, ended: bool) -> Outcome | Judged:
-        """The verdict, or the outcome where there is none to be found.
+    def look(self, branch: Reference, run: DagsterRun, *, ended: bool = False) -> Outcome | Judged:
+        """The verdict on an ended run, or the outcome where there is none to be found.
 
-        `ended`: the run says of itself that all its steps have succeeded.
+        `ended`: the run has not, and says of itself that all its steps have succeeded.
         """
-        run_id = run.run_id if run else run_id_of(branch.name)
-        if run is None:
-            return Outcome(
-                branch.name, run_id, Action.UNKNOWN_RUN, "Dagster knows no such run; left to the reaper"
-            )
-        if (other := other_location(run, self._location)) is not None:
-            detail = f"the run belongs to code location {other}, whose own sensor judges it"
-            return Outcome(branch.name, run_id, Action.WAITING, detail)
-        if not run.is_finished and not ended:
-            return Outcome(branch.name, run_id, Action.WAITING, f"the run is {run.status.value.lower()}")
         try:
             # Only now, when the run is known to have ended: the listing may be older than its last write,
             # and half a run was published once.
             branch = self._client.reference(branch.name)
         except ReferenceNotFound:
-            return Outcome(branch.name, run_id, Action.WAITING, "another publisher was faster")
+            return Outcome(branch.name, run.run_id, Action.WAITING, "another publisher was faster")
         # Dagster copies tags: a retry that opened no branch has its parent's verdict among its own.
         if opened_by(run.tags, run.run_id) and judged(run.tags, branch.name):
             return self._again(run, branch)
         base_hash = base_hash_of(run.tags, branch.name) or self._ancestor(branch)
         if base_hash is None:
-            return Outcome(branch.name, run_id, Action.TRY_AGAIN, "its base hash is unknown")
+            return Outcome(branch.name, run.run_id, Action.TRY_AGAIN, "its base hash is unknown")
         if run.is_success or ended:
             head, begun = pin(self._client, branch)
             branch = replace(branch, hash=head)
         else:
             begun = pinned(self._client, branch.name)
         # A publisher that has begun may have published it and died, inside the run too.
-        known = self._known(branch.name, base_hash) if begun else None
+        known = self._already(branch, base_hash) if begun else None
         return replace(self._judge(run, branch, base_hash, ended, known), begun=begun)
+
+    def _already(self, branch: Reference, base_hash: str) -> Published | None:
+        try:
+            return self._known(branch.name, base_hash, branch.hash)
+        except BaseNotOnMain:
+            return None  # the publisher refuses it, in words
 
     def _again(self, run: DagsterRun, branch: Reference) -> Outcome:
         """A branch whose verdict was told already: only its deletion was missed, or it is kept."""
@@ -161,12 +155,3 @@ class Judge:
         if known:
             why, action = None, Action.PUBLISHED
         return Judged(run, branch, evidence, verdict, candidate, why, action, began, known, base_hash)
-
-
-def other_location(run: DagsterRun, location: str | None) -> str | None:
-    """The code location of the run, if it is not `location`: only its own definitions know its checks."""
-    origin = run.remote_job_origin
-    if location is None or origin is None:
-        return None
-    name = origin.repository_origin.code_location_origin.location_name
-    return None if name == location else name

@@ -7,7 +7,7 @@ list, by semicolons).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from uuid import NAMESPACE_URL, uuid5
@@ -23,9 +23,6 @@ VERDICT = "branchlake.verdict"
 BASE_HASH = "branchlake.base_hash"
 BRANCH = "branchlake.branch"
 TABLES = "branchlake.tables"
-
-_NAMED = 8
-"""Most branches that are named in a request."""
 
 _PUBLICATIONS = f"'{PUBLICATION_ID}' in commit.properties"
 
@@ -96,30 +93,3 @@ def publications(client: NessieClient, *, limit: int | None = None) -> Iterator[
     """Publications on `main`, newest first, of at most `limit` commits."""
     for entry in client.log(MAIN, filter=_PUBLICATIONS, limit=limit):
         yield from publications_in(entry)
-
-
-def _mentioning(branches: set[str]) -> str:
-    """Nessie's filter for publications, of these branches only where that fits into a URL.
-
-    Of a table with hundreds of publications since, all but these then stay on the server. Fifty names were
-    answered with "URI too long".
-    """
-    if len(branches) > _NAMED:
-        return _PUBLICATIONS
-    names = " || ".join(f"commit.properties['{BRANCH}'].contains('{one}')" for one in sorted(branches))
-    return f"'{BRANCH}' in commit.properties && ({names})"
-
-
-def published(
-    client: NessieClient, branches: Iterable[str], *, at: str, since: str
-) -> dict[str, Publication]:
-    """Which of `branches` were published in the commits of the reference `at` after the hash `since`."""
-    wanted = set(branches)
-    found: dict[str, Publication] = {}
-    for entry in client.log(at, since=since, filter=_mentioning(wanted)):
-        for one in publications_in(entry):
-            if one.branch in wanted:
-                found[one.branch] = one
-        if len(found) == len(wanted):
-            break
-    return found

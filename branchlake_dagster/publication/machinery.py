@@ -9,7 +9,6 @@ from dagster import (
     AssetSelection,
     DefaultSensorStatus,
     Definitions,
-    RunRequest,
     SensorDefinition,
     SensorEvaluationContext,
     SensorResult,
@@ -20,10 +19,12 @@ from dagster import (
 from branchlake_dagster.branching.io_manager import NessieBranchIOManager
 from branchlake_dagster.branching.resource import LakehouseResource
 from branchlake_dagster.branching.session import BranchSparkResource
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.automation import never_evaluated
-from branchlake_dagster.publication.outcome import Action
+from branchlake_dagster.publication.one_pass import one_pass
 from branchlake_dagster.publication.reaping import reap_job, reap_schedule
 from branchlake_dagster.publication.reconcile import Reconciler
+from branchlake_dagster.publication.tick import Tick
 from branchlake_dagster.publication.unbranched import settle_unbranched
 from branchlake_dagster.publication.watching import dead_writer_sensor
 from branchlake_dagster.settings import Settings
@@ -67,32 +68,28 @@ def _publication_sensor(settings: Settings) -> SensorDefinition:
     def publication_sensor(
         context: SensorEvaluationContext, lakehouse: LakehouseResource
     ) -> SensorResult | SkipReason:
-        repository = context.repository_def
-        assert repository is not None  # noqa: S101 - the daemon always evaluates within a code location
-        lake = lakehouse.lakehouse
-        origin = context.code_location_origin
-        graph, location = repository.asset_graph, origin.location_name if origin else None
-        reconciler = Reconciler.of(lake, context.instance, graph, location=location)
-        unbranched = settle_unbranched(lake.nessie, context.instance, graph, lake.settings, location=location)
-        for key in never_evaluated(repository):
-            context.log.warning(
-                f"{key.to_user_string()} follows publications, but no sensor looks: {_NO_SENSOR}"
-            )
-        told: list[str] = []
-        checks: list[RunRequest] = []
-        waiting = 0
-        for outcome in chain(reconciler.run(), unbranched):
-            if outcome.action is Action.WAITING:
-                waiting += 1
-                continue
-            context.log.info(str(outcome))
-            told.append(str(outcome))
-            if outcome.check_run:
-                checks.append(outcome.check_run.request())
-        if checks:
-            return SensorResult(run_requests=checks)
-        if not told:
-            return SkipReason(f"Nothing to publish; {waiting} runs are at work.")
-        return SkipReason(" | ".join(told))
+        with one_pass(lakehouse.lakehouse.settings) as mine:
+            if not mine:
+                return SkipReason("Another pass over this lake is at work.")
+            return _tick(context, lakehouse.lakehouse)
 
     return publication_sensor
+
+
+def _tick(context: SensorEvaluationContext, lake: Lakehouse) -> SensorResult | SkipReason:
+    """One pass, in less time than Dagster gives a tick."""
+    repository = context.repository_def
+    assert repository is not None  # noqa: S101 - the daemon always evaluates within a code location
+    origin = context.code_location_origin
+    graph, location = repository.asset_graph, origin.location_name if origin else None
+    reconciler = Reconciler.of(lake, context.instance, graph, location=location)
+    unbranched = settle_unbranched(lake.nessie, context.instance, graph, lake.settings, location=location)
+    for key in never_evaluated(repository):
+        context.log.warning(f"{key.to_user_string()} follows publications, but no sensor looks: {_NO_SENSOR}")
+    tick = Tick()
+    for outcome in chain(reconciler.run(budget_s=lake.settings.publish_budget_s), unbranched):
+        if tick.add(outcome):
+            context.log.info(str(outcome))
+    if tick.check_runs:
+        return SensorResult(run_requests=[one.request() for one in tick.check_runs])
+    return SkipReason(tick.message())

@@ -23,6 +23,7 @@ class Action(StrEnum):
     UNBRANCHED = "unbranched"
     UNKNOWN_RUN = "unknown run"
     TRY_AGAIN = "try again"
+    SET_ASIDE = "set aside"
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,58 @@
-"""Rebased states that wait on a branch of their own for the checks on their whole tables."""
+"""Rebased states that wait on a branch of their own for the checks on their whole tables.
+
+One state carries all runs that wait for the same tables: with a state for each, every publication moved the
+table away under all the others, and nine waiting runs took forty check runs.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from branchlake_dagster.branching.names import branches
+from branchlake_dagster.branching.run_branch import branch_name
 from branchlake_dagster.lakehouse.errors import ReferenceNotFound
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.publication.candidate import Candidate, Prepared, Published, Refused
+from branchlake_dagster.lakehouse.nessie.model import ContentKey, DiffEntry, IcebergTable
+from branchlake_dagster.publication.candidate import Candidate, Published, Result
 from branchlake_dagster.publication.committer import Committer, PublicationContended
-from branchlake_dagster.publication.rebase import Plan
+from branchlake_dagster.publication.ledger import publications_in
 
 PUBLICATION_BRANCH_PREFIX = "publish-"
-"""They are called `publish-{run_id}`."""
+"""They are called `publish-{run_id}`, after the oldest of their runs."""
+
+PUBLICATION_BRANCHES = branches(PUBLICATION_BRANCH_PREFIX)
+"""Nessie's filter for them."""
 
 REBASED = "branchlake.rebased"
 """On the state's commit: the tables whose changes were replayed."""
 
 
 def publication_branch(run_id: str) -> str:
-    """Where the rebased state of a run waits for its checks."""
+    """Where the rebased state of a run, and of those that share it, waits for its checks."""
     return f"{PUBLICATION_BRANCH_PREFIX}{run_id}"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A state on a branch of its own: `main` at `onto` plus one commit, for checks to run on.
+
+    `members` are the run branches whose changes are in it, the oldest first; `tables` those of its tables
+    that were replayed; `changes` what the commit does.
+    """
+
+    branch: str
+    hash: str
+    onto: str
+    members: tuple[str, ...]
+    tables: tuple[str, ...]
+    changes: tuple[DiffEntry, ...]
+
+    @property
+    def tables_changed(self) -> frozenset[ContentKey]:
+        """What it would change on `main`, but for namespaces."""
+        return frozenset(one.key for one in self.changes if isinstance(one.to_content, IcebergTable))
 
 
 class PreparedStates:
@@ -30,58 +62,72 @@ class PreparedStates:
         self._client = client
         self._committer = committer
 
-    def prepare(self, candidate: Candidate) -> Prepared | Published | Refused:
-        """Put the rebased candidate on a branch of its own, for the checks on its whole tables to run on."""
-        name = publication_branch(candidate.run_id)
-        plan, known = self._committer.plan_one(candidate)
-        if not isinstance(plan, Plan):
-            return plan
-        if known is not None:
-            return known
-        self.forget(candidate.run_id)
+    def prepare(self, batch: Sequence[Candidate]) -> tuple[Prepared | None, dict[str, Result | Exception]]:
+        """Put the rebased candidates on a branch, and why some are not in it; None when none is."""
+        plan, results = self._committer.plan_checked(batch)
+        if not plan.accepted:
+            return None, results
+        accepted = list(plan.accepted)
+        name = publication_branch(accepted[0].run_id)
+        self.forget(name)
         self._client.create_branch(name, from_ref=MAIN, from_hash=plan.onto)
-        tables = next(iter(plan.accepted.values()))
+        tables = tuple(sorted({table for rebased in plan.accepted.values() for table in rebased}))
         hash_ = self._committer.send(plan, name, {REBASED: ",".join(tables)})
         if hash_ is None:
             raise PublicationContended(
                 "The rebased state could not be stored for its checks.",
                 branch=name,
-                run_id=candidate.run_id,
+                run_id=accepted[0].run_id,
                 hint="Nothing is lost: the next tick of the publication sensor tries again.",
             )
-        return Prepared(name, hash_, plan.onto, tables)
+        changes = tuple(self._client.diff(f"@{plan.onto}", f"@{hash_}"))
+        members = tuple(one.branch for one in accepted)
+        return Prepared(name, hash_, plan.onto, members, tables, changes), results
 
-    def find(self, run_id: str) -> Prepared | None:
-        """What `prepare` of this or an earlier process has put there; None when there is nothing whole."""
-        name = publication_branch(run_id)
+    def all(self) -> list[Prepared]:
+        """What `prepare` of this or an earlier process has put there; a half-made one is left out."""
+        names = [ref.name for ref in self._client.references(filter=PUBLICATION_BRANCHES)]
+        return [found for name in names if (found := self._find(name))]
+
+    def _find(self, name: str) -> Prepared | None:
         try:
-            (entry,) = self._client.log(name, limit=1)
+            entries = list(self._client.log(name, limit=1))
         except ReferenceNotFound:
             return None
-        rebased = entry.commit.properties.get(REBASED)
-        if rebased is None:
-            return None  # it died between the branch and the commit
-        onto = entry.commit.parent_hashes[0]
-        return Prepared(name, entry.commit.hash, onto, tuple(filter(None, rebased.split(","))))
+        if not entries or REBASED not in (properties := entries[0].commit.properties):
+            return None  # it died between the branch and the commit, or it is somebody else's branch
+        commit = entries[0].commit
+        onto = commit.parent_hashes[0]
+        members = tuple(one.branch for one in publications_in(entries[0]))
+        if not members or publication_branch(members[0].removeprefix(branch_name(""))) != name:
+            return None
+        tables = tuple(filter(None, properties[REBASED].split(",")))
+        changes = tuple(self._client.diff(f"@{onto}", f"@{commit.hash}"))
+        return Prepared(name, commit.hash, onto, members, tables, changes)
 
-    def publish(self, candidate: Candidate, prepared: Prepared) -> Published | Refused | None:
-        """Publish exactly the state that was checked; None when `main` has moved under it since."""
-        changes = tuple(self._client.diff(f"@{prepared.onto}", f"@{prepared.hash}"))
-        checked = replace(candidate, changes=changes)
-        plan, known = self._committer.plan_one(checked)
-        if not isinstance(plan, Plan):
-            return plan
-        if known is not None:
-            return known
-        if plan.accepted[checked]:
-            plan.discard()
+    def publish(self, prepared: Prepared, batch: Sequence[Candidate]) -> dict[str, Result | Exception] | None:
+        """Publish exactly the state that was checked, for all its candidates.
+
+        None when `main` has moved under it since. Otherwise the results of all of them, or of those
+        because of whom the state must be made anew.
+        """
+        plan, results, fits = self._committer.plan_state(batch, prepared.changes)
+        if results:
+            return results
+        if not fits:
             return None
         hash_ = self._committer.send(plan, MAIN)
-        return Published(hash_, rebased=prepared.tables) if hash_ else None
+        if hash_ is None:
+            return None
+        return {
+            one.branch: Published(
+                hash_, rebased=tuple(table for table in prepared.tables if table in one.tables)
+            )
+            for one in batch
+        }
 
-    def forget(self, run_id: str) -> None:
+    def forget(self, name: str) -> None:
         """Delete the branch of a prepared state, if there is one."""
-        name = publication_branch(run_id)
         try:
             self._client.delete_branch(name, expected_hash=self._client.reference(name).hash)
         except ReferenceNotFound:

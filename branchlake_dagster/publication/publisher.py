@@ -9,16 +9,24 @@ commits of one plan cannot both succeed, because each changes keys that the othe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
 
-from branchlake_dagster.lakehouse.errors import BranchlakeError, NessieConflict, OutcomeUnknown
+from branchlake_dagster.lakehouse.errors import (
+    BranchlakeError,
+    NessieConflict,
+    OutcomeUnknown,
+    ReferenceNotFound,
+    may_pass,
+)
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, DiffEntry, Namespace
 from branchlake_dagster.publication.candidate import Candidate, Published, Result
 from branchlake_dagster.publication.committer import Committer
-from branchlake_dagster.publication.ledger import Publication, message, properties, published
+from branchlake_dagster.publication.ledger import Publication, message, properties
+from branchlake_dagster.publication.main_log import BaseNotOnMain, MainLog
 from branchlake_dagster.publication.prepared import PreparedStates
 from branchlake_dagster.publication.replay import IcebergTables, Tables
 
@@ -27,42 +35,66 @@ GROUP = 32
 
 
 class PublicationUnexplained(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like the other outcomes
-    """`main` is said to hold the candidate, and the ledger does not know it."""
+    """`main` is said to hold the candidate, and its log does not know it."""
+
+
+@lru_cache(maxsize=8)
+def _main_log(uri: str) -> MainLog:  # noqa: ARG001 - the key
+    """One reading of a lake's log for all passes of this process."""
+    return MainLog()
 
 
 def publisher_of(lake: Lakehouse) -> Publisher:
     """The publisher of a lake's Iceberg tables."""
-    return Publisher(lake.nessie, IcebergTables(lake.catalog()))
+    client = lake.nessie
+    return Publisher(client, IcebergTables(lake.catalog()), _main_log(client.uri))
 
 
 class Publisher:
     """Publishes candidates. Several publishers may run at once, in one process or many."""
 
-    def __init__(self, client: NessieClient, tables: Tables) -> None:
+    def __init__(self, client: NessieClient, tables: Tables, log: MainLog | None = None) -> None:
         self._client = client
-        self._committer = Committer(client, tables)
+        self._log = log or MainLog()
+        self._committer = Committer(client, tables, self._log)
         self.states = PreparedStates(client, self._committer)
 
-    def publish(self, candidates: Sequence[Candidate]) -> dict[str, Result | BranchlakeError]:
+    def publish(self, candidates: Sequence[Candidate]) -> dict[str, Result | Exception]:
         """The result for each candidate by branch; an error where there is none yet.
 
-        Safe to call again after any failure. An error that is Transient or OutcomeUnknown means "again",
-        and the failure of one group of candidates does not hold up another.
+        Safe to call again after any failure. An error that `may_pass` means "again", and what fails of one
+        candidate, by an error of any class, does not hold up another.
         """
-        results: dict[str, Result | BranchlakeError] = {}
-        for group in _groups(candidates):
-            try:
-                results |= self._group(group)
-            except BranchlakeError as error:
-                results |= {one.branch: error for one in group}
+        results: dict[str, Result | Exception] = {}
+        for group in groups(candidates):
+            results |= self._guarded(self._group, group)
         return results
 
-    def known(self, branch: str, base_hash: str) -> Published | None:
-        """The publication of a branch that was made from `base_hash`, if the ledger has one."""
-        found = published(self._client, [branch], at=MAIN, since=base_hash).get(branch)
-        return Published(found.hash, now=False) if found else None
+    def _guarded(
+        self,
+        publish: Callable[[Sequence[Candidate]], Mapping[str, Result | Exception]],
+        batch: Sequence[Candidate],
+    ) -> Mapping[str, Result | Exception]:
+        """What `publish` says of a batch; when it fails for a reason that stays, each one is tried alone."""
+        try:
+            return publish(batch)
+        except Exception as error:  # noqa: BLE001 - it becomes the outcome of those whom it concerns
+            if len(batch) == 1 or may_pass(error):
+                return dict.fromkeys((one.branch for one in batch), error)
+        found: dict[str, Result | Exception] = {}
+        for one in batch:
+            found |= self._guarded(publish, [one])
+        return found
 
-    def _group(self, group: Sequence[Candidate]) -> Mapping[str, Result | BranchlakeError]:
+    def known(self, branch: str, base_hash: str, head_hash: str | None = None) -> Published | None:
+        """How a branch that was made from `base_hash` is on `main` already; None: it is not.
+
+        With `head_hash` a merge by somebody else counts too. Raises BaseNotOnMain.
+        """
+        at = self._client.reference(MAIN).hash
+        return self._log.published(self._client, branch, base=base_hash, head=head_hash, at=at)
+
+    def _group(self, group: Sequence[Candidate]) -> Mapping[str, Result | Exception]:
         """Candidates that share keys. One alone is merged if it can be."""
         only = group[0]
         # Nessie 0.99 merges a rename as a deletion: the table was lost. A commit of ours carries it over.
@@ -70,22 +102,24 @@ class Publisher:
             merged = self._merge(only.branch, only.head_hash, only.publication())
             if merged is not None:
                 return {only.branch: merged}
-        found: dict[str, Result | BranchlakeError] = {}
+        found: dict[str, Result | Exception] = {}
         waiting = iter(group)
         while batch := list(islice(waiting, GROUP)):
-            found |= self._committer.publish(batch)
+            found |= self._guarded(self._committer.publish, batch)
         return found
 
     # -- one merge -------------------------------------------------------------------------------------
 
     def _merge(self, branch: str, head_hash: str, publication: Publication) -> Published | None:
-        """Merge a branch into `main`; None when `main` changed one of its keys since."""
+        """Merge a branch into `main`; None when `main` changed one of its keys since, or lost its base."""
         try:
             result = self._client.merge(
                 from_name=branch,
                 from_hash=head_hash,
                 into=MAIN,
-                # Any hash of main will do: Nessie compares from the common ancestor. This one is at hand.
+                # Any hash of main will do: Nessie compares from the common ancestor. This one is at hand, and
+                # the server refuses it when main was rolled back below it: a merge would bring back what
+                # was rolled back.
                 expected_hash=publication.base_hash,
                 message=message([publication]),
                 properties=properties([publication]),
@@ -93,15 +127,20 @@ class Publisher:
         except NessieConflict:
             # Of a dropped namespace Nessie tells by an error, as it does when it lost a race with itself.
             return None
+        except ReferenceNotFound:
+            try:
+                self.known(branch, publication.base_hash)
+            except BaseNotOnMain:
+                return None
+            raise  # the branch itself is gone
         if result.applied:
             return Published(result.target_hash)
         if not result.successful:
             return None
-        found = self.known(branch, publication.base_hash)
+        found = self.known(branch, publication.base_hash, head_hash)
         if found is None:
-            # Merged by hand, or not at all: Nessie answers the same. Saying "published" would be a guess.
             raise PublicationUnexplained(
-                "Nessie says that main holds this branch, but main's log has no publication of it.",
+                "Nessie says that main holds this branch, but main's log has no merge of it.",
                 branch=publication.branch,
                 run_id=publication.run_id,
                 hint="Look at main's log for who merged it; if its rows are there, delete the branch.",
@@ -109,7 +148,7 @@ class Publisher:
         return found
 
 
-def _groups(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
+def groups(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
     """Candidates that change a common key together, in their order."""
     groups: list[tuple[set[ContentKey], list[Candidate]]] = []
     for candidate in candidates:

@@ -7,7 +7,7 @@ get the run's changes replayed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from branchlake_dagster.lakehouse.nessie.model import (
@@ -21,8 +21,9 @@ from branchlake_dagster.lakehouse.nessie.model import (
     Put,
     Unchanged,
 )
-from branchlake_dagster.publication.candidate import Candidate, NeedsChecks, Refused
+from branchlake_dagster.publication.candidate import Candidate, NeedsChecks, Published, Refused
 from branchlake_dagster.publication.changes import Mode, TableChange
+from branchlake_dagster.publication.compacted import mapped
 from branchlake_dagster.publication.overlap import overlap
 from branchlake_dagster.publication.replay import ReplayImpossible, Staged, Tables
 
@@ -55,14 +56,17 @@ class Plan:
 
     def add(
         self, candidate: Candidate, reads: Mapping[ContentKey, Content], *, checked: bool = False
-    ) -> Refused | NeedsChecks | None:
+    ) -> Published | Refused | NeedsChecks | None:
         """Add a candidate; None when it is in. `reads` is its read set as it was at its base.
 
-        With `checked`, checks on whole tables will be made (or were) on the result.
+        With `checked`, checks on whole tables will be made (or were) on the result. Published is what
+        somebody else has brought to `main` without the publisher and without a merge.
         """
         overlay: dict[ContentKey, Value] = {}
         rebased: list[str] = []
         try:
+            if self._all_there(candidate):
+                return Published(self.onto, now=False, by_hand=True)
             self._same_reads(candidate, reads)
             for entry in candidate.changes:
                 overlay[entry.key] = self._value(entry)
@@ -72,7 +76,7 @@ class Plan:
         except _Stop as stop:
             self._forget(overlay)
             return stop.refused
-        except OSError:
+        except Exception:
             self._forget(overlay)
             raise
         replayed = {key for key, value in overlay.items() if isinstance(value, Staged)}
@@ -86,6 +90,24 @@ class Plan:
                 self.writers[key] = candidate.run_id
         self.unchanged |= candidate.read_set or frozenset()
         return None
+
+    def add_reader(self, candidate: Candidate, reads: Mapping[ContentKey, Content]) -> Refused | None:
+        """Accept a candidate whose changes come with `add_state`; refused when what it read has changed."""
+        try:
+            self._same_reads(candidate, reads)
+        except _Stop as stop:
+            return stop.refused
+        self.accepted[candidate] = ()
+        self.unchanged |= candidate.read_set or frozenset()
+        return None
+
+    def add_state(self, changes: Sequence[DiffEntry]) -> bool:
+        """Add a state that was checked as it is; False, and nothing is added, when `main` moved under it."""
+        moved = [entry for entry in changes if self._now(entry.key) != entry.from_content]
+        if not all(isinstance(entry.to_content, Namespace) and self._now(entry.key) for entry in moved):
+            return False  # a namespace that both made stays as it is
+        self.values |= {entry.key: entry.to_content for entry in changes if entry not in moved}
+        return True
 
     def operations(self) -> list[Operation]:
         """The commit's operations; writes the metadata files of replayed tables."""
@@ -119,6 +141,22 @@ class Plan:
                 shared = set(kept.written) if isinstance(kept, Staged) and kept is not value else set()
                 value.written[:] = [path for path in value.written if path not in shared]
                 self.tables.discard(value)
+
+    def _all_there(self, candidate: Candidate) -> bool:
+        """Whether `main` holds the very snapshots of the run, in all its tables: nothing is left to do.
+
+        Commits that were transplanted by hand leave no other trace; replaying them doubled every row.
+        """
+        found = False
+        for key, before, after in _written_tables(candidate):
+            now = self.contents.get(key)
+            if now == before or not isinstance(now, IcebergTable):
+                return False
+            mine = self.tables.change(key, before, after, files=False)
+            if not mine.steps or mine.there(self.tables.change(key, before, now, files=False)) != "all":
+                return False
+            found = True
+        return found
 
     def _now(self, key: ContentKey) -> Value:
         return self.values[key] if key in self.values else self.contents.get(key)
@@ -172,6 +210,9 @@ class Plan:
             raise _Stop(key, "it was dropped and created again", (), runs)
         mine = self.tables.change(key, before, after)
         theirs = self.tables.change(key, before, now, files=not _only_appends(mine))
+        if mine.there(theirs):
+            raise _Stop(key, "a part of the run's changes is on main already: merged by hand", (), runs)
+        mine = mapped(mine, theirs)
         if found := overlap(mine, theirs):
             raise _Stop(key, found.why, found.partitions, found.runs or runs)
         if twice := _same_properties(mine, theirs):
@@ -181,6 +222,15 @@ class Plan:
             return self.tables.replay(key, mine, after, onto)
         except ReplayImpossible as error:
             raise _Stop(key, error.message, (), runs) from error
+
+
+def _written_tables(
+    candidate: Candidate,
+) -> Iterator[tuple[ContentKey, IcebergTable | None, IcebergTable]]:
+    for entry in candidate.changes:
+        before = entry.from_content if isinstance(entry.from_content, IcebergTable) else None
+        if isinstance(entry.to_content, IcebergTable):
+            yield entry.key, before, entry.to_content
 
 
 def _only_appends(change: TableChange) -> bool:

@@ -1,26 +1,45 @@
 """Checks on whole tables, made again on a rebased state before it may be published.
 
 The state waits on a branch `publish-{run_id}` while a Dagster run makes the checks there. Nothing is
-remembered between ticks: the branch and that run's tags say how far it is.
+remembered between ticks: the branch and that run's tags say how far it is. A state that fails is divided
+until it is known which of its runs is to blame.
 """
 
 from __future__ import annotations
 
-from dagster import DagsterInstance, RunsFilter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from dagster import DagsterInstance, RunRecord, RunsFilter
 from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGraph
 
-from branchlake_dagster.branching.run_tags import CHECK_HASH_TAG, CHECK_REF_TAG
-from branchlake_dagster.publication.candidate import Candidate, Prepared, Published, Refused
+from branchlake_dagster.branching.run_tags import CHECK_HASH_TAG, CHECK_REF_TAG, CHECKS_FOR_TAG
+from branchlake_dagster.publication.candidate import Candidate, NeedsChecks, Published, Refused
 from branchlake_dagster.publication.evidence import RunEvidence, collect
 from branchlake_dagster.publication.outcome import CheckRun
-from branchlake_dagster.publication.prepared import PreparedStates
+from branchlake_dagster.publication.prepared import Prepared, PreparedStates
 
 ATTEMPTS = 3
 """How often a run that died without a verdict is asked for again."""
 
 
+@dataclass(frozen=True)
+class Waits:
+    """No answer yet: what it waits for, and the run to launch for that."""
+
+    detail: str
+    check_run: CheckRun | None = None
+
+
+Answer = Published | Refused | NeedsChecks | Waits | Exception
+
+
 class Recheck:
-    """Takes a candidate that needs checks one step further, from whatever state it is found in."""
+    """Takes candidates that need checks one step further, from whatever state they are found in.
+
+    `patience`: how long a run may check before it is given up and asked for again. `now` is the wall clock.
+    """
 
     def __init__(
         self,
@@ -28,21 +47,50 @@ class Recheck:
         instance: DagsterInstance,
         graph: BaseAssetGraph,  # type: ignore[type-arg]
         default_namespace: str,
+        *,
+        patience: timedelta,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._states = states
         self._instance = instance
         self._graph = graph
         self._default_namespace = default_namespace
+        self._patience = patience
+        self._now = now
 
-    def advance(self, candidate: Candidate, evidence: RunEvidence) -> Published | Refused | CheckRun | str:
-        """The result; a run to launch; or, as text, what it waits for."""
-        prepared = self._states.find(candidate.run_id)
-        if prepared is None:
-            return self._prepare(candidate, evidence)
-        runs = self._instance.get_runs(RunsFilter(tags={CHECK_HASH_TAG: prepared.hash}))
-        if any(not run.is_finished for run in runs):
-            return f"waits for its checks on {prepared.branch} in run {runs[0].run_id}"
-        wanted = _checks(evidence, prepared)
+    def under_way(self) -> list[Prepared]:
+        """The states that wait for their checks."""
+        return self._states.all()
+
+    def prepare(self, members: Mapping[Candidate, RunEvidence]) -> dict[str, Answer]:
+        """Make a state of all `members`, oldest first, and ask for its checks; the answers by branch."""
+        prepared, results = self._states.prepare(list(members))
+        later = Waits("collides with a run whose state is being checked")
+        answers: dict[str, Answer] = {**_all(members, later), **results}
+        if prepared is not None:
+            within = {one: told for one, told in members.items() if one.branch in prepared.members}
+            answers |= self._ask(prepared, within, attempt=0)
+        return answers
+
+    def at_work(self, prepared: Prepared) -> str | None:
+        """What a state waits for; None when no run checks it now. A run that takes too long is given up."""
+        unfinished = [one for one in self._runs_of(prepared) if not one.dagster_run.is_finished]
+        waited_for = None
+        for record in unfinished:
+            if self._overdue(record):
+                minutes = self._patience.total_seconds() / 60
+                self._instance.report_run_failed(record.dagster_run, f"No verdict within {minutes:g} min.")
+            else:
+                run_id = record.dagster_run.run_id
+                waited_for = f"waits for its checks on {prepared.branch} in run {run_id}"
+        return waited_for
+
+    def advance(self, prepared: Prepared, members: Mapping[Candidate, RunEvidence]) -> dict[str, Answer]:
+        """What becomes of a state that nobody checks now and of its runs, `members`; answers by branch."""
+        wanted = _checks(members.values(), prepared)
+        if not wanted:
+            return self._publish(prepared, members)  # the code asks for none any more
+        runs = [record.dagster_run for record in self._runs_of(prepared)]
         for run in runs:
             found = collect(
                 self._instance,
@@ -53,60 +101,88 @@ class Recheck:
                 require_checks=False,
             )
             if all((check, None) in found.evaluations for check in wanted):
-                return self._judged(candidate, evidence, prepared, found, wanted, run.run_id)
+                failed = [
+                    f"{check} on {asset}: {result.description or 'failed'}"
+                    for asset, check in wanted
+                    if not (result := found.evaluations[(asset, check), None]).passed and result.blocks
+                ]
+                if not failed:
+                    return self._publish(prepared, members)
+                why = f"with what main has now, its checks fail (run {run.run_id}): {'; '.join(failed)}"
+                return self._divide(prepared, members, why)
         if len(runs) >= ATTEMPTS:
-            self._states.forget(candidate.run_id)
             why = f"rebased, its checks gave no verdict {ATTEMPTS} times (last in run {runs[0].run_id})"
-            return Refused(dict.fromkeys(prepared.tables, why))
-        return _check_run(candidate, prepared, wanted, len(runs))
+            return self._divide(prepared, members, why)
+        return self._ask(prepared, members, attempt=len(runs))
 
-    def _prepare(self, candidate: Candidate, evidence: RunEvidence) -> Published | Refused | CheckRun:
-        prepared = self._states.prepare(candidate)
-        if not isinstance(prepared, Prepared):
-            return prepared
-        return _check_run(candidate, prepared, _checks(evidence, prepared), 0)
+    def release(self, prepared: Prepared) -> None:
+        """Give a state up: some of its runs do not wait any more."""
+        self._states.forget(prepared.branch)
 
-    def _judged(
-        self,
-        candidate: Candidate,
-        evidence: RunEvidence,
-        prepared: Prepared,
-        found: RunEvidence,
-        wanted: tuple[tuple[str, str], ...],
-        run_id: str,
-    ) -> Published | Refused | CheckRun:
-        failed = [
-            f"{check} on {asset}: {result.description or 'failed'}"
-            for asset, check in wanted
-            if not (result := found.evaluations[(asset, check), None]).passed and result.blocks
-        ]
-        if failed:
-            self._states.forget(candidate.run_id)
-            why = f"with what main has now, its checks fail (run {run_id}): {'; '.join(failed)}"
-            return Refused(dict.fromkeys(prepared.tables, why))
-        done = self._states.publish(candidate, prepared)
-        self._states.forget(candidate.run_id)
-        return self._prepare(candidate, evidence) if done is None else done
+    def _runs_of(self, prepared: Prepared) -> Sequence[RunRecord]:
+        return self._instance.get_run_records(RunsFilter(tags={CHECK_HASH_TAG: prepared.hash}))
+
+    def _overdue(self, record: RunRecord) -> bool:
+        """Whether a run checks for too long. One that still waits in Dagster's queue has not begun."""
+        began = record.start_time
+        return began is not None and self._now() - datetime.fromtimestamp(began, UTC) > self._patience
+
+    def _publish(self, prepared: Prepared, members: Mapping[Candidate, RunEvidence]) -> dict[str, Answer]:
+        done = self._states.publish(prepared, list(members))
+        self._states.forget(prepared.branch)
+        if done is None:
+            return self.prepare(members)
+        again = "the state that it shared with others is made anew"
+        return {**_all(members, Waits(again)), **done}
+
+    def _divide(
+        self, prepared: Prepared, members: Mapping[Candidate, RunEvidence], why: str
+    ) -> dict[str, Answer]:
+        """Refuse the only one; of several, try the older half alone: the others wait and come after it."""
+        self._states.forget(prepared.branch)
+        if len(members) == 1:
+            return _all(members, Refused(dict.fromkeys(prepared.tables, why)))
+        older = dict(list(members.items())[: len(members) // 2])
+        waits = Waits(f"together with others its checks failed; {len(older)} of them are tried without it")
+        return {**_all(members, waits), **self.prepare(older)}
+
+    def _ask(
+        self, prepared: Prepared, members: Mapping[Candidate, RunEvidence], *, attempt: int
+    ) -> dict[str, Answer]:
+        run = _check_run(prepared, members, _checks(members.values(), prepared), attempt)
+        first, *others = prepared.members
+        waits = Waits(f"waits for its checks on {prepared.branch}, together with {len(others)} others")
+        return {first: Waits(str(run), run), **dict.fromkeys(others, waits)}
 
 
-def _checks(evidence: RunEvidence, prepared: Prepared) -> tuple[tuple[str, str], ...]:
+def _all(members: Mapping[Candidate, RunEvidence], answer: Answer) -> dict[str, Answer]:
+    return dict.fromkeys((one.branch for one in members), answer)
+
+
+def _checks(evidence: Iterable[RunEvidence], prepared: Prepared) -> tuple[tuple[str, str], ...]:
     """The (asset, check) pairs that see all rows of a table that was rebased."""
     return tuple(
         sorted(
-            (asset, check)
-            for asset, rules in evidence.rules.items()
-            for check, tables in rules.whole_tables.items()
-            if tables & set(prepared.tables)
+            {
+                (asset, check)
+                for told in evidence
+                for asset, rules in told.rules.items()
+                for check, tables in rules.whole_tables.items()
+                if tables & set(prepared.tables)
+            }
         )
     )
 
 
 def _check_run(
-    candidate: Candidate, prepared: Prepared, checks: tuple[tuple[str, str], ...], attempt: int
+    prepared: Prepared,
+    members: Mapping[Candidate, RunEvidence],
+    checks: tuple[tuple[str, str], ...],
+    attempt: int,
 ) -> CheckRun:
     tags = {
         CHECK_REF_TAG: prepared.branch,
         CHECK_HASH_TAG: prepared.hash,
-        "branchlake/checks_for": candidate.run_id,
+        CHECKS_FOR_TAG: ",".join(one.run_id for one in members),
     }
     return CheckRun(f"{prepared.branch}@{prepared.hash}/{attempt}", checks, prepared.branch, tags)

@@ -1,48 +1,53 @@
 """One pass over branches x runs: publish, discard or leave alone, and say which and why.
 
 It starts from state, not from events: whatever a lost tick, a crash or a backlog left behind is found
-again, because the branch is still there.
+again, because the branch is still there. It is bounded: the oldest runs come first, a few at a time from
+verdict to publication, and what does not fit into the time waits for the next pass.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from itertools import islice
 from typing import Any
 
 from dagster import DagsterInstance, DagsterRun
 from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGraph
 
-from branchlake_dagster.branching.claims import claims
 from branchlake_dagster.branching.names import branches
-from branchlake_dagster.branching.run_branch import branch_name, run_id_of
+from branchlake_dagster.branching.run_branch import branch_name
 from branchlake_dagster.branching.run_tags import BRANCH_TAG, base_hash_of
-from branchlake_dagster.lakehouse.errors import BranchlakeError, ReferenceNotFound
+from branchlake_dagster.lakehouse.errors import NessieError, ReferenceNotFound
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable, Reference
-from branchlake_dagster.publication import announce as ui
-from branchlake_dagster.publication.candidate import NeedsChecks, Published, Refused
-from branchlake_dagster.publication.ending import drop, end
+from branchlake_dagster.publication.backlog import Ended, backlog
+from branchlake_dagster.publication.candidate import Candidate, NeedsChecks, Published, Refused, write_set
+from branchlake_dagster.publication.evidence import RunEvidence
+from branchlake_dagster.publication.finish import Finisher
 from branchlake_dagster.publication.judging import Judge, Judged
-from branchlake_dagster.publication.outcome import Action, CheckRun, Outcome
-from branchlake_dagster.publication.prepared import PUBLICATION_BRANCH_PREFIX
-from branchlake_dagster.publication.publisher import Publisher, publisher_of
-from branchlake_dagster.publication.recheck import Recheck
+from branchlake_dagster.publication.outcome import Action, Outcome
+from branchlake_dagster.publication.prepared import Prepared
+from branchlake_dagster.publication.publisher import GROUP, Publisher, groups, publisher_of
+from branchlake_dagster.publication.recheck import Answer, Recheck, Waits
+from branchlake_dagster.publication.trouble import Troubles
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX, Settings
 
 RUN_BRANCHES = branches(RUN_BRANCH_PREFIX)
 """Nessie's filter for branches that are ours."""
-
-PUBLICATION_BRANCHES = branches(PUBLICATION_BRANCH_PREFIX)
-"""Nessie's filter for rebased states that wait for their checks."""
 
 
 class Reconciler:
     """Brings run branches to their end. Several may run at once: every step can be repeated.
 
     `graph` are the definitions that say which checks an asset has; `location` is the code location they
-    come from (None: judge the runs of all).
+    come from (None: judge the runs of all). `clock` counts seconds, `now` is the wall clock, `at_once` the
+    runs that are looked at or told at the same time.
     """
 
     def __init__(
@@ -55,16 +60,29 @@ class Reconciler:
         *,
         location: str | None = None,
         clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        at_once: int = 4,
     ) -> None:
         self._client = client
         self._publisher = publisher
         self._instance = instance
-        self._settings = settings
+        self._location = location
         self._clock = clock
-        self._judge = Judge(
-            client, publisher.known, instance, graph, settings, location=location, clock=clock
+        self._until = math.inf
+        self._at_once = at_once
+        self._judge = Judge(client, publisher.known, instance, graph, settings, clock=clock)
+        self._finisher = Finisher(
+            client, publisher, instance, keep_hours=settings.keep_failed_hours, clock=clock
         )
-        self._recheck = Recheck(publisher.states, instance, graph, settings.default_namespace)
+        self._recheck = Recheck(
+            publisher.states,
+            instance,
+            graph,
+            settings.default_namespace,
+            patience=timedelta(minutes=settings.recheck_timeout_min),
+            now=now,
+        )
+        self._troubles = Troubles(instance, now=now)
 
     @classmethod
     def of(
@@ -78,13 +96,21 @@ class Reconciler:
         """The reconciler of a lake and its Iceberg tables."""
         return cls(lake.nessie, publisher_of(lake), instance, graph, lake.settings, location=location)
 
-    def run(self) -> Iterator[Outcome]:
-        """Every run branch; runs that wait for the same tables are published together."""
-        yield from self._pass(list(self._client.references(filter=RUN_BRANCHES)))
+    def run(self, *, budget_s: float = math.inf) -> Iterator[Outcome]:
+        """Every run branch, for `budget_s` seconds; runs that wait for the same tables go together."""
+        self._until = self._clock() + budget_s
+        branches = list(self._client.references(filter=RUN_BRANCHES))
+        ended, others = backlog(self._instance, branches, location=self._location)
+        yield from others
+        yield from self._pass(ended, whole=True)
 
     def run_one(self, run_id: str) -> Outcome | None:
         """The branch of one run; None when it has none (any more)."""
-        return self._of_branch(branch_name(run_id))
+        branch = self._branch(branch_name(run_id))
+        if branch is None:
+            return None
+        ended, others = backlog(self._instance, [branch], location=self._location)
+        return next(iter(others), None) or next(self._pass(ended))
 
     def publish_now(self, run: DagsterRun) -> Outcome | None:
         """Publish a run from inside it, as its last act: all its steps have succeeded.
@@ -92,7 +118,8 @@ class Reconciler:
         The outcome is that of an ended run. None when it touched no table.
         """
         name = run.tags.get(BRANCH_TAG) or branch_name(run.run_id)
-        outcome = self._of_branch(name, ended=run)
+        branch = self._branch(name)
+        outcome = next(self._pass([Ended(branch, run)], inside=True)) if branch else None
         unsettled = outcome is None or outcome.action in (Action.TRY_AGAIN, Action.WAITING)
         return self._fenced(run, name) or outcome if unsettled else outcome
 
@@ -102,136 +129,177 @@ class Reconciler:
         Its writer was taken for dead and woke up. No later pass will find a branch, so it must fail now.
         """
         base_hash = base_hash_of(run.tags, name)
-        if base_hash is None or self._exists(name):
+        if base_hash is None or self._branch(name):
             return None
         if done := self._publisher.known(name, base_hash):
             return Outcome(name, run.run_id, Action.PUBLISHED, "by another publisher", None, done.hash)
         return Outcome(name, run.run_id, Action.REFUSED, "the run was fenced: its branch is gone")
 
-    def _exists(self, name: str) -> bool:
+    def _branch(self, name: str) -> Reference | None:
         try:
-            self._client.reference(name)
-        except ReferenceNotFound:
-            return False
-        return True
-
-    def _of_branch(self, name: str, ended: DagsterRun | None = None) -> Outcome | None:
-        try:
-            branch = self._client.reference(name)
+            return self._client.reference(name)
         except ReferenceNotFound:
             return None
-        return next(self._pass([branch], ended=ended))
 
-    def _pass(self, branches: Sequence[Reference], ended: DagsterRun | None = None) -> Iterator[Outcome]:
-        holders = claims(self._instance, [branch.name for branch in branches])
-        ready: list[Judged] = []
-        for branch in branches:
-            record = holders[branch.name]
-            run = ended or (record.dagster_run if record else None)
-            try:
-                found = self._judge.look(branch, run, ended=ended is not None)
-            except BranchlakeError as error:
-                found = Outcome(branch.name, run_id_of(branch.name), Action.TRY_AGAIN, str(error))
-            if isinstance(found, Outcome):
-                yield found
-            elif found.known or found.candidate is None:
-                yield self._guarded(found, found.known)
-            else:
-                ready.append(found)
-        # The oldest first: it has waited longest, and a later run has seen less of what others did.
-        ready.sort(key=lambda one: one.evidence.last_order)
-        free, held = self._unreserved(ready)
-        yield from held
-        results = self._publisher.publish([one.candidate for one in free if one.candidate])
-        for one in free:
-            yield self._guarded(one, results[one.branch.name])
+    # -- the course of a pass --------------------------------------------------------------------------
 
-    def _unreserved(self, ready: Sequence[Judged]) -> tuple[list[Judged], list[Outcome]]:
-        """Hold back candidates for tables on which an older rebase is being checked.
+    def _pass(
+        self, ended: Sequence[Ended], *, whole: bool = False, inside: bool = False
+    ) -> Iterator[Outcome]:
+        """The states that wait for checks, then the other runs in batches.
 
-        Otherwise a table with frequent publications would move away under every check.
+        `whole`: these are all runs that have ended. `inside`: of one that publishes itself.
         """
-        if not ready:
-            return [], []
-        checking = {
-            ref.name.removeprefix(PUBLICATION_BRANCH_PREFIX)
-            for ref in self._client.references(filter=PUBLICATION_BRANCHES)
-        }
+        if not ended:
+            return
         reserved: dict[ContentKey, str] = {}
-        free, held = [], []
-        for one in sorted(ready, key=lambda one: one.run.run_id not in checking):
-            assert one.candidate is not None  # noqa: S101 - only candidates are ready
-            mine = one.run.run_id in checking
-            taken = None if mine else next((reserved[k] for k in one.candidate.keys if k in reserved), None)
-            if taken:
-                detail = f"waits for the checks of run {taken} on the same table"
-                held.append(Outcome(one.branch.name, one.run.run_id, Action.WAITING, detail, one.verdict))
-                continue
-            free.append(one)
-            if mine:
-                tables = (
-                    entry.key for entry in one.candidate.changes if isinstance(entry.to_content, IcebergTable)
-                )
-                reserved |= dict.fromkeys(tables, one.run.run_id)
-        return free, held
+        waiting = {one.branch.name: one for one in ended}
+        for state in self._recheck.under_way():
+            mine = [waiting[name] for name in state.members if name in waiting]
+            for outcome in self._checked(state, mine, reserved, whole=whole, inside=inside):
+                waiting.pop(outcome.branch)
+                yield outcome
+        rest = iter(waiting.values())
+        with _each(self._at_once if len(waiting) > 1 else 1) as each:
+            while batch := list(islice(rest, GROUP)):
+                if self._clock() >= self._until:
+                    yield from (_waits(one, "its turn comes with the next tick") for one in (*batch, *rest))
+                    return
+                yield from self._batch(batch, reserved, each, inside=inside)
 
-    # -- ending ----------------------------------------------------------------------------------------
+    def _checked(
+        self,
+        state: Prepared,
+        mine: Sequence[Ended],
+        reserved: dict[ContentKey, str],
+        *,
+        whole: bool,
+        inside: bool,
+    ) -> list[Outcome]:
+        """What becomes of the runs of a state that waits for its checks; none of those that it loses."""
+        if mine and whole and len(mine) < len(state.members):
+            self._recheck.release(state)
+            return []
+        pending = self._recheck.at_work(state)
+        if len(mine) < len(state.members) or pending:
+            # Nobody publishes into its tables meanwhile: a busy table would move away under every check.
+            reserved |= dict.fromkeys(state.tables_changed, state.members[0])
+            pending = pending or f"waits for the checks on {state.branch}"
+            return [Outcome(one.branch.name, one.run.run_id, Action.CHECKING, pending) for one in mine]
+        judged = [found for one in mine if isinstance(found := self._look(one, inside=inside), Judged)]
+        members = {one.candidate: one for one in judged if one.candidate and not one.known}
+        if len(members) < len(mine):
+            self._recheck.release(state)
+            return []
+        return self._answered(members, lambda evidence: self._recheck.advance(state, evidence), reserved)
 
-    def _guarded(
-        self, one: Judged, result: Published | Refused | NeedsChecks | BranchlakeError | None
-    ) -> Outcome:
+    def _batch(
+        self,
+        batch: Sequence[Ended],
+        reserved: dict[ContentKey, str],
+        each: Callable[..., Iterable[Any]],
+        *,
+        inside: bool,
+    ) -> Iterator[Outcome]:
+        """From verdict to publication."""
+
+        def look(one: Ended) -> Outcome | Judged:
+            held = self._held(one, reserved) if reserved else None
+            return held or self._look(one, inside=inside)
+
+        found: list[Outcome | Judged] = list(each(look, batch))
+        yield from (one for one in found if isinstance(one, Outcome))
+        judged = [one for one in found if isinstance(one, Judged)]
+        ready = [one for one in judged if one.candidate and not one.known]
+        results = self._publisher.publish([one.candidate for one in ready if one.candidate])
+        answers = [(one, results.get(one.branch.name, one.known)) for one in judged]
+        unchecked = [one for one, answer in answers if isinstance(answer, NeedsChecks)]
+        settled = [pair for pair in answers if not isinstance(pair[1], NeedsChecks)]
+        yield from each(lambda pair: self._finished(*pair), settled)
+        by_candidate = {one.candidate: one for one in unchecked if one.candidate}
+        for group in groups(list(by_candidate)):
+            members = {candidate: by_candidate[candidate] for candidate in group}
+            yield from self._answered(members, self._recheck.prepare, reserved)
+
+    def _answered(
+        self,
+        members: Mapping[Candidate, Judged],
+        ask: Callable[[Mapping[Candidate, RunEvidence]], Mapping[str, Answer]],
+        reserved: dict[ContentKey, str],
+    ) -> list[Outcome]:
+        """The outcomes of runs that share a state for their checks."""
+        answers: Mapping[str, Answer]
         try:
-            if isinstance(result, BranchlakeError):
-                raise result
-            return self._finish(one, result)
-        except BranchlakeError as error:
-            return Outcome(one.branch.name, one.run.run_id, Action.TRY_AGAIN, str(error))
+            answers = ask({candidate: one.evidence for candidate, one in members.items()})
+        except Exception as error:  # noqa: BLE001 - it concerns these runs, not the others
+            answers = dict.fromkeys((candidate.branch for candidate in members), error)
+        outcomes: list[Outcome] = []
+        for candidate, one in members.items():
+            answer = answers[candidate.branch]
+            if isinstance(answer, Waits):
+                reserved |= dict.fromkeys(_tables(candidate), one.branch.name)
+                outcomes.append(_checking(one, answer))
+            else:
+                outcomes.append(self._finished(one, answer))
+        return outcomes
 
-    def _finish(self, one: Judged, result: Published | Refused | NeedsChecks | None) -> Outcome:
-        check_run = None
-        if isinstance(result, NeedsChecks) and one.candidate:
-            step = self._recheck.advance(one.candidate, one.evidence)
-            if isinstance(step, CheckRun | str):
-                check_run = step if isinstance(step, CheckRun) else None
-                detail = str(step)
-                return Outcome(
-                    one.branch.name, one.run.run_id, Action.CHECKING, detail, one.verdict, check_run=check_run
-                )
-            result = step
-        if isinstance(result, Refused) or (result is None and one.begun):
-            # Another publisher, perhaps inside the run, may still be at it: only of a branch that is gone it
-            # is certain that it was not published.
-            if not self._settings.keep_failed_hours:
-                drop(self._client, one.branch, keep_data=False)
-            result = self._publisher.known(one.branch.name, one.base_hash) or result
-        action, why, publication = one.action, one.why, None
-        detail = why or one.verdict.summary()
-        tables = one.candidate.tables if one.candidate else ()
-        rebased: tuple[str, ...] = ()
-        if isinstance(result, Refused):
-            action, detail = Action.REFUSED, result.reason()
-            why = detail
-        elif isinstance(result, Published):
-            action, why = Action.PUBLISHED, None
-            publication, rebased = result.hash, result.rebased
-            again = f", rebased {', '.join(rebased)}" if rebased else ""
-            detail = f"{', '.join(tables)} as {publication[:12]}, {one.verdict.summary()}{again}"
-        ui.announce(
-            self._instance,
-            one.run,
-            one.evidence,
-            one.verdict,
-            branch=one.branch.name,
-            publication=publication,
-            rebased=rebased,
-            why=why,
-            kept_hours=self._settings.keep_failed_hours if publication is None else 0.0,
-            took_s=self._clock() - one.began,
-        )
-        if publication is not None:
-            end(self._client, one.branch, keep_data=True)
-        elif not self._settings.keep_failed_hours:
-            end(self._client, one.branch, keep_data=False)
-        return Outcome(
-            one.branch.name, one.run.run_id, action, detail, one.verdict, publication, tables, check_run
-        )
+    # -- one run ---------------------------------------------------------------------------------------
+
+    def _look(self, one: Ended, *, inside: bool) -> Outcome | Judged:
+        held = self._troubles.holds(one.branch.name, one.run)
+        if held is not None:
+            return held
+        try:
+            return self._judge.look(one.branch, one.run, ended=inside)
+        except Exception as error:  # noqa: BLE001 - it becomes this run's outcome
+            return self._troubles.note(one.branch.name, one.run, error)
+
+    def _held(self, one: Ended, reserved: Mapping[ContentKey, str]) -> Outcome | None:
+        """Why a run waits: it has changed a table on which an older rebase is being checked."""
+        base = base_hash_of(one.run.tags, one.branch.name)
+        if base is None or not one.run.is_success:
+            return None
+        try:
+            changes = write_set(self._client, base, one.branch)
+        except NessieError as error:
+            return self._troubles.note(one.branch.name, one.run, error)
+        owner = next((reserved[entry.key] for entry in changes if entry.key in reserved), None)
+        return _waits(one, f"waits for the checks of {owner} on the same table") if owner else None
+
+    def _finished(self, one: Judged, result: Answer | None) -> Outcome:
+        try:
+            if isinstance(result, Exception):
+                raise result
+            assert result is None or isinstance(result, Published | Refused)  # noqa: S101 - the rest is asked for
+            return self._finisher.finish(one, result, until=self._until)
+        except Exception as error:  # noqa: BLE001 - it becomes this run's outcome
+            return self._troubles.note(one.branch.name, one.run, error)
+
+
+@contextmanager
+def _each(at_once: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """`map`, several at once: most of the time is spent in waiting for Nessie and Dagster's database."""
+    if at_once == 1:
+        yield map
+        return
+    with ThreadPoolExecutor(at_once) as pool:
+        yield pool.map
+
+
+def _tables(candidate: Candidate) -> Iterator[ContentKey]:
+    return (entry.key for entry in candidate.changes if isinstance(entry.to_content, IcebergTable))
+
+
+def _waits(one: Ended, why: str) -> Outcome:
+    return Outcome(one.branch.name, one.run.run_id, Action.WAITING, why)
+
+
+def _checking(one: Judged, answer: Waits) -> Outcome:
+    return Outcome(
+        one.branch.name,
+        one.run.run_id,
+        Action.CHECKING,
+        answer.detail,
+        one.verdict,
+        check_run=answer.check_run,
+    )

@@ -16,10 +16,11 @@ from branchlake_dagster.branching.run_tags import PENDING, UNBRANCHED_TAG, VERDI
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.publication import announce as ui
+from branchlake_dagster.publication.backlog import other_location
 from branchlake_dagster.publication.evidence import collect
 from branchlake_dagster.publication.gate import judge
-from branchlake_dagster.publication.judging import other_location
 from branchlake_dagster.publication.outcome import Action, Outcome
+from branchlake_dagster.publication.trouble import Troubles
 from branchlake_dagster.settings import Settings
 
 _FINISHED = [DagsterRunStatus.SUCCESS, DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED]
@@ -38,7 +39,10 @@ def settle_unbranched(
     waiting = RunsFilter(tags={UNBRANCHED_TAG: "true", VERDICT_TAG: PENDING}, statuses=_FINISHED)
     for run in instance.get_runs(waiting):
         if opened_by(run.tags, run.run_id) and other_location(run, location) is None:
-            yield _settle(client, instance, run, graph, settings)
+            try:
+                yield _settle(client, instance, run, graph, settings)
+            except Exception as error:  # noqa: BLE001 - it concerns this run, not the others
+                yield Troubles(instance).note(MAIN, run, error)
 
 
 def _settle(

@@ -1,11 +1,15 @@
+from datetime import datetime
+
 import dagster as dg
 import pyarrow as pa
 import pytest
+from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.transforms import DayTransform, HourTransform, IdentityTransform
 
 from branchlake_dagster.branching.errors import SchemaMismatch
-from branchlake_dagster.branching.layout import partition_spec
+from branchlake_dagster.branching.layout import partition_spec, whole_files
 from branchlake_dagster.branching.schema import iceberg_schema, normalised
+from branchlake_dagster.branching.selection import select
 from branchlake_dagster.branching.tables import table_metadata, table_spec
 from branchlake_dagster.lakehouse.errors import ConfigurationError
 
@@ -53,6 +57,12 @@ SCHEMA = iceberg_schema(
 )
 
 
+def cron(schedule: str, timezone: str = "UTC") -> dg.TimeWindowPartitionsDefinition:
+    return dg.TimeWindowPartitionsDefinition(
+        start=datetime(2026, 8, 8), fmt="%Y-%m-%d-%H:%M", cron_schedule=schedule, timezone=timezone
+    )
+
+
 @pytest.mark.parametrize(
     ("definition", "column", "transform"),
     [
@@ -66,20 +76,69 @@ SCHEMA = iceberg_schema(
         (dg.MonthlyPartitionsDefinition(start_date="2026-08-01"), "ts", DayTransform),
         (dg.DailyPartitionsDefinition(start_date="2026-08-08"), "day", IdentityTransform),
         (dg.StaticPartitionsDefinition(["x"]), "k", IdentityTransform),
+        # A day that begins at three is no union of UTC's days.
+        (dg.DailyPartitionsDefinition(start_date="2026-08-08", hour_offset=3), "ts", HourTransform),
+        (cron("0 0 * * 1-5"), "ts", DayTransform),
+        (cron("@daily"), "ts", DayTransform),
+        (cron("0 5 * * *", "Etc/GMT-5"), "ts", DayTransform),
+        (cron("0 */6 * * *"), "ts", HourTransform),
+        # A partition for each distinct moment would be a file for each row.
+        (cron("*/15 * * * *"), "ts", HourTransform),
+        (dg.HourlyPartitionsDefinition(start_date="2026-08-08-00:00", minute_offset=10), "ts", HourTransform),
         (
-            dg.TimeWindowPartitionsDefinition(
-                start="2026-08-08", fmt="%Y-%m-%d", cron_schedule="*/15 * * * *"
-            ),
+            dg.DailyPartitionsDefinition(start_date="2026-08-08", timezone="Asia/Kolkata"),
             "ts",
-            IdentityTransform,
+            HourTransform,
+        ),
+        (
+            dg.DailyPartitionsDefinition(start_date="2026-08-08", timezone="Europe/London"),
+            "ts",
+            HourTransform,
         ),
     ],
 )
-def test_every_dagster_partition_is_a_union_of_iceberg_partitions(
+def test_the_layout_follows_the_windows(
     definition: dg.PartitionsDefinition[str], column: str, transform: type
 ) -> None:
     found = partition_spec(definition, {"": column}, SCHEMA, table="t")
     assert [type(field.transform) for field in found.fields] == [transform]
+
+
+@pytest.mark.parametrize(
+    ("definition", "key", "column", "whole"),
+    [
+        (dg.HourlyPartitionsDefinition(start_date="2026-08-08-00:00"), "2026-08-08-03:00", "ts", True),
+        (dg.DailyPartitionsDefinition(start_date="2026-08-08"), "2026-08-09", "ts", True),
+        (dg.DailyPartitionsDefinition(start_date="2026-08-08", hour_offset=3), "2026-08-09", "ts", True),
+        (
+            dg.DailyPartitionsDefinition(start_date="2026-08-08", timezone="Europe/Berlin"),
+            "2026-10-25",
+            "ts",
+            True,
+        ),
+        (
+            dg.DailyPartitionsDefinition(start_date="2026-08-08", timezone="Asia/Kolkata"),
+            "2026-08-09",
+            "ts",
+            False,
+        ),
+        (
+            dg.WeeklyPartitionsDefinition(start_date="2026-08-08", timezone="Asia/Kolkata"),
+            "2026-08-09",
+            "day",
+            True,
+        ),
+        (cron("*/15 * * * *"), "2026-08-08-03:15", "ts", False),
+        (dg.StaticPartitionsDefinition(["x"]), "x", "k", True),
+    ],
+)
+def test_where_windows_begin_on_hours_every_partition_is_a_union_of_iceberg_partitions(
+    definition: dg.PartitionsDefinition[str], key: str, column: str, whole: bool
+) -> None:
+    layout = partition_spec(definition, {"": column}, SCHEMA, table="t")
+    selection = select([key], definition, {"": column}, schema=SCHEMA, table="t")
+    assert whole_files(selection, SCHEMA, {0: layout}) is whole
+    assert not whole_files(selection, SCHEMA, {0: layout, 1: PartitionSpec()})
 
 
 def test_a_missing_partition_column_is_named() -> None:

@@ -16,7 +16,7 @@ from branchlake_dagster.branching.run_tags import PUBLICATION_TAG
 from branchlake_dagster.cli.dagster_dev import dagster_dev
 from branchlake_dagster.cli.home import dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.ledger import published
+from branchlake_dagster_tests.harness import published
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -83,7 +83,6 @@ def test_a_backfill_into_a_new_table_publishes_every_partition_unaided(
     daemon: str, lakehouse: Lakehouse, namespace: str
 ) -> None:
     names = [f"p{number:02}" for number in range(PARTITIONS)]
-    start = lakehouse.nessie.reference("main").hash
     found = graphql(
         daemon,
         BACKFILL,
@@ -110,7 +109,7 @@ def test_a_backfill_into_a_new_table_publishes_every_partition_unaided(
             (name, n) for name in names for n in (1, 2)
         ]
         branches = [branch_name(run.run_id) for run in runs()]
-        told = published(lakehouse.nessie, branches, at="main", since=start)
+        told = published(lakehouse.nessie, branches)
         assert len(told) == PARTITIONS
         bases = {one.base_hash for one in told.values()}
         assert len(bases) < PARTITIONS, "no two runs started from one main: nothing was rebased"

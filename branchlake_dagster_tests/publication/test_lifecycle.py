@@ -19,7 +19,7 @@ from branchlake_dagster.branching.run_tags import (
 )
 from branchlake_dagster.branching.tables import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.judging import other_location
+from branchlake_dagster.publication.backlog import other_location
 from branchlake_dagster.publication.ledger import publications
 from branchlake_dagster.publication.outcome import Action
 from branchlake_dagster.publication.reaping import reap_branches
@@ -158,7 +158,7 @@ def test_publishing_again_after_a_lost_tick_tells_the_same_publication_once(
     with project(lakehouse, asset, check(asset)) as p:
         run_id = p.run()
         with monkeypatch.context() as patch:
-            patch.setattr("branchlake_dagster.publication.reconcile.end", lambda *_, **__: None)
+            patch.setattr("branchlake_dagster.publication.finish.end", lambda *_, **__: None)
             first = p.reconciler().run_one(run_id)
         again = p.settle(run_id)
         assert first is not None
@@ -232,21 +232,3 @@ def test_runs_of_another_code_location_are_left_to_its_sensor(lakehouse: Lakehou
         assert other_location(run, "elsewhere") is None
         assert other_location(run, None) is None
         p.settle(run_id)
-
-
-def test_a_branch_merged_by_hand_is_not_called_published(lakehouse: Lakehouse, namespace: str) -> None:
-    asset = table(namespace, "t")
-    with project(lakehouse, asset, check(asset)) as p:
-        run_id = p.run()
-        nessie, branch = lakehouse.nessie, lakehouse.nessie.reference(branch_name(run_id))
-        nessie.merge(
-            from_name=branch.name,
-            from_hash=branch.hash,
-            into="main",
-            expected_hash=nessie.reference("main").hash,
-            message="by hand",
-        )
-        told = p.settle(run_id)
-        assert told.action is Action.TRY_AGAIN
-        assert "no publication of it" in told.detail
-        nessie.delete_branch(branch.name, expected_hash=branch.hash)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import uuid
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -86,15 +87,9 @@ class Run:
             warnings.simplefilter("ignore")
             self.table(name).overwrite(frame(rows), snapshot_properties=self.properties("replace_table"))
 
-    def sql(self, statement: str, mode: str | None = None, keys: str = "") -> None:
-        """A statement on `{t}` in a Spark session of the branch."""
-        session = self.bench.lake.spark_session(self.name)
-        try:
-            for key, value in self.properties(mode, keys).items():
-                session.conf.set(f"spark.sql.iceberg.snapshot-property.{key}", value)
-            session.sql(statement.format(t=f"nessie.{self.bench.namespace}.t"))
-        finally:
-            session.stop()
+    def sql(self, *statements: str, mode: str | None = None, keys: str = "") -> None:
+        """Statements on `{t}` in a Spark session of the branch."""
+        self.bench.sql(*statements, ref=self.name, properties=self.properties(mode, keys))
 
     def candidate(self, table_checks: frozenset[ContentKey] = frozenset()) -> Candidate:
         client = self.bench.lake.nessie
@@ -162,6 +157,22 @@ class Workbench:
         if rows:
             first.append(rows, name)
         self.published(first)
+
+    def sql(
+        self, *statements: str, ref: str = MAIN, properties: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Statements in one Spark session, by default on `main` as somebody from outside makes them.
+
+        `{t}` stands for the table, `{name}` for its name as Iceberg's procedures take it.
+        """
+        session = self.lake.spark_session(ref)
+        try:
+            for key, value in properties.items():
+                session.conf.set(f"spark.sql.iceberg.snapshot-property.{key}", value)
+            for statement in statements:
+                session.sql(statement.format(t=f"nessie.{self.namespace}.t", name=f"{self.namespace}.t"))
+        finally:
+            session.stop()
 
     def main(self, name: str = "t") -> Table:
         return self.lake.catalog().load_table((self.namespace, name))

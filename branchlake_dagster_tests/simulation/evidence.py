@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagster import DagsterRun, DagsterRunStatus
 
-from branchlake_dagster.branching.run_tags import CHECK_HASH_TAG
+from branchlake_dagster.branching.run_tags import CHECK_HASH_TAG, CHECKS_FOR_TAG
 from branchlake_dagster.lakehouse.errors import BranchlakeError
 from branchlake_dagster.lakehouse.nessie.model import IcebergTable
 from branchlake_dagster.publication.evidence import AssetRules, Evaluation, RunEvidence, Written
@@ -19,8 +19,6 @@ from branchlake_dagster_tests.simulation.tables import Row
 
 if TYPE_CHECKING:
     from branchlake_dagster_tests.simulation.world import World
-
-CHECKS_FOR = "branchlake/checks_for"
 
 
 class Checks:
@@ -58,7 +56,8 @@ class Checks:
             self._world.instance.end(run.run_id, DagsterRunStatus.SUCCESS)
 
     def _evaluate(self, run: DagsterRun, wanted: CheckRun) -> dict[tuple[str, str], bool]:
-        client, at, owner = self._world.client(), run.tags[CHECK_HASH_TAG], run.tags[CHECKS_FOR]
+        client, at = self._world.client(), run.tags[CHECK_HASH_TAG]
+        owners = run.tags[CHECKS_FOR_TAG].split(",")
         found: dict[tuple[str, str], bool] = {}
         for asset, check in wanted.checks:
             content = client.content(f"@{at}", table_key(asset.removeprefix("lake.")))
@@ -67,9 +66,9 @@ class Checks:
             # The same rows get the same verdict from whoever looks.
             found[asset, check] = passed = Random(f"{self._world.seed}{rows}").random() < 0.85
             if passed:
-                self.approved.add((owner, asset, rows))
-            else:
-                self.refused.add(owner)
+                self.approved |= {(owner, asset, rows) for owner in owners}
+            elif len(owners) == 1:
+                self.refused.add(owners[0])
         return found
 
     def evidence(self, run_id: str) -> RunEvidence:

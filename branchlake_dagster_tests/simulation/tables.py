@@ -143,7 +143,9 @@ class SimulatedTables:
         if old and new.steps[:start] != old.steps:
             steps = (*new.steps, Step(0, Mode.UNKNOWN))
         if not files:
-            steps = tuple(Step(one.snapshot_id, Mode.UNKNOWN, run_id=one.run_id) for one in steps)
+            steps = tuple(
+                Step(one.snapshot_id, Mode.UNKNOWN, run_id=one.run_id, origin=one.origin) for one in steps
+            )
         return TableChange(
             LAYOUT if old else None, LAYOUT, steps, base_snapshot_id=old.snapshot_id if old else None
         )
@@ -156,7 +158,9 @@ class SimulatedTables:
             present = {file.path for file in state.files}
             if lost := {file.path for file in step.removed} - present:
                 raise ReplayImpossible(f"files are not there any more: {sorted(lost)}", table=key.name)
-            state = self.warehouse.stepped(state, replace(step, snapshot_id=self.warehouse.number()))
+            state = self.warehouse.stepped(
+                state, replace(step, snapshot_id=self.warehouse.number(), origin=step.snapshot_id)
+            )
             written.append(state.manifests[-1])
         return Staged(onto.base, state, written)
 

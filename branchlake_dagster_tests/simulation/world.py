@@ -43,7 +43,10 @@ _QUIET_AFTER = 60
 """Passes without faults in which everything must have come to its end."""
 
 _SETTINGS = cast(
-    Settings, SimpleNamespace(default_namespace="lake", require_checks=True, keep_failed_hours=0.0)
+    Settings,
+    SimpleNamespace(
+        default_namespace="lake", require_checks=True, keep_failed_hours=0.0, recheck_timeout_min=60.0
+    ),
 )
 
 
@@ -113,8 +116,9 @@ class World:
         tables = SimulatedTables(self.warehouse, self.scheduler.pause)
         instance, graph = cast(Any, self.instance), cast(Any, None)
         clock = self.clock.monotonic
+        publisher = NotedPublisher(client, tables, self.plans)
         return Reconciler(
-            client, NotedPublisher(client, tables, self.plans), instance, graph, _SETTINGS, clock=clock
+            client, publisher, instance, graph, _SETTINGS, clock=clock, now=self.clock.now, at_once=1
         )
 
     def publish_now(self, run_id: str) -> None:
@@ -204,6 +208,7 @@ class World:
         self._bury()
         for _ in range(_QUIET_AFTER):
             outcomes = self._publish()
+            self.clock.advance(5.0)
             self.scheduler.run()  # the checks that were asked for
             if all(outcome.action is Action.UNKNOWN_RUN for outcome in outcomes):
                 self._reap()

@@ -1,0 +1,139 @@
+"""Runs that cannot be judged or published because something breaks: tried later and later, then set aside.
+
+One run's error is its own: an empty metadata file on one branch once ended every pass, for other tables too.
+How often it was tried and when it is again stands in the run's tags; nothing else remembers it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+
+from dagster import DagsterInstance, DagsterRun, RunsFilter
+from dagster._core.events import EngineEventData
+from sqlalchemy.exc import DBAPIError
+
+from branchlake_dagster.branching.pin import unpin
+from branchlake_dagster.branching.run_tags import (
+    ATTEMPTS_TAG,
+    BRANCH_TAG,
+    NEXT_ATTEMPT_TAG,
+    NONE,
+    PUBLICATION_TAG,
+    REASON_TAG,
+    SET_ASIDE,
+    VERDICT_TAG,
+    base_hash_of,
+    opened_by,
+    shortened,
+)
+from branchlake_dagster.lakehouse.errors import BranchlakeError, ReferenceNotFound, may_pass
+from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.publication.ending import drop
+from branchlake_dagster.publication.main_log import BaseNotOnMain, MainLog
+from branchlake_dagster.publication.outcome import Action, Outcome
+
+ATTEMPTS = 8
+"""Passes after which a run is set aside: at twice the pause each time, ten minutes."""
+
+_FIRST_PAUSE = timedelta(seconds=5)
+_log = logging.getLogger(__name__)
+
+
+def said(error: BaseException) -> str:
+    """The error in a sentence; of one that is not ours, its class too."""
+    return str(error) if isinstance(error, BranchlakeError) else f"{type(error).__name__}: {error}"
+
+
+class Troubles:
+    """Notes what breaks in the run that it concerns. `now` is the wall clock."""
+
+    def __init__(
+        self, instance: DagsterInstance, *, now: Callable[[], datetime] = lambda: datetime.now(UTC)
+    ) -> None:
+        self._instance = instance
+        self._now = now
+
+    def holds(self, branch: str, run: DagsterRun) -> Outcome | None:
+        """Why the run is not tried in this pass; None: it is its turn."""
+        due = run.tags.get(NEXT_ATTEMPT_TAG, NONE) if opened_by(run.tags, run.run_id) else NONE
+        if due == NONE:
+            return None
+        why = run.tags.get(REASON_TAG, "")
+        if due == SET_ASIDE:
+            return Outcome(branch, run.run_id, Action.SET_ASIDE, why)
+        if self._now() >= datetime.fromisoformat(due):
+            return None
+        return Outcome(branch, run.run_id, Action.WAITING, f"tried again at {due}: {why}")
+
+    def note(self, branch: str, run: DagsterRun, error: Exception) -> Outcome:
+        """The outcome of an attempt that broke. Counted is only what does not pass by itself."""
+        text = said(error)
+        if may_pass(error) or isinstance(error, DBAPIError):
+            return Outcome(branch, run.run_id, Action.TRY_AGAIN, text)
+        own = opened_by(run.tags, run.run_id)
+        before = run.tags.get(ATTEMPTS_TAG, "") if own else ""
+        attempts = (int(before) if before.isdigit() else 0) + 1
+        due = self._now() + _FIRST_PAUSE * 2 ** (attempts - 1)
+        aside = attempts >= ATTEMPTS
+        tags = {
+            ATTEMPTS_TAG: str(attempts),
+            NEXT_ATTEMPT_TAG: SET_ASIDE if aside else due.isoformat(timespec="seconds"),
+            REASON_TAG: shortened(text),
+        }
+        try:
+            if aside:
+                self._instance.report_engine_event(
+                    f"Set aside after {attempts} attempts to publish it: {text} Its branch {branch} is kept."
+                    f" `branchlake set-aside retry {run.run_id}` tries again, `end` discards it.",
+                    run,
+                    EngineEventData({}),
+                )
+            self._instance.add_run_tags(run.run_id, tags)
+        except Exception as failure:  # noqa: BLE001 - it is tried again either way; the other runs go on
+            _log.warning("Run %s could not be told of its trouble: %s", run.run_id, said(failure))
+        told = f"set aside after {attempts} attempts: {text}" if aside else text
+        return Outcome(branch, run.run_id, Action.TRY_AGAIN, told)
+
+
+def set_aside(instance: DagsterInstance) -> Iterator[DagsterRun]:
+    """The runs that wait for somebody to look at them, the newest first."""
+    for run in instance.get_runs(RunsFilter(tags={NEXT_ATTEMPT_TAG: SET_ASIDE})):
+        if opened_by(run.tags, run.run_id):
+            yield run
+
+
+def give_up(client: NessieClient, instance: DagsterInstance, run: DagsterRun) -> str:
+    """Discard the branch of a run that is set aside, and tell the run; what was done, in a sentence.
+
+    What was published of it all the same (the attempt that broke may have come that far) is told instead.
+    """
+    branch = run.tags[BRANCH_TAG]
+    base = base_hash_of(run.tags, branch)
+    try:
+        found = client.reference(branch)
+        drop(client, found, keep_data=False)
+    except ReferenceNotFound:
+        found = None
+    done = None
+    if base is not None:
+        with contextlib.suppress(BaseNotOnMain):
+            at = client.reference(MAIN).hash
+            done = MainLog().published(client, branch, base=base, head=found and found.hash, at=at)
+    text = "Given up by hand: its branch was discarded, nothing of it was published."
+    tags = {VERDICT_TAG: "blocked", REASON_TAG: shortened(f"{text} {run.tags.get(REASON_TAG, '')}".rstrip())}
+    if done is not None:
+        text = f"Given up by hand, but main has it: published as {done.hash}."
+        tags = {VERDICT_TAG: "passed", PUBLICATION_TAG: done.hash, REASON_TAG: NONE}
+    instance.report_engine_event(text, run, EngineEventData({}))
+    instance.add_run_tags(run.run_id, {**tags, NEXT_ATTEMPT_TAG: NONE})
+    unpin(client, branch)
+    return f"Run {run.run_id}: {text}"
+
+
+def retry(instance: DagsterInstance, run: DagsterRun) -> None:
+    """Let the next pass try the run again, from the first attempt."""
+    instance.add_run_tags(run.run_id, {ATTEMPTS_TAG: "0", NEXT_ATTEMPT_TAG: NONE})
