@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 
+from branchlake_dagster.branching.names import JUDGED_PREFIX, tags
 from branchlake_dagster.branching.run_branch import branch_name, run_id_of
 from branchlake_dagster.lakehouse.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import Reference
 
-JUDGED_PREFIX = "judged-"
-JUDGED_TAGS = f"refType == 'TAG' && ref.name.startsWith('{JUDGED_PREFIX}')"
+JUDGED_TAGS = tags(JUDGED_PREFIX)
 """Nessie's filter for the pins."""
 
 
@@ -42,7 +42,7 @@ def pinned(client: NessieClient, branch: str) -> bool:
 
 
 def unpin(client: NessieClient, branch: str, *, at: str | None = None) -> None:
-    """The end of it, after the branch is gone. One that is missed is left to `unpin_leftovers`.
+    """The end of it, after the branch is gone. One that is missed is left to the reaper.
 
     `at`: where the pin most likely is, which saves asking.
     """
@@ -57,9 +57,9 @@ def unpin(client: NessieClient, branch: str, *, at: str | None = None) -> None:
         return  # another publisher was faster
 
 
-def pinned_branches(client: NessieClient) -> list[str]:
-    """The branches that some publisher has begun with, gone ones too."""
-    found = client.references(filter=JUDGED_TAGS)
+def pinned_branches(client: NessieClient, listing: str = JUDGED_TAGS) -> list[str]:
+    """The branches that some publisher has begun with, gone ones too; `listing` is Nessie's filter."""
+    found = client.references(filter=listing)
     return [branch_name(tag.name.removeprefix(JUDGED_PREFIX)) for tag in found]
 
 
@@ -69,12 +69,3 @@ def unpin_leftover(client: NessieClient, branch: str) -> None:
         client.reference(branch)
     except ReferenceNotFound:
         unpin(client, branch)
-
-
-def unpin_leftovers(client: NessieClient, branches: set[str]) -> list[str]:
-    """Delete the pins of runs that have none of `branches` any more; their names."""
-    alive = {pin_name(branch) for branch in branches}
-    gone = [tag for tag in client.references(filter=JUDGED_TAGS) if tag.name not in alive]
-    for tag in gone:
-        client.delete_tag(tag.name, expected_hash=tag.hash)
-    return [tag.name for tag in gone]

@@ -89,7 +89,13 @@ def status(as_json: bool) -> None:
 
 @main.command()
 @click.option("--dry-run", is_flag=True, help="Only say what would be done, and why.")
-def reap(dry_run: bool) -> None:
+@click.option(
+    "--branch",
+    "names",
+    multiple=True,
+    help="End this branch, or sweep this discarded- tag, although another Dagster instance made it.",
+)
+def reap(dry_run: bool, names: tuple[str, ...]) -> None:
     """End run branches that nobody will publish and delete what long discarded ones left; say why.
 
     Waits for half a minute when a writer is silent, to tell whether it is dead; with --dry-run it does not.
@@ -99,14 +105,17 @@ def reap(dry_run: bool) -> None:
     from branchlake_dagster.cli.home import dagster_home
     from branchlake_dagster.cli.reaping import show
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-    from branchlake_dagster.publication.reaping import reap_branches, sweep_discarded
+    from branchlake_dagster.publication.reaping import end_named, reap_branches, sweep_discarded
 
     settings = Settings()
     dagster_home(settings)
     lake = Lakehouse(settings, say=say)
     with DagsterInstance.get() as instance:
-        reaped = list(reap_branches(lake, instance, dry_run=dry_run))
-        swept = list(sweep_discarded(lake, instance, dry_run=dry_run))
+        if names:
+            reaped, swept = end_named(lake, instance, names, dry_run=dry_run)
+        else:
+            reaped = list(reap_branches(lake, instance, dry_run=dry_run))
+            swept = list(sweep_discarded(lake, instance, dry_run=dry_run))
     show(reaped, swept, dry_run=dry_run)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from dagster import DagsterInstance, DagsterRun
 from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGraph
 
+from branchlake_dagster.branching.names import branches
 from branchlake_dagster.branching.run_branch import branch_name
 from branchlake_dagster.branching.run_tags import BRANCH_TAG, base_hash_of
 from branchlake_dagster.lakehouse.errors import NessieError, ReferenceNotFound
@@ -37,7 +38,7 @@ from branchlake_dagster.publication.recheck import Answer, Recheck, Waits
 from branchlake_dagster.publication.trouble import Troubles
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX, Settings
 
-RUN_BRANCHES = f"refType == 'BRANCH' && ref.name.startsWith('{RUN_BRANCH_PREFIX}')"
+RUN_BRANCHES = branches(RUN_BRANCH_PREFIX)
 """Nessie's filter for branches that are ours."""
 
 
