@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from branchlake_dagster.publication.changes import File, Mode, Step
-from branchlake_dagster_tests.simulation.tables import Row, State, Warehouse
+from branchlake_dagster.publication.changes import DeleteFile, File, Mode, Step
+from branchlake_dagster_tests.simulation.tables import NOTE, Row, State, Warehouse, replacing
 
 
 class Kind(StrEnum):
@@ -15,19 +15,24 @@ class Kind(StrEnum):
 
     APPEND = "append"
     REPLACE = "replace partition"
+    CLEAR = "replace partition by nothing"
     UPSERT = "upsert"
     DELETE = "delete"
     REPLACE_TABLE = "replace table"
     COMPACT = "compact"
+    ROW_DELETE = "delete, merge-on-read"
+    DESCRIBE = "change metadata"
 
 
 _MODES = {
     Kind.APPEND: Mode.APPEND,
     Kind.REPLACE: Mode.REPLACE_PARTITIONS,
+    Kind.CLEAR: Mode.REPLACE_PARTITIONS,
     Kind.UPSERT: Mode.UPSERT,
     Kind.DELETE: Mode.REWRITE,
     Kind.REPLACE_TABLE: Mode.REPLACE_TABLE,
     Kind.COMPACT: Mode.COMPACT,
+    Kind.ROW_DELETE: Mode.ROW_DELETES,
 }
 
 
@@ -45,6 +50,8 @@ class Change:
     @property
     def row(self) -> Row:
         """The row it adds."""
+        if self.kind is Kind.DESCRIBE:
+            return NOTE, "", self.token
         return self.part, self.key if self.kind is Kind.UPSERT else f"t-{self.token}", self.token
 
     def __str__(self) -> str:
@@ -59,39 +66,61 @@ class Change:
                 return [*rows, self.row]
             case Kind.REPLACE:
                 return [*(row for row in rows if row[0] != self.part), self.row]
+            case Kind.CLEAR:
+                return [row for row in rows if row[0] != self.part]
             case Kind.REPLACE_TABLE:
-                return [self.row]
+                return [*(row for row in rows if row[0] == NOTE), self.row]
+            case Kind.DESCRIBE:
+                return [*(row for row in rows if row[0] != NOTE), self.row]
             case Kind.UPSERT:
                 return [*(row for row in rows if row[:2] != (self.part, self.key)), self.row]
             case Kind.DELETE:
                 return [row for row in rows if row[:2] != (self.part, self.key)]
+            case Kind.ROW_DELETE:
+                return [row for row in rows if not self._dooms(row)]
         return list(rows)
+
+    def _dooms(self, row: Row) -> bool:
+        """Whether a delete file takes the row out: one key, or the partition for a key that nobody has."""
+        return row[0] == self.part and self.key in (row[1], "u3")
 
     # -- what is written -------------------------------------------------------------------------------
 
     def on_files(self, state: State, warehouse: Warehouse, run_id: str) -> State | None:
         """The state after it, by rewriting the files it must; None when there is nothing to do."""
-        inside = [file for file in state.files if file.partition == f"part={self.part}"]
+        if self.kind is Kind.DESCRIBE:
+            # Only of a table that was there before all runs: two that create one would have to agree on it.
+            old = state.steps and state.steps[0].run_id is None
+            return replace(state, note=self.row) if old else None
+        inside = [file for file in state.files if file.partition.startswith(f"part={self.part}/")]
+        same = (self.part, self.key)
+        hit = [file for file in inside if any(row[:2] == same for row in warehouse.rows_in(state, file))]
         removed: list[File] = []
         added: list[File] = []
-        if self.kind in (Kind.REPLACE, Kind.COMPACT):
-            removed = inside
-        elif self.kind is Kind.REPLACE_TABLE:
-            removed = list(state.files)
-        elif self.kind in (Kind.UPSERT, Kind.DELETE):
-            same = (self.part, self.key)
-            removed = [file for file in inside if any(row[:2] == same for row in warehouse.rows[file.path])]
+        deletes: list[DeleteFile] = []
+        match self.kind:
+            case Kind.REPLACE | Kind.CLEAR | Kind.COMPACT:
+                removed = inside
+            case Kind.REPLACE_TABLE:
+                removed = list(state.files)
+            case Kind.UPSERT | Kind.DELETE:
+                removed = hit
+            case Kind.ROW_DELETE:
+                doomed = [[r for r in warehouse.rows_in(state, one) if self._dooms(r)] for one in inside]
+                deletes = [
+                    warehouse.delete_file(one, rows) for one, rows in zip(inside, doomed, strict=True) if rows
+                ]
         if self.kind in (Kind.UPSERT, Kind.DELETE, Kind.COMPACT):
             kept = [
                 row
                 for file in removed
-                for row in warehouse.rows[file.path]
-                if self.kind is Kind.COMPACT or row[:2] != (self.part, self.key)
+                for row in warehouse.rows_in(state, file)
+                if self.kind is Kind.COMPACT or row[:2] != same
             ]
-            added = [warehouse.data_file(kept)] if kept else []
-        if self.kind not in (Kind.DELETE, Kind.COMPACT):
+            added = warehouse.data_files(kept)
+        if self.kind in (Kind.APPEND, Kind.REPLACE, Kind.UPSERT, Kind.REPLACE_TABLE):
             added.append(warehouse.data_file([self.row]))
-        if not removed and not added:
+        if not removed and not added and not deletes and self.kind is not Kind.CLEAR:
             return None
         step = Step(
             snapshot_id=warehouse.number(),
@@ -100,5 +129,8 @@ class Change:
             removed=tuple(removed),
             keys=("part", "key") if self.kind is Kind.UPSERT else (),
             run_id=run_id,
+            deletes=tuple(deletes),
+            recorded=replacing(self.part) if self.kind in (Kind.REPLACE, Kind.CLEAR) else None,
+            named=(self.part,),
         )
         return warehouse.stepped(state, step)

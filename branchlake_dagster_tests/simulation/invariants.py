@@ -200,7 +200,7 @@ class _Look:
 def _collide(mine: Change, other: Change) -> bool:
     if mine.table != other.table or mine.kind is Kind.APPEND:
         return False
-    if Kind.REPLACE_TABLE in (mine.kind, other.kind):
+    if Kind.REPLACE_TABLE in (mine.kind, other.kind) or mine.kind in (Kind.ROW_DELETE, Kind.DESCRIBE):
         return True
     return mine.part == other.part
 

@@ -17,11 +17,23 @@ NAMESPACE = ContentKey(["lake"])
 _KINDS = (
     *[Kind.APPEND] * 8,
     *[Kind.REPLACE] * 4,
+    *[Kind.CLEAR] * 2,
     *[Kind.UPSERT] * 4,
     Kind.DELETE,
+    Kind.ROW_DELETE,
     Kind.COMPACT,
     Kind.REPLACE_TABLE,
+    Kind.DESCRIBE,
 )
+_PHYSICAL = (
+    *[Kind.APPEND] * 2,
+    *[Kind.COMPACT] * 4,
+    *[Kind.ROW_DELETE] * 3,
+    *[Kind.UPSERT] * 2,
+    Kind.DELETE,
+    Kind.CLEAR,
+)
+"""A lake with maintenance: the same rows in other files, and rows taken out without touching those."""
 
 
 class End(StrEnum):
@@ -86,7 +98,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Mood:
-    """What the runs of one schedule have in common: how many of them read, fail, and check whole tables.
+    """What the runs of one schedule have in common: how many read, fail, and check whole tables; what they do.
 
     Rare things meet each other only where they are frequent.
     """
@@ -94,6 +106,7 @@ class Mood:
     strict: float
     trouble: float
     whole: float
+    kinds: tuple[Kind, ...]
 
     @classmethod
     def draw(cls, random: Random) -> Mood:
@@ -102,6 +115,7 @@ class Mood:
             strict=random.choice((0.0, 0.1, 0.2, 0.9)),
             trouble=random.choice((0.0, 1.0, 1.0, 2.0)),
             whole=random.choice((0.0, 0.0, 0.2, 0.6)),
+            kinds=random.choice((_KINDS, _KINDS, _KINDS, _PHYSICAL)),
         )
 
 
@@ -115,9 +129,9 @@ def draw(random: Random, mood: Mood, earlier: dict[str, Plan]) -> Plan:
     run_id = str(UUID(int=len(earlier), version=4))
     count = 1 if random.random() < 0.6 else random.randint(1, len(TABLES))
     chosen = random.sample(TABLES, k=count)
-    changes = [_change(random, run_id, i, table) for i, table in enumerate(chosen)]
+    changes = [_change(random, mood, run_id, i, table) for i, table in enumerate(chosen)]
     if random.random() < 0.15:
-        changes.append(_change(random, run_id, len(changes), chosen[0]))
+        changes.append(_change(random, mood, run_id, len(changes), chosen[0]))
     luck = (1 - random.random()) / mood.trouble if mood.trouble else 1.0
     plan = Plan(
         run_id,
@@ -126,14 +140,14 @@ def draw(random: Random, mood: Mood, earlier: dict[str, Plan]) -> Plan:
         passes=random.random() >= 0.1 * mood.trouble,
         whole=random.random() < mood.whole,
         end=End.DEATH if luck < 0.08 else End.FAILURE if luck < 0.15 else End.SUCCESS,
-        late=_change(random, run_id, 9, chosen[-1]) if random.random() < 0.15 * mood.trouble else None,
+        late=_change(random, mood, run_id, 9, chosen[-1]) if random.random() < 0.15 * mood.trouble else None,
         publishes_itself=random.random() < 0.1,
     )
     if random.random() < 0.1 * mood.trouble:
         plan.paused = random.randrange(len(changes)), random.choice((20.0, 120.0))
     if random.random() < 0.08 * mood.trouble:
         plan.foreign, plan.end, plan.late, plan.publishes_itself = True, End.FAILURE, None, False
-        plan.changes += [_change(random, run_id, 5 + i, chosen[0]) for i in range(2)]
+        plan.changes += [_change(random, mood, run_id, 5 + i, chosen[0]) for i in range(2)]
         plan.paused = 1, 2 * 3600.0
         return plan
     ended_badly = [one.run_id for one in earlier.values() if one.end is not End.SUCCESS and not one.foreign]
@@ -142,8 +156,8 @@ def draw(random: Random, mood: Mood, earlier: dict[str, Plan]) -> Plan:
     return plan
 
 
-def _change(random: Random, run_id: str, number: int, table: str) -> Change:
+def _change(random: Random, mood: Mood, run_id: str, number: int, table: str) -> Change:
     part = random.choice(("p1", "p2", "p3"))
     key = random.choice(("u1", "u2", "u3"))
     name = f"{run_id}.{number}"
-    return Change(name, table, random.choice(_KINDS), part, key, name)
+    return Change(name, table, random.choice(mood.kinds), part, key, name)

@@ -6,13 +6,27 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
+from zlib import crc32
 
+from branchlake_dagster.branching.replaced import Among, Replaced
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
-from branchlake_dagster.publication.changes import Bounds, Column, File, Layout, Mode, Step, TableChange
+from branchlake_dagster.publication.changes import (
+    Bounds,
+    Column,
+    DeleteFile,
+    File,
+    Layout,
+    Mode,
+    Step,
+    TableChange,
+)
 from branchlake_dagster.publication.replay import ReplayImpossible, Staged
 
 Row = tuple[str, str, str]
-"""(partition, key, token)."""
+"""(partition, key, token). The partition is Dagster's; files are finer, see `slot`."""
+
+NOTE = "~note"
+"""The partition of the row that stands for the table's metadata which a rebase does not carry."""
 
 FOLDER = "lake/"
 """Where all tables keep their files."""
@@ -23,7 +37,7 @@ LAYOUT = Layout(
         Column(2, "key", "string", True),
         Column(3, "token", "string", True),
     ),
-    spec=(("part", "identity", "part"),),
+    spec=(("part", "identity", "part"), ("key", "bucket[2]", "slot")),
     highest_column_id=3,
 )
 
@@ -43,6 +57,10 @@ class State:
     """Its metadata file; that of the state it was made from, until it is stored itself."""
     log: tuple[str, ...] = ()
     """The metadata files before that one."""
+    note: Row | None = None
+    """The metadata that no snapshot changes."""
+    dead: frozenset[tuple[str, Row]] = frozenset()
+    """Rows of data files that delete files took out."""
 
     @property
     def snapshot_id(self) -> int | None:
@@ -56,17 +74,39 @@ class Warehouse:
         self._numbers = count(1)
         self.locations: dict[str, State] = {}
         self.rows: dict[str, tuple[Row, ...]] = {}
+        self.dead: dict[str, frozenset[tuple[str, Row]]] = {}
         self.deleted: set[str] = set()
 
     def number(self) -> int:
         return next(self._numbers)
 
     def data_file(self, rows: Iterable[Row]) -> File:
-        """A new data file; its rows are of one partition."""
+        """A new data file; its rows are of one partition and one slot of it."""
         held = tuple(rows)
         path = f"{FOLDER}data-{self.number()}"
         self.rows[path] = held
-        return File(path, f"part={held[0][0]}", _bounds(held), path)
+        part = held[0][0]
+        kept = replacing(part)
+        return File(path, f"part={part}/slot={slot(held[0])}", _bounds(held), path, kept.meets, len(held))
+
+    def data_files(self, rows: Iterable[Row]) -> list[File]:
+        """New data files for rows of one partition, one for each slot."""
+        slots: dict[int, list[Row]] = {}
+        for row in rows:
+            slots.setdefault(slot(row), []).append(row)
+        return [self.data_file(held) for held in slots.values()]
+
+    def delete_file(self, file: File, rows: Iterable[Row]) -> DeleteFile:
+        """A new file that deletes rows of one data file."""
+        path = f"deletes-{self.number()}"
+        gone = tuple(rows)
+        self.dead[path] = frozenset((file.path, row) for row in gone)
+        named = file.path, file.path
+        return DeleteFile(path, file.partition, named, may_hold=replacing(gone[0][0]).meets)
+
+    def rows_in(self, state: State, file: File) -> list[Row]:
+        """The rows of a data file that are left."""
+        return [row for row in self.rows[file.path] if (file.path, row) not in state.dead]
 
     def store(self, state: State) -> str:
         """A new metadata file."""
@@ -87,7 +127,8 @@ class Warehouse:
 
     def rows_of(self, state: State) -> list[Row]:
         """The rows that a reader sees."""
-        return [row for file in state.files for row in self.rows[file.path]]
+        found = [row for file in state.files for row in self.rows_in(state, file)]
+        return [*found, state.note] if state.note else found
 
     def stepped(self, state: State, step: Step) -> State:
         """The state after one more snapshot, with the manifest it wrote."""
@@ -99,7 +140,23 @@ class Warehouse:
             files=(*kept, *step.added),
             steps=(*state.steps, step),
             manifests=(*state.manifests, manifest),
+            dead=state.dead.union(*(self.dead[one.path] for one in step.deletes)),
         )
+
+
+def slot(row: Row) -> int:
+    """Which of a partition's two file partitions a row is in: a bucket of its key."""
+    return crc32(row[1].encode()) % 2
+
+
+def replacing(part: str) -> Replaced:
+    """The record of a replaced partition."""
+    return Replaced(((Among(1, frozenset({part})),),))
+
+
+def layout(state: State) -> Layout:
+    """The columns are always the same; the note is what a rebase does not carry."""
+    return replace(LAYOUT, others=(("sort order", str(state.note)),))
 
 
 def _bounds(rows: tuple[Row, ...]) -> Callable[[str], Bounds | None]:
@@ -147,7 +204,10 @@ class SimulatedTables:
                 Step(one.snapshot_id, Mode.UNKNOWN, run_id=one.run_id, origin=one.origin) for one in steps
             )
         return TableChange(
-            LAYOUT if old else None, LAYOUT, steps, base_snapshot_id=old.snapshot_id if old else None
+            layout(old) if old else None,
+            layout(new),
+            steps,
+            base_snapshot_id=old.snapshot_id if old else None,
         )
 
     def replay(self, key: ContentKey, mine: TableChange, after: IcebergTable, onto: Staged) -> Staged:

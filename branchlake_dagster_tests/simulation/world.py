@@ -88,7 +88,8 @@ class World:
                 rows = [
                     (part, key, f"old-{name}-{part}-{key}") for part in ("p1", "p2") for key in ("u1", "u2")
                 ]
-                files = tuple(self.warehouse.data_file(rows[i : i + 2]) for i in (0, 2))
+                size = self.random.choice((1, 2))
+                files = tuple(self.warehouse.data_file(rows[i : i + size]) for i in range(0, 4, size))
                 step = Step(self.warehouse.number(), Mode.APPEND, files)
                 state = self.warehouse.stepped(State(), step)
                 operations.append(
