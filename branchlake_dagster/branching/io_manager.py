@@ -51,7 +51,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
         spec = self._spec(context, definition)
         with self._fenced():
             branch = self.lakehouse.ref()
-            catalog = self.lakehouse.catalog()
+            catalog = self.lakehouse.own_catalog()
             table: Table | None = None
             if obj is not None:
                 table = self._write(context, obj, spec, definition, branch, catalog)
@@ -82,7 +82,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
         with self._fenced():
             ref = self.lakehouse.ref()
             try:
-                table = self.lakehouse.catalog().load_table(spec.identifier)
+                table = self.lakehouse.own_catalog().load_table(spec.identifier)
             except NoSuchTableError as error:
                 raise TableMissing(
                     f"Asset {context.asset_key.to_user_string()} has no table there.",
@@ -93,7 +93,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
             provenance.tell_read(context, spec, ref)
             selection = self._input_selection(context, spec, definition, table.schema())
             if spark:
-                return spark_frames.read(self.spark.spark_session, spec, table.schema(), selection)
+                return spark_frames.read(self.spark.own_session(), spec, table.schema(), selection)
             return arrow_frames.read(table, kind, selection)
 
     # -- writing ---------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
         if is_spark or spec.write_mode == "upsert":
             if selection is not None and spec.write_mode == "replace_partitions":
                 table = splitting.divide(table, selection, properties)
-            frame = obj if is_spark else self.spark.spark_session.createDataFrame(obj)
+            frame = obj if is_spark else self.spark.own_session().createDataFrame(obj)
             spark_frames.write(frame, spec, table.schema(), selection, properties)
         else:
             arrow_frames.write(obj, table, spec, selection, properties)

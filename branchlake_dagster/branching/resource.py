@@ -16,6 +16,7 @@ from branchlake_dagster.branching.beats import HeartbeatStore
 from branchlake_dagster.branching.claims import is_retry
 from branchlake_dagster.branching.errors import RetryNeedsFullRun
 from branchlake_dagster.branching.heartbeat import SharedHeartbeats, first_beat
+from branchlake_dagster.branching.reads import ReadSet
 from branchlake_dagster.branching.retry import inherited
 from branchlake_dagster.branching.run_branch import RunBranch
 from branchlake_dagster.branching.run_tags import CHECK_REF_TAG
@@ -41,6 +42,7 @@ class LakehouseResource(ConfigurableResource[Any]):
 
     _lakehouse: Lakehouse | None = PrivateAttr(default=None)
     _run_branch: RunBranch | None = PrivateAttr(default=None)
+    _reads: ReadSet | None = PrivateAttr(default=None)
     _stands_on: str = PrivateAttr(default=MAIN)
     _heartbeat: tuple[str, str] | None = PrivateAttr(default=None)
 
@@ -69,6 +71,7 @@ class LakehouseResource(ConfigurableResource[Any]):
             self._stands_on = run.tags[CHECK_REF_TAG]
             return
         self._run_branch = self._bound(run, instance, context.log)
+        self._reads = ReadSet.of_run(instance, run, lambda: self.lakehouse.nessie, self.ref)
         if is_retry(run):
             with contextlib.suppress(RetryNeedsFullRun):  # said again by the step that needs a table, if any
                 if self._run_branch.take_over():
@@ -112,6 +115,11 @@ class LakehouseResource(ConfigurableResource[Any]):
         """The branch of the current run; None outside a run."""
         return self._run_branch
 
+    @property
+    def reads(self) -> ReadSet | None:
+        """Where the run's reads are noted down; None outside a run."""
+        return self._reads
+
     def ref(self) -> str:
         """Where reads and writes go now: the run's branch, made if needed, or `main` outside a run."""
         if self._run_branch is None:
@@ -135,5 +143,9 @@ class LakehouseResource(ConfigurableResource[Any]):
                 self._heartbeat = _heartbeats.take(store, beat)
 
     def catalog(self) -> NessieCatalog:
-        """PyIceberg's catalogue on `ref()`."""
+        """PyIceberg's catalogue on `ref()`. What a serializable asset loads is in its run's read set."""
+        return self.lakehouse.catalog(self.ref(), on_load=self._reads.loaded if self._reads else None)
+
+    def own_catalog(self) -> NessieCatalog:
+        """The same for the IO manager, which says itself what it reads (`provenance.tell_read`)."""
         return self.lakehouse.catalog(self.ref())

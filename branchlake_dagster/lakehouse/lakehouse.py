@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from pyiceberg.typedef import Identifier
+
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers, Endpoints
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
@@ -48,12 +50,19 @@ class Lakehouse:
                 )
             return self._client
 
-    def catalog(self, ref: str = MAIN, *, properties: Mapping[str, str] | None = None) -> NessieCatalog:
+    def catalog(
+        self,
+        ref: str = MAIN,
+        *,
+        properties: Mapping[str, str] | None = None,
+        on_load: Callable[[Identifier], None] | None = None,
+    ) -> NessieCatalog:
         """PyIceberg's view of the tables at `ref`: a branch, a tag, or `name@hash` (then read-only)."""
         return NessieCatalog.from_client(
             self.nessie,
             ref,
             self.settings.warehouse_uri,
+            on_load=on_load,
             **self.settings.file_io_properties(),
             **(properties or {}),
         )
