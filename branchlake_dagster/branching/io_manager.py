@@ -21,6 +21,7 @@ from pyspark.sql import DataFrame
 from branchlake_dagster.branching import arrow_frames, attempts, provenance, spark_frames, splitting
 from branchlake_dagster.branching.errors import TableMissing, UnsupportedType
 from branchlake_dagster.branching.layout import partition_spec
+from branchlake_dagster.branching.reads import merging
 from branchlake_dagster.branching.resource import LakehouseResource
 from branchlake_dagster.branching.schema import evolve, iceberg_schema, normalised
 from branchlake_dagster.branching.selection import Selection, select
@@ -141,7 +142,8 @@ class NessieBranchIOManager(ConfigurableIOManager):
             if selection is not None and spec.write_mode == "replace_partitions":
                 table = splitting.divide(table, selection, properties)
             frame = obj if is_spark else self.spark.own_session().createDataFrame(obj)
-            spark_frames.write(frame, spec, table.schema(), selection, properties)
+            with merging(spec.identifier):
+                spark_frames.write(frame, spec, table.schema(), selection, properties)
         else:
             arrow_frames.write(obj, table, spec, selection, properties)
         return attempts.settle(catalog.load_table(spec.identifier), spec, properties)

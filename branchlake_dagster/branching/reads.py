@@ -7,10 +7,12 @@ automation would react to, and steps in several processes may add theirs at once
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +40,8 @@ _METADATA_TABLES = frozenset(
     }
 )
 
+_merging: ContextVar[Identifier | None] = ContextVar("branchlake_merging", default=None)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -62,6 +66,16 @@ def current_step() -> Step:
 
 def _plain(value: Any) -> Any:
     return getattr(value, "value", value)
+
+
+@contextlib.contextmanager
+def merging(identifier: Identifier) -> Iterator[None]:
+    """The IO manager merges into this table: its write mode says what that looks at, as for any write."""
+    token = _merging.set(tuple(identifier))
+    try:
+        yield
+    finally:
+        _merging.reset(token)
 
 
 class ReadSet:
@@ -109,8 +123,9 @@ class ReadSet:
     def note(self, found: Scanned) -> None:
         """Report what was scanned, as far as it is new; names without the catalogue's."""
         step = self.step().key
+        seen = found.tables | (found.merged - {_merging.get()})
         with self._lock:
-            names = {name for name in found.tables if (step, name) not in self._told}
+            names = {name for name in seen if (step, name) not in self._told}
             untold = {what for what in found.untold if (step, what) not in self._told}
             if not names and not untold:
                 return
@@ -127,6 +142,8 @@ class ReadSet:
     def _tables(self, names: Iterable[Identifier]) -> set[ContentKey]:
         """The tables behind names as Spark has them: metadata tables, time travel, `name@reference`."""
         choices = [candidates(name) for name in names]
+        if not choices:
+            return set()
         found = self._client().contents(self._ref(), sorted({key for keys in choices for key in keys}))
         keys: set[ContentKey] = set()
         for options in choices:

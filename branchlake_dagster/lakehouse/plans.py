@@ -30,13 +30,20 @@ Name = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Scanned:
-    """The tables a plan scans by name, and what it reads that cannot be named."""
+    """The tables a plan scans by name, and what it reads that cannot be named.
+
+    `merged` are the targets of a frame's `mergeInto`: its plan does not contain them.
+    """
 
     tables: frozenset[Name] = frozenset()
     untold: frozenset[str] = frozenset()
+    merged: frozenset[Name] = frozenset()
 
     def __or__(self, other: Scanned) -> Scanned:
-        return Scanned(self.tables | other.tables, self.untold | other.untold)
+        return Scanned(self.tables | other.tables, self.untold | other.untold, self.merged | other.merged)
+
+    def __bool__(self) -> bool:
+        return bool(self.tables or self.untold or self.merged)
 
 
 def scanned(explained: str) -> Scanned:
@@ -70,7 +77,7 @@ def _analysed(explained: str) -> list[str]:
     _, _, rest = explained.partition(_ANALYSED)
     plan, found, after = rest.partition(_OPTIMISED)
     # A text in the query may look like the headline.
-    return (rest if found and _OPTIMISED in after else plan).splitlines()
+    return (rest if found and _OPTIMISED in after else plan).split("\n")
 
 
 def parts(name: str) -> Name:

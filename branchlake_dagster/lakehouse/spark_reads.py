@@ -80,16 +80,20 @@ class _Watch:
             found = self._reads(request.plan)
         finally:
             self._asking.now = False
-        if found.tables or found.untold:
+        if found:
             self._note(found)
         return request
 
     def _reads(self, plan: Plan) -> Scanned:
-        found = Scanned()
-        for relation, statement in _questions(_plain(plan)):
+        plan = _plain(plan)
+        found = Scanned(frozenset(_asked_for(plan)), merged=frozenset(_merged(plan)))
+        for relation, statement in _questions(plan):
             found |= self._scanned(relation, statement=statement)
-        found |= Scanned(frozenset(_named(_plain(plan))))
-        return Scanned(frozenset(name[1:] for name in found.tables if self._in_lake(name)), found.untold)
+        tables, merged = (
+            frozenset(name[1:] for name in names if self._in_lake(name))
+            for names in (found.tables, found.merged)
+        )
+        return Scanned(tables, found.untold, merged)
 
     def _scanned(self, relation: Relation, *, statement: bool) -> Scanned:
         from pyspark.errors import AnalysisException, ParseException
@@ -182,10 +186,14 @@ def _children(message: Any) -> Iterator[Any]:
             yield from value
 
 
-def _named(plan: Plan) -> Iterator[Name]:
-    """Tables that a command names without a relation: a merge's target, questions to the catalogue."""
+def _merged(plan: Plan) -> Iterator[Name]:
+    """The target of a frame's merge."""
     if plan.WhichOneof("op_type") == "command" and plan.command.HasField("merge_into_table_command"):
         yield parts(plan.command.merge_into_table_command.target_table_name)
+
+
+def _asked_for(plan: Plan) -> Iterator[Name]:
+    """The table that `spark.catalog` is asked about."""
     if plan.WhichOneof("op_type") == "root" and plan.root.HasField("catalog"):
         asked = getattr(plan.root.catalog, plan.root.catalog.WhichOneof("cat_type") or "")
         known = {field.name: value for field, value in asked.ListFields()}

@@ -19,7 +19,13 @@ from dagster import (
 from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGraph
 
 from branchlake_dagster.branching.reads import READ_TABLES, READ_UNTOLD
-from branchlake_dagster.branching.tables import CHECK_SCOPE, ISOLATION, REQUIRE_CHECKS, identifier_of
+from branchlake_dagster.branching.tables import (
+    CHECK_SCOPE,
+    ISOLATION,
+    REQUIRE_CHECKS,
+    identifier_of,
+    table_name,
+)
 
 CheckName = tuple[str, str]
 """(asset key as text, check name)."""
@@ -222,7 +228,7 @@ def _records(instance: DagsterInstance, run: DagsterRun) -> Iterator[EventLogRec
 def _rules(
     key: AssetKey, graph: BaseAssetGraph[Any], default_namespace: str, require_checks: bool
 ) -> AssetRules:
-    table = ".".join(identifier_of(key, default_namespace))
+    table = table_name(identifier_of(key, default_namespace))
     if not graph.has(key):
         # Removed from the code since the run was launched: nobody says any more which checks it needs.
         return AssetRules(table, frozenset(), demands_checks=True)
@@ -234,14 +240,14 @@ def _rules(
         bool(demanded),
         {
             check.name: frozenset(
-                ".".join(identifier_of(seen, default_namespace))
+                table_name(identifier_of(seen, default_namespace))
                 for seen in graph.get(check).parent_entity_keys
             )
             for check in node.check_keys
             if whole_table(graph.get(check))
         },
         _plain(node.metadata.get(ISOLATION)) == "serializable",
-        frozenset(".".join(identifier_of(parent, default_namespace)) for parent in node.parent_keys),
+        frozenset(table_name(identifier_of(parent, default_namespace)) for parent in node.parent_keys),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import dagster as dg
 import polars as pl
 import pytest
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.functions import expr as pyspark_expr
 
 from branchlake_dagster.branching.reads import READ_TABLES, READ_UNTOLD
@@ -206,6 +206,29 @@ def test_what_cannot_be_known_blocks_a_serializable_asset(lakehouse: Lakehouse, 
         outcome = p.settle(p.run())
         assert outcome.action is Action.BLOCKED
         assert "may have read more than is known: a procedure, a statement" in outcome.detail
+
+
+def test_an_upsert_does_not_read_its_target_but_what_it_is_made_from(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    """Whether it overlaps with what others did to the target is for its keys to say."""
+
+    @dg.asset(
+        key=[namespace, "t"],
+        metadata=table_metadata(
+            write_mode="upsert", keys=["n"], isolation="serializable", require_checks=False
+        ),
+    )
+    def t(spark: BranchSparkResource) -> DataFrame:
+        return spark.spark_session.table(f"nessie.{namespace}.a")
+
+    with project(lakehouse, *seeded(namespace, "a")) as p:
+        settled(p, p.run())
+    with project(lakehouse, t) as p:
+        for _ in range(2):
+            run_id = p.run()
+            assert noted(p, run_id) == [f"{namespace}.a"]
+            assert settled(p, run_id) is Action.PUBLISHED
 
 
 def test_a_step_that_dies_has_told_what_it_read(lakehouse: Lakehouse, namespace: str) -> None:
