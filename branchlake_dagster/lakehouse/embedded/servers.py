@@ -24,6 +24,7 @@ import requests
 from branchlake_dagster.lakehouse.embedded import process, spark_log
 from branchlake_dagster.lakehouse.embedded.jars import ICEBERG_AWS, ICEBERG_SPARK, NESSIE_SERVER, Jar, resolve
 from branchlake_dagster.lakehouse.embedded.java import bundled_java, user_java
+from branchlake_dagster.lakehouse.embedded.private import private_folder, state_folder, write_secret
 from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ProcessRecord
 from branchlake_dagster.settings import Settings
 
@@ -74,7 +75,9 @@ class EmbeddedServers:
         jars = [ICEBERG_SPARK, NESSIE_SERVER]
         if self._settings.warehouse_uri.startswith("s3"):
             jars.append(ICEBERG_AWS)
-        return resolve(jars, self._root / "jars", ivy_settings=self._settings.ivy_settings, say=self._say)
+        return resolve(
+            jars, state_folder(self._root) / "jars", ivy_settings=self._settings.ivy_settings, say=self._say
+        )
 
     def status(self) -> dict[str, ProcessRecord | None]:
         """The record of each server that runs, None for one that does not."""
@@ -121,8 +124,7 @@ class EmbeddedServers:
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
         """One process at a time starts or stops servers; the kernel frees the lock of a dead one."""
-        folder = self._root / "run"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = private_folder(self._root / "run")
         with (folder / "lock").open("w") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
@@ -157,8 +159,7 @@ class EmbeddedServers:
 
     def _launch_nessie(self, jars: dict[Jar, Path], port: int) -> ProcessRecord:
         self._say("Starting Nessie …")
-        store = self._root / "nessie"
-        store.mkdir(parents=True, exist_ok=True)
+        store = private_folder(self._root / "nessie")
         flags = {
             "nessie.version.store.type": "ROCKSDB",
             "nessie.version.store.persist.rocks.database-path": str(store),
@@ -178,8 +179,7 @@ class EmbeddedServers:
         self._say("Starting Spark Connect …")
         settings = self._settings
         port = self._port(SPARK, settings.spark_port, (SPARK,))
-        scratch = self._root / "spark"
-        scratch.mkdir(parents=True, exist_ok=True)
+        scratch = private_folder(self._root / "spark")
         home = Path(pyspark.__file__).parent
         nessie_uri = settings.nessie_uri or f"http://{LOOPBACK}:{nessie_port}/api/v2"
         conf = {
@@ -225,9 +225,7 @@ class EmbeddedServers:
     def _spark_token(self) -> str:
         path = self._root / "run" / "spark.token"
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as handle:
-                handle.write(secrets.token_urlsafe(24))
+            write_secret(path, secrets.token_urlsafe(24))
         return path.read_text()
 
 
