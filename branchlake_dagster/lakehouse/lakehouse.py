@@ -31,6 +31,7 @@ class Lakehouse:
         self.servers = EmbeddedServers(self.settings, say=say)
         self._lock = threading.Lock()
         self._client: NessieClient | None = None
+        self._token: str | None = None
 
     def endpoints(self, *, spark: bool = True) -> Endpoints:
         """Where the servers answer; starts embedded ones that do not run."""
@@ -40,13 +41,14 @@ class Lakehouse:
     def nessie(self) -> NessieClient:
         """The client for references, contents, commits and merges. Needs no Spark."""
         with self._lock:
-            uri = self.endpoints(spark=False).nessie_uri
-            if self._client is None or self._client.uri != uri:
-                token = self.settings.nessie_token
+            found = self.endpoints(spark=False)
+            if self._client is None or (self._client.uri, self._token) != (
+                found.nessie_uri,
+                found.nessie_token,
+            ):
+                self._token = found.nessie_token
                 self._client = NessieClient(
-                    uri,
-                    token=token.get_secret_value() if token else None,
-                    verify=self.settings.nessie_verify_tls,
+                    found.nessie_uri, token=self._token, verify=self.settings.nessie_verify_tls
                 )
             return self._client
 

@@ -3,7 +3,7 @@
 Everything lives under one state folder:
 
     nessie/      RocksDB store            warehouse/   Iceberg data and metadata
-    logs/        one file per server      run/         process records, lock, Spark Connect token
+    logs/        one file per server      run/         process records, lock, tokens
     jars/        where Ivy put the jars   spark/       scratch space
 """
 
@@ -26,6 +26,7 @@ from branchlake_dagster.lakehouse.embedded.jars import ICEBERG_AWS, ICEBERG_SPAR
 from branchlake_dagster.lakehouse.embedded.java import bundled_java, user_java
 from branchlake_dagster.lakehouse.embedded.private import private_folder, state_folder, write_secret
 from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ProcessRecord
+from branchlake_dagster.lakehouse.embedded.token import credentials, stored
 from branchlake_dagster.settings import Settings
 
 NESSIE = "nessie"
@@ -34,11 +35,12 @@ SPARK = "spark"
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where the lake answers: Nessie's REST v2 URI and, for Connect sessions, Spark's URL and token."""
+    """Where the lake answers: Nessie's REST v2 URI and token; for Connect sessions, Spark's URL and token."""
 
     nessie_uri: str
     spark_remote: str | None
     spark_token: str | None
+    nessie_token: str | None = None
 
     def __repr__(self) -> str:
         return f"Endpoints(nessie_uri={self.nessie_uri!r}, spark_remote={self.spark_remote!r})"
@@ -104,11 +106,23 @@ class EmbeddedServers:
     def _endpoints(self, records: dict[str, ProcessRecord]) -> Endpoints:
         settings = self._settings
         nessie_uri = settings.nessie_uri or f"http://{LOOPBACK}:{records[NESSIE].port}/api/v2"
-        remote, token = settings.spark_remote, settings.spark_token
+        remote, token, nessie_token = settings.spark_remote, settings.spark_token, self._nessie_token()
         if SPARK in records:
             # pyspark's client takes a token without TLS for the name localhost only.
-            return Endpoints(nessie_uri, f"sc://localhost:{records[SPARK].port}", self._spark_token())
-        return Endpoints(nessie_uri, remote, token.get_secret_value() if token else None)
+            local = f"sc://localhost:{records[SPARK].port}"
+            return Endpoints(nessie_uri, local, self._spark_token(), nessie_token)
+        return Endpoints(nessie_uri, remote, token.get_secret_value() if token else None, nessie_token)
+
+    def _nessie_token(self) -> str | None:
+        """The setting's; without one the embedded server's own, if the one that runs asks for one."""
+        if self._settings.nessie_token is not None:
+            return self._settings.nessie_token.get_secret_value()
+        found = stored(self._credentials_path) if self._settings.embedded_nessie else None
+        return found.token if found else None
+
+    @property
+    def _credentials_path(self) -> Path:
+        return self._root / "run" / "nessie.token"
 
     def _record_path(self, name: str) -> Path:
         return self._root / "run" / f"{name}.json"
@@ -170,6 +184,15 @@ class EmbeddedServers:
             "quarkus.http.access-log.enabled": "false",
             "quarkus.log.console.color": "false",
         }
+        if self._settings.nessie_embedded_token:
+            flags |= {
+                "nessie.server.authentication.enabled": "true",
+                "quarkus.oidc.tenant-enabled": "true",
+                "quarkus.oidc.client-id": "branchlake",
+                "quarkus.oidc.public-key": credentials(self._credentials_path).public_key,
+            }
+        else:
+            self._credentials_path.unlink(missing_ok=True)
         command = [str(bundled_java()), "-Xms64m", "-Xmx768m", "-XX:+UseSerialGC"]
         command += [f"-D{key}={value}" for key, value in flags.items()]
         command += ["-jar", str(jars[NESSIE_SERVER])]
@@ -268,6 +291,7 @@ def s3_environment(settings: Settings) -> dict[str, str]:
 
 def _nessie_answers(port: int) -> bool:
     try:
-        return requests.get(f"http://{LOOPBACK}:{port}/api/v2/config", timeout=1.0).ok
+        answer = requests.get(f"http://{LOOPBACK}:{port}/api/v2/config", timeout=1.0)
+        return answer.ok or answer.status_code == requests.codes.unauthorized
     except requests.RequestException:
         return False
