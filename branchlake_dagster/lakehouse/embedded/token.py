@@ -2,8 +2,7 @@
 
 Nessie 0.99 takes signed tokens only (its build has switched users with passwords off for good), and checks
 them without an identity provider when it is told a public key. So a key is made, signs one token and is
-forgotten: nobody can make a second one. Plain integers do for that, as nothing is ever signed or decrypted for
-somebody else.
+forgotten: nobody can make a second one. Plain integers do for that: nothing is signed for others.
 """
 
 from __future__ import annotations
