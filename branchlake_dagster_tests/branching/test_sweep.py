@@ -589,6 +589,28 @@ def test_a_copy_at_another_reference_keeps_the_runs_files(lake: Lake, holder: st
     assert lake.rows() == [1, 2, 3]
 
 
+@pytest.mark.parametrize("does", [clone, restore, renamed_on_main])
+def test_a_sweep_costs_what_the_run_wrote(lake: Lake, does: Callable[[Lake, str], None]) -> None:
+    """However long the history of the table is that the run copied, restored or lost the name of."""
+    reads = []
+    for snapshots in (3, 20):
+        while len(lake.table().metadata.snapshots) < snapshots:
+            lake.table().append(ROWS)
+        branch = lake.branch(f"after {snapshots}")
+        does(lake, branch)
+        lake.discard(branch)
+        with (
+            patch.object(TableFiles, "manifests", autospec=True, side_effect=TableFiles.manifests) as lists,
+            patch.object(TableFiles, "entries", autospec=True, side_effect=TableFiles.entries) as manifests,
+        ):
+            (done,) = lake.sweep()
+        assert done.done
+        reads.append((lists.call_count, manifests.call_count))
+        if does is renamed_on_main:
+            rename(lake, MAIN, "u", "t")
+    assert reads[0] == reads[1]
+
+
 def test_two_runs_that_copied_one_table_leave_nothing_but_it(lake: Lake) -> None:
     before = lake.files()
     for name in ("one", "two"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import dagster as dg
 import pytest
 from click.testing import CliRunner, Result
 
+from branchlake_dagster.branching.makers import INSTANCE
 from branchlake_dagster.cli import main
 from branchlake_dagster.cli.demo import BAD_SNAPSHOT, Plan, plan_for
 from branchlake_dagster.fusion.partitions import FIRST_WINDOW, windows
@@ -75,11 +77,11 @@ def test_down_with_nothing_running() -> None:
 @pytest.mark.integration
 def test_status_lists_branches_with_run_state_and_age(lakehouse: Lakehouse, namespace: str) -> None:
     nessie = lakehouse.nessie
-    branch = nessie.create_branch(
-        f"run-{namespace}", from_ref="main", from_hash=nessie.reference("main").hash
-    )
+    run_id = str(uuid.uuid4())
+    branch = nessie.create_branch(f"run-{run_id}", from_ref="main", from_hash=nessie.reference("main").hash)
     try:
-        lakehouse.catalog(branch.name).create_namespace(namespace)
+        maker = {f"commit.property.{INSTANCE}": "another"}
+        lakehouse.catalog(branch.name, properties=maker).create_namespace(namespace)
         done = call("status", "--json", state_dir=str(lakehouse.settings.state_dir))
         for_people = call("status", state_dir=str(lakehouse.settings.state_dir))
     finally:
@@ -90,7 +92,8 @@ def test_status_lists_branches_with_run_state_and_age(lakehouse: Lakehouse, name
     assert told["main"]
     (row,) = [row for row in told["branches"] if row["branch"] == branch.name]
     assert row["age_s"] >= 0
-    assert (row["run_id"], row["state"], row["commits"]) == (namespace, "unknown", 1)
+    assert (row["run_id"], row["state"], row["commits"]) == (run_id, "unknown", 1)
+    assert row["instances"] == ["another"]
     assert for_people.exit_code == 0, for_people.output
     assert "Warehouse" in for_people.output
 

@@ -1,5 +1,7 @@
 """From a run to `main`, on the real servers: publication, the gate's refusals, clean-up."""
 
+import uuid
+
 import dagster as dg
 import polars as pl
 import pytest
@@ -181,9 +183,9 @@ def test_a_failed_run_is_discarded_and_main_untouched(lakehouse: Lakehouse, name
         assert lakehouse.nessie.reference("main").hash == before
 
 
-def test_unknown_runs_are_left_to_the_reaper(lakehouse: Lakehouse, namespace: str) -> None:
+def test_unknown_runs_are_left_to_the_reaper(lakehouse: Lakehouse) -> None:
     main = lakehouse.nessie.reference("main").hash
-    branch = lakehouse.nessie.create_branch(f"run-{namespace}", from_ref="main", from_hash=main)
+    branch = lakehouse.nessie.create_branch(f"run-{uuid.uuid4()}", from_ref="main", from_hash=main)
     with project(lakehouse) as p:
         found = [o for o in p.reconciler().run() if o.branch == branch.name]
         assert [o.action for o in found] == [Action.UNKNOWN_RUN]

@@ -35,8 +35,12 @@ def check(world: World) -> None:
         must(not plan.fenced, f"run {plan.run_id} was at work and was fenced {plan.fenced}")
         if world.instance.knows(plan.run_id):
             look.run(plan)
-    theirs = {branch_name(plan.run_id) for plan in world.plans.values() if plan.foreign}
+    foreign = [plan for plan in world.plans.values() if plan.foreign]
+    theirs = {branch_name(plan.run_id) for plan in foreign}
     left = set(world.server.history.references)
+    for plan in foreign:
+        kept = branch_name(plan.run_id) in left or plan.forgotten or not plan.written
+        must(kept, f"run {plan.run_id} of another Dagster instance lost its branch")
     must(left <= {"main", *theirs}, f"references are left: {sorted(left)}")
 
 

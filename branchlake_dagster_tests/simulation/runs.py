@@ -62,6 +62,10 @@ class Plan:
     publishes_itself: bool = False
     paused: tuple[int, float] | None = None
     """Before which of its changes the process stands still, heart and all, and for how many seconds."""
+    restores: str | None = None
+    """A table of which it first gives an earlier state another name, and appends to that."""
+    forgotten: bool = False
+    """A foreign run that ours had made: its record was deleted while it works on."""
     foreign: bool = False
     """Of another Dagster instance, without heartbeats: ours does not know it."""
     parent: str | None = None
@@ -87,8 +91,11 @@ class Plan:
             told.append(f"| {'retries' if self.retries else 're-executes'} {self.parent}")
         if self.paused:
             told.append(f"| stands still for {self.paused[1]:g} s before change {self.paused[0]}")
+        if self.restores:
+            told.append(f"| restores {self.restores}")
         flags = {
             "foreign": self.foreign,
+            "forgotten": self.forgotten,
             "blocked": not self.passes,
             "whole": self.whole,
             "publishes itself": self.publishes_itself,
@@ -149,6 +156,11 @@ def draw(random: Random, mood: Mood, earlier: dict[str, Plan]) -> Plan:
         plan.foreign, plan.end, plan.late, plan.publishes_itself = True, End.FAILURE, None, False
         plan.changes += [_change(random, mood, run_id, 5 + i, chosen[0]) for i in range(2)]
         plan.paused = 1, 2 * 3600.0
+        plan.forgotten = random.random() < 0.6
+        return plan
+    if not plan.passes and plan.end is End.SUCCESS and random.random() < 0.7:
+        # Only such as nobody publishes or retries: what they restored is discarded and swept.
+        plan.restores, plan.late, plan.publishes_itself = random.choice(TABLES), None, False
         return plan
     ended_badly = [one.run_id for one in earlier.values() if one.end is not End.SUCCESS and not one.foreign]
     if ended_badly and random.random() < 0.6:

@@ -20,6 +20,8 @@ from unittest.mock import patch
 
 import pytest
 
+from branchlake_dagster.branching import made, sweep_plan
+from branchlake_dagster.branching.makers import Maker, Makers, Origin
 from branchlake_dagster.lakehouse.errors import NessieConflict, NessieOutcomeUnknown
 from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.lakehouse.nessie.model import Operation, Reference, Unchanged
@@ -96,6 +98,7 @@ def _discarding_send(self: Committer, plan: Plan, branch: str, *more: object) ->
 
 
 _SEND, _RUN, _OPERATIONS = Committer.send, RetryPolicy.run, Plan.operations
+_MADE_ON = made.made_on
 _DELETE, _LOOK = NessieClient.delete_branch, Judge.look
 
 
@@ -168,6 +171,23 @@ def _mapped_blindly(mine: TableChange, theirs: TableChange) -> TableChange:
 
 _OVERLAP = rebase.overlap
 
+class _OneKey(made.Made):
+    """What a branch made, with no other relatives than the tables of its own keys."""
+
+    homes = earlier = frozenset()  # type: ignore[assignment]
+
+
+def _everything_named(log: Any, base: Mapping[Any, str], base_hash: str, files: Any) -> made.Made:
+    """`made_on`, taking all that the branch gave a name for its own, but for the state of that key before."""
+    found = _MADE_ON(log, base, base_hash, files)
+    known = {
+        one.snapshot_id for key in found.touched & base.keys() for one in files.metadata(base[key]).snapshots
+    }
+    every = {one.snapshot_id: one for state in found.named.values() for one in state.snapshots}
+    mine = {number: one for number, one in every.items() if number not in known}
+    return _OneKey(found.touched, found.named, found.named, mine)
+
+
 _BUGS = {
     "branches are deleted wherever they stand": (NessieClient, "delete_branch", _delete_now),
     "the listing is taken for the end": (Judge, "look", _look_at_listing),
@@ -184,6 +204,8 @@ _BUGS = {
     "reads are not guarded": (Plan, "operations", _unguarded),
     "the gate is open": (judging, "judge", lambda evidence, **_: Verdict(Decision.PASSED)),
     "files of others are discarded": (Plan, "_forget", _discarded),
+    "another instance's branches are reaped": (Makers, "of", lambda *_, **__: Origin(Maker.HERE)),
+    "the sweep looks at one key only": (sweep_plan, "made_on", _everything_named),
 }
 """What to put in whose place."""
 
@@ -203,6 +225,8 @@ _FOUND_AS = {
     "reads are not guarded": "as it no longer was",
     "the gate is open": "although its checks failed",
     "files of others are discarded": "which was deleted",
+    "another instance's branches are reaped": "of another Dagster instance lost its branch",
+    "the sweep looks at one key only": "which was deleted",
 }
 
 

@@ -12,8 +12,8 @@ from branchlake_dagster.branching.makers import INSTANCE
 from branchlake_dagster.branching.retry import inherited
 from branchlake_dagster.branching.run_branch import RunBranch, branch_name
 from branchlake_dagster.lakehouse.errors import BranchlakeError, ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import IcebergTable, Namespace, Put
-from branchlake_dagster_tests.simulation.changes import Change
+from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable, Namespace, Put
+from branchlake_dagster_tests.simulation.changes import Change, Kind
 from branchlake_dagster_tests.simulation.instance import SimulatedInstance
 from branchlake_dagster_tests.simulation.reaper import HERE, THERE
 from branchlake_dagster_tests.simulation.runs import NAMESPACE, End, Plan, table_key
@@ -103,6 +103,9 @@ class Writer:
             base = self._client.contents(f"@{self._branch.base_hash}", [table_key(name)])
             self._plan.seen[name] = self._rows(base.get(table_key(name)))
             yield
+        if self._plan.restores:
+            self._restore(self._plan.restores)
+            yield
         for number, change in enumerate(self._plan.changes):
             if self._plan.paused and self._plan.paused[0] == number:
                 self._stand_still(self._plan.paused[1])
@@ -154,10 +157,40 @@ class Writer:
             expected_hash=seen.reference.hash,
             operations=operations,
             message=str(change),
-            properties={CHANGE: change.id, INSTANCE: THERE if self._plan.foreign else HERE},
+            properties={
+                CHANGE: change.id,
+                INSTANCE: THERE if self._plan.foreign and not self._plan.forgotten else HERE,
+            },
         )
         self._plan.written.append(change.id)
         self._wrote = asked  # the commit is no older than that, and its reply may have taken long
+
+    def _restore(self, name: str) -> None:
+        """Give the earliest state of a table that can be read another key (`register_table`), and append."""
+        warehouse, branch = self._world.warehouse, self._branch.open()
+        target = table_key(f"{name}_restored")
+        seen = self._client.contents_at(branch, [table_key(name)])
+        content = seen.contents.get(table_key(name))
+        if not isinstance(content, IcebergTable):
+            return
+        now = warehouse.state(content)
+        then = warehouse.locations[(*now.log, now.location)[0]]
+        self._hold(target, None, then.location, then, at=seen.reference.hash)
+        found = self._client.contents_at(branch, [target])
+        held = cast(IcebergTable, found.contents[target])
+        change = Change(f"{self._plan.run_id}.restored", name, Kind.APPEND, "p1", "u1", "restored")
+        after = change.on_files(warehouse.state(held), warehouse, self._plan.run_id)
+        assert after is not None
+        self._hold(target, held.content_id, warehouse.store(after), after, at=found.reference.hash)
+
+    def _hold(self, key: ContentKey, content_id: str | None, location: str, state: State, *, at: str) -> None:
+        self._client.commit(
+            self._branch.open(),
+            expected_hash=at,
+            operations=[Put(key, table_content(content_id, location, state))],
+            message=f"restore {key}",
+            properties={INSTANCE: HERE},
+        )
 
     def _note_fence(self) -> None:
         """A run at work may lose its branch only after it was silent for long, or reported as ended."""
