@@ -76,7 +76,13 @@ class Settings(BaseSettings):
     orphan_max_age_h: float = Field(6.0, gt=0, description="Age at which a run branch is reaped (seed 000).")
 
     heartbeat_interval_s: float = Field(
-        10.0, gt=0, description="Seconds between a writer's heartbeats; three missed: suspect, then dead."
+        10.0,
+        gt=0,
+        le=3600,
+        description="Seconds between a writer's heartbeats; three missed: suspect, then dead.",
+    )
+    watch_interval_s: int = Field(
+        30, ge=1, description="Seconds between looks at silent writers; dead after three looks."
     )
     keep_failed_hours: float = Field(
         0.0, ge=0, description="Hours the branch of a failed, blocked or refused run is kept for debugging."

@@ -59,8 +59,8 @@ class Project:
     def graph(self) -> Any:
         return self.definitions.get_repository_def().asset_graph
 
-    def reconciler(self) -> Reconciler:
-        return Reconciler.of(self.lake, self.instance, self.graph)
+    def reconciler(self, **options: Any) -> Reconciler:
+        return Reconciler.of(self.lake, self.instance, self.graph, **options)
 
     def settle(self, run_id: str) -> Outcome:
         """What the publication sensor does about one run."""

@@ -26,7 +26,12 @@ FOLDER = "_branchlake/heartbeats"
 MISSED = 3
 """So many intervals of silence make a writer suspect, and as many under watch make it dead."""
 
-Kind = Literal["run", "publisher"]
+Kind = Literal["run", "publisher", "unknown"]
+"""Who beats; `unknown` stands for a file that does not tell, which counts as both."""
+
+LONGEST_S = 3600.0
+"""The longest interval that is believed."""
+_MOST = 64 * 1024
 _READERS = 8
 
 
@@ -52,6 +57,8 @@ class Beat:
     interval_s: float = 10.0
     pid: int = 0
     host: str = ""
+    instance: str = ""
+    """The Dagster instance of the run; empty: it is not told."""
     text: str = field(default="", repr=False)
     """The file as it was read; two readings that differ prove that somebody wrote in between."""
 
@@ -109,7 +116,10 @@ class HeartbeatStore:
                 folder.rmdir()
 
     def all(self) -> tuple[Beat, ...]:
-        """The last beat of every writer; raises HeartbeatsUnreadable when any of them cannot be read."""
+        """The last beat of every writer; raises HeartbeatsUnreadable when they cannot be listed.
+
+        A file that is damaged or cannot be read concerns its own branch only.
+        """
         try:
             infos = self._files.get_file_info(FileSelector(self.root, recursive=True, allow_not_found=True))
             paths = [i.path for i in infos if i.type is FileType.File and i.path.endswith(".json")]
@@ -124,9 +134,12 @@ class HeartbeatStore:
     def _read(self, path: str) -> Beat | None:
         try:
             with self._files.open_input_stream(path) as stream:
-                text = stream.read().decode(errors="replace")
+                text = stream.read(_MOST).decode(errors="replace")
         except FileNotFoundError:
             return None  # stopped between the listing and the reading
+        except (OSError, pa.ArrowException):
+            # Who cannot be read cannot be called silent: no two readings of it are alike.
+            text = f"unreadable {uuid.uuid4()}"
         folder, _, name = path.rpartition("/")
         return _parsed(unquote(folder.rpartition("/")[2]), name.removesuffix(".json"), text)
 
@@ -135,17 +148,23 @@ def _parsed(branch: str, writer: str, text: str) -> Beat:
     """The beat in a file. A damaged one still is a writer, whose silence only a watch can prove."""
     try:
         told = json.loads(text)
+        written_at = datetime.fromisoformat(told["written_at"])
+        interval_s = float(told["interval_s"])
+        if not 0 < interval_s <= LONGEST_S or written_at.tzinfo is None:
+            raise ValueError("no writer of ours says that")
         return Beat(
             branch=branch,
             writer=writer,
             run_id=str(told["run_id"]),
-            kind="publisher" if told["kind"] == "publisher" else "run",
+            kind=told["kind"] if told["kind"] in ("run", "publisher") else "unknown",
             counter=int(told["counter"]),
-            written_at=datetime.fromisoformat(told["written_at"]).astimezone(UTC),
-            interval_s=float(told["interval_s"]),
+            written_at=written_at.astimezone(UTC),
+            interval_s=interval_s,
             pid=int(told["pid"]),
             host=str(told["host"]),
+            instance=str(told.get("instance") or ""),
             text=text,
         )
-    except (ValueError, KeyError, TypeError):
-        return Beat(branch, writer, run_id="", text=text)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        # OverflowError: `1e999` for a number, or a time at the end of all times. It once stopped every pass.
+        return Beat(branch, writer, run_id="", kind="unknown", text=text)

@@ -8,15 +8,14 @@ before the branch is deleted, so a crash in between loses neither; every step ma
 from __future__ import annotations
 
 from branchlake_dagster.branching.errors import RetryNeedsFullRun
+from branchlake_dagster.branching.names import DISCARDED_PREFIX, tags
 from branchlake_dagster.branching.run_branch import run_id_of
 from branchlake_dagster.lakehouse.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import Reference, ReferenceType
 
-DISCARDED_PREFIX = "discarded-"
-SWEEPING_PREFIX = "sweeping-"
-DISCARDED_TAGS = f"refType == 'TAG' && ref.name.startsWith('{DISCARDED_PREFIX}')"
+DISCARDED_TAGS = tags(DISCARDED_PREFIX)
 """Nessie's filter for the states that a retry may still take."""
 
 _ATTEMPTS = 4

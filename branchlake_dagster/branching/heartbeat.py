@@ -9,12 +9,15 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 
 from branchlake_dagster.branching.beats import Beat, HeartbeatStore, Kind, new_writer
 
@@ -41,11 +44,16 @@ class Heartbeat:
         self._stopped = threading.Event()
         self._failing = False
         self._writes: list[threading.Thread] = []
+        self._ended: Callable[[], bool] | None = None
         self._timer = threading.Thread(target=self._run, name=f"heartbeat-{beat.branch}", daemon=True)
 
     def start(self) -> None:
         """Begin; the first beat is written at once, without waiting for it."""
         self._timer.start()
+
+    def linger(self, ended: Callable[[], bool] | None) -> None:
+        """Beat on until `ended` says so or the process exits; None: until `stop` again."""
+        self._ended = ended
 
     def stop(self) -> None:
         """End and remove the file: a writer that ended well is not a dead one."""
@@ -55,10 +63,7 @@ class Heartbeat:
         for write in self._writes:
             # A write that is still under way would bring the file back.
             write.join(max(0.0, until - time.monotonic()))
-        try:
-            self._store.remove(self._beat.branch, self._beat.writer)
-        except Exception as error:  # noqa: BLE001 - the file is stale soon; the work it stood for is done
-            self._log.warning("Heartbeat of %s was not removed: %s", self._beat.branch, error)
+        self._remove()
 
     def _run(self) -> None:
         counter = 0
@@ -87,6 +92,21 @@ class Heartbeat:
                 )
         else:
             self._failing = False
+        # Here and not in the timer: the question may hang as a slow store does.
+        if self._ended is not None and not self._stopped.is_set() and _says_yes(self._ended):
+            self._stopped.set()
+            self._remove()
+
+    def _remove(self) -> None:
+        try:
+            self._store.remove(self._beat.branch, self._beat.writer)
+        except Exception as error:  # noqa: BLE001 - the file is stale soon; the work it stood for is done
+            self._log.warning("Heartbeat of %s was not removed: %s", self._beat.branch, error)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it beats no more."""
+        return self._stopped.is_set()
 
 
 class SharedHeartbeats:
@@ -101,26 +121,63 @@ class SharedHeartbeats:
         key = (store.root, beat.branch)
         with self._lock:
             heart, users = self._beating.get(key, (None, 0))
-            if heart is None:
+            if heart is not None:
+                heart.linger(None)
+            if heart is None or heart.stopped:
                 heart = Heartbeat(store, beat)
                 heart.start()
             self._beating[key] = (heart, users + 1)
         return key
 
-    def give_back(self, key: tuple[str, str]) -> None:
-        """The last one to give it back ends it."""
+    def give_back(self, key: tuple[str, str], ended: Callable[[], bool] | None = None) -> None:
+        """The last one to give it back ends it: at once, or with the process, or when `ended` says so.
+
+        A worker's last step is not its last act: killed before the run's end, it would not be missed.
+        """
         with self._lock:
             heart, users = self._beating.pop(key)
-            if users > 1:
+            if users > 1 or (ended is not None and own_process()):
                 self._beating[key] = (heart, users - 1)
+            if users > 1:
+                return
+            if ended is not None and own_process():
+                heart.linger(ended)
+                Finalize(None, self._exit, args=(key,), exitpriority=1)
                 return
         heart.stop()
 
+    def _exit(self, key: tuple[str, str]) -> None:
+        with self._lock:
+            heart, _ = self._beating.pop(key, (None, 0))
+        if heart is not None and not heart.stopped:
+            heart.stop()
 
-def first_beat(branch: str, *, run_id: str, interval_s: float, kind: Kind = "run") -> Beat:
+
+def own_process() -> bool:
+    """Whether this process was started for a run or a step, and so ends soon after it."""
+    return parent_process() is not None or {"execute_run", "execute_step"}.intersection(sys.argv) != set()
+
+
+def _says_yes(ended: Callable[[], bool]) -> bool:
+    try:
+        return ended()
+    except Exception:  # noqa: BLE001 - Dagster's storage does not answer; asked again with the next beat
+        return False
+
+
+def first_beat(
+    branch: str, *, run_id: str, interval_s: float, kind: Kind = "run", instance: str = ""
+) -> Beat:
     """What this process says about itself; the counter and the time come with each beat."""
     return Beat(
-        branch, new_writer(), run_id, kind, interval_s=interval_s, pid=os.getpid(), host=socket.gethostname()
+        branch,
+        new_writer(),
+        run_id,
+        kind,
+        interval_s=interval_s,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        instance=instance,
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from branchlake_dagster.branching.discard import DISCARDED_PREFIX, give_back
-from branchlake_dagster.branching.pin import pinned_branches
+from branchlake_dagster.branching.discard import give_back
+from branchlake_dagster.branching.names import DISCARDED_PREFIX
+from branchlake_dagster.branching.pin import JUDGED_TAGS, pinned_branches
 from branchlake_dagster.branching.reaping_rules import Action, Holder, Reaping, RunState
 from branchlake_dagster.branching.run_branch import branch_name
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
@@ -16,19 +17,20 @@ def give_passed_back(
     holders: Callable[[Collection[str]], Mapping[str, Holder]],
     *,
     listing: str,
+    pinned: str = JUDGED_TAGS,
     dry_run: bool = False,
 ) -> Iterator[Reaping]:
     """Make the discarded branches again whose run waits for a verdict and that nobody else has in hand.
 
-    `listing` is Nessie's filter for the tags of discarded branches, `holders` tells whose they are. Raises
-    what both raise, before it changed anything.
+    `listing` is Nessie's filter for the tags of discarded branches, `pinned` for the pins, `holders` tells
+    whose they are. Raises what all raise, before it changed anything.
     """
     found = client.references(filter=listing)
     tags = {branch_name(tag.name.removeprefix(DISCARDED_PREFIX)): tag for tag in found}
     if not tags:
         return
     # Pins after tags, and runs after pins: a publisher pins, then discards, then tells, then unpins.
-    pins = set(pinned_branches(client))
+    pins = set(pinned_branches(client, pinned))
     told = holders(list(tags))
     for branch, tag in tags.items():
         holder = told.get(branch)

@@ -6,14 +6,16 @@ late write judged two states of one branch, and the second was merged on top of 
 
 from __future__ import annotations
 
+import contextlib
+
+from branchlake_dagster.branching.names import JUDGED_PREFIX, tags
 from branchlake_dagster.branching.run_branch import branch_name, run_id_of
 from branchlake_dagster.lakehouse.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import Reference
 
-JUDGED_PREFIX = "judged-"
-JUDGED_TAGS = f"refType == 'TAG' && ref.name.startsWith('{JUDGED_PREFIX}')"
+JUDGED_TAGS = tags(JUDGED_PREFIX)
 """Nessie's filter for the pins."""
 
 
@@ -39,18 +41,25 @@ def pinned(client: NessieClient, branch: str) -> bool:
     return True
 
 
-def unpin(client: NessieClient, branch: str) -> None:
-    """The end of it, after the branch is gone. One that is missed is left to `unpin_leftovers`."""
+def unpin(client: NessieClient, branch: str, *, at: str | None = None) -> None:
+    """The end of it, after the branch is gone. One that is missed is left to the reaper.
+
+    `at`: where the pin most likely is, which saves asking.
+    """
+    name = pin_name(branch)
     try:
-        tag = client.reference(pin_name(branch))
-        client.delete_tag(tag.name, expected_hash=tag.hash)
+        if at is not None:
+            with contextlib.suppress(NessieConflict):
+                client.delete_tag(name, expected_hash=at)
+                return
+        client.delete_tag(name, expected_hash=client.reference(name).hash)
     except (ReferenceNotFound, NessieConflict):
         return  # another publisher was faster
 
 
-def pinned_branches(client: NessieClient) -> list[str]:
-    """The branches that some publisher has begun with, gone ones too."""
-    found = client.references(filter=JUDGED_TAGS)
+def pinned_branches(client: NessieClient, listing: str = JUDGED_TAGS) -> list[str]:
+    """The branches that some publisher has begun with, gone ones too; `listing` is Nessie's filter."""
+    found = client.references(filter=listing)
     return [branch_name(tag.name.removeprefix(JUDGED_PREFIX)) for tag in found]
 
 
@@ -60,12 +69,3 @@ def unpin_leftover(client: NessieClient, branch: str) -> None:
         client.reference(branch)
     except ReferenceNotFound:
         unpin(client, branch)
-
-
-def unpin_leftovers(client: NessieClient, branches: set[str]) -> list[str]:
-    """Delete the pins of runs that have none of `branches` any more; their names."""
-    alive = {pin_name(branch) for branch in branches}
-    gone = [tag for tag in client.references(filter=JUDGED_TAGS) if tag.name not in alive]
-    for tag in gone:
-        client.delete_tag(tag.name, expected_hash=tag.hash)
-    return [tag.name for tag in gone]

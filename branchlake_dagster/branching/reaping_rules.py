@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 
+from branchlake_dagster.branching.makers import UNTOLD, Maker, Origin
 from branchlake_dagster.branching.pulse import Pulse
 
 
@@ -50,7 +51,8 @@ class Facts:
 
     `writers` and `publishers` are the pulses of those who beat on it. `reports` tells that the run still
     writes events, although its writer is dead: its steps are processes of their own. `begun`: a publisher
-    pinned the branch and has not told yet how it ended; it may be on `main` already.
+    pinned the branch and has not told yet how it ended; it may be on `main` already. `made` is asked where
+    Dagster does not know the run.
     """
 
     state: RunState
@@ -60,6 +62,8 @@ class Facts:
     publishers: frozenset[Pulse] = frozenset()
     reports: bool = False
     begun: bool = False
+    made: Origin = UNTOLD
+    """Who made the branch, where its run is not known."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ class Reaping:
     state: RunState = RunState.MISSING
     age: timedelta | None = None
     heartbeat: str = "none"
+    instance: str = ""
+    """The Dagster instance that it belongs to, if it is another one's."""
 
     @property
     def delete(self) -> bool:
@@ -116,15 +122,22 @@ def decide(facts: Facts, limits: Limits) -> tuple[Action, str]:
         return Action.KEEP, "its writer is silent, and only a watch can tell whether it is dead"
     if facts.state is RunState.ACTIVE:
         return _active(facts, limits)
-    return _missing(facts.age, limits)
+    return _missing(facts, limits)
 
 
-def decide_publication(publishers: frozenset[Pulse], *, run_branch_exists: bool) -> tuple[Action, str]:
-    """What becomes of a branch on which a publisher prepares what had to be rebased, and why."""
+def decide_publication(
+    publishers: frozenset[Pulse], *, run_branch_exists: bool, state: RunState, made: Origin
+) -> tuple[Action, str]:
+    """What becomes of a branch on which a publisher prepares what had to be rebased, and why.
+
+    `state` is that of the run it is about, `made` says who made it where that is missing.
+    """
     if publishers - {Pulse.DEAD}:
         return Action.KEEP, "a publication is in progress"
     if run_branch_exists:
         return Action.KEEP, "its run's branch waits for publication"
+    if state is RunState.MISSING and made.maker is not Maker.HERE:
+        return Action.KEEP, f"no run of that id is known: {made}"
     return Action.DELETE, "the branch that it was prepared for is gone"
 
 
@@ -147,13 +160,17 @@ def _active(facts: Facts, limits: Limits) -> tuple[Action, str]:
     return Action.KEEP, "its run is active"
 
 
-def _missing(age: timedelta | None, limits: Limits) -> tuple[Action, str]:
-    if age is None:
-        return Action.KEEP, "no run of that id is known, and its age is unknown"
-    if age > min(limits.orphan_grace, limits.max_age):
-        return Action.DISCARD, "no run of that id is known"
+def _missing(facts: Facts, limits: Limits) -> tuple[Action, str]:
     # Another Dagster instance may work on the same lake; its runs are not ours to judge.
-    return Action.KEEP, "no run of that id is known, but it was written to a short while ago"
+    if facts.made.maker is Maker.ELSEWHERE:
+        return Action.KEEP, f"no run of that id is known: {facts.made}"
+    if facts.age is None:
+        return Action.KEEP, "no run of that id is known, and its age is unknown"
+    if facts.age <= min(limits.orphan_grace, limits.max_age):
+        return Action.KEEP, "no run of that id is known, but it was written to a short while ago"
+    if facts.made.maker is Maker.UNKNOWN:
+        return Action.KEEP, f"no run of that id is known, and {facts.made}"
+    return Action.DISCARD, "no run of that id is known any more to the Dagster instance that made it"
 
 
 def _hours(span: timedelta) -> str:

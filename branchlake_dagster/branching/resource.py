@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dagster import ConfigurableResource, DagsterInstance, DagsterRun, InitResourceContext
@@ -16,10 +16,12 @@ from branchlake_dagster.branching.beats import HeartbeatStore
 from branchlake_dagster.branching.claims import is_retry
 from branchlake_dagster.branching.errors import RetryNeedsFullRun
 from branchlake_dagster.branching.heartbeat import SharedHeartbeats, first_beat
+from branchlake_dagster.branching.makers import INSTANCE, instance_id
 from branchlake_dagster.branching.retry import inherited
-from branchlake_dagster.branching.run_branch import RunBranch
+from branchlake_dagster.branching.run_branch import RunBranch, branch_name
 from branchlake_dagster.branching.run_tags import CHECK_REF_TAG
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
+from branchlake_dagster.lakehouse.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.lakehouse.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.settings import Settings
@@ -43,6 +45,8 @@ class LakehouseResource(ConfigurableResource[Any]):
     _run_branch: RunBranch | None = PrivateAttr(default=None)
     _stands_on: str = PrivateAttr(default=MAIN)
     _heartbeat: tuple[str, str] | None = PrivateAttr(default=None)
+    _instance: str | None = PrivateAttr(default=None)
+    _ended: Callable[[], bool] | None = PrivateAttr(default=None)
 
     @field_validator("settings")
     @classmethod
@@ -68,7 +72,11 @@ class LakehouseResource(ConfigurableResource[Any]):
             # It checks a state that the publisher prepared, and writes nothing.
             self._stands_on = run.tags[CHECK_REF_TAG]
             return
+        self._instance = instance_id(instance)
         self._run_branch = self._bound(run, instance, context.log)
+        self._ended = lambda: (found := instance.get_run_by_id(run.run_id)) is None or found.is_finished
+        # From the start of the process: one that dies before it touches the lake would not be missed.
+        self._beat(branch_name(run.run_id), run.run_id)
         if is_retry(run):
             with contextlib.suppress(RetryNeedsFullRun):  # said again by the step that needs a table, if any
                 if self._run_branch.take_over():
@@ -78,7 +86,7 @@ class LakehouseResource(ConfigurableResource[Any]):
         """Stop the heartbeat when no other resource of this process works on the branch."""
         held, self._heartbeat = self._heartbeat, None
         if held is not None:
-            _heartbeats.give_back(held)
+            _heartbeats.give_back(held, self._ended)
 
     def _bound(self, run: DagsterRun, instance: DagsterInstance, log: logging.Logger | None) -> RunBranch:
         run_id = run.run_id
@@ -125,7 +133,12 @@ class LakehouseResource(ConfigurableResource[Any]):
         with _first_use:
             if self._heartbeat is None:
                 settings = self.lakehouse.settings
-                beat = first_beat(branch, run_id=run_id, interval_s=settings.heartbeat_interval_s)
+                beat = first_beat(
+                    branch,
+                    run_id=run_id,
+                    interval_s=settings.heartbeat_interval_s,
+                    instance=self._instance or "",
+                )
                 try:
                     store = HeartbeatStore.of(settings)
                 except (OSError, ValueError, ArrowException) as error:
@@ -136,4 +149,12 @@ class LakehouseResource(ConfigurableResource[Any]):
 
     def catalog(self) -> NessieCatalog:
         """PyIceberg's catalogue on `ref()`."""
-        return self.lakehouse.catalog(self.ref())
+        maker = {f"{COMMIT_PROPERTY}{INSTANCE}": self._instance} if self._instance else None
+        return self.lakehouse.catalog(self.ref(), properties=maker)
+
+    def session_conf(self) -> dict[str, str]:
+        """What Spark sessions of this run are to be opened with, beside the branch.
+
+        Spark's Nessie client writes no properties of ours into its commits, so the snapshots tell the maker.
+        """
+        return {f"spark.sql.iceberg.snapshot-property.{INSTANCE}": self._instance} if self._instance else {}

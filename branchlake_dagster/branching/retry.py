@@ -6,10 +6,18 @@ from dagster import DagsterInstance, DagsterRun
 
 from branchlake_dagster.branching.claims import is_retry, successors, workers
 from branchlake_dagster.branching.discard import take_over
+from branchlake_dagster.branching.ended import tell_ended
 from branchlake_dagster.branching.errors import RetryNeedsFullRun
 from branchlake_dagster.branching.pin import pinned
-from branchlake_dagster.branching.run_branch import branch_name
-from branchlake_dagster.branching.run_tags import Place, base_hash_of, judged, place_of, published_as
+from branchlake_dagster.branching.run_branch import branch_name, run_id_of
+from branchlake_dagster.branching.run_tags import (
+    CONTINUED,
+    Place,
+    base_hash_of,
+    judged,
+    place_of,
+    published_as,
+)
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 
 _HINT = "Re-execute all steps; the new run will start from today's main."
@@ -38,6 +46,13 @@ def inherited(client: NessieClient, instance: DagsterInstance, run: DagsterRun) 
             run_id=run.run_id,
             hint=_HINT,
         )
+    tell_ended(
+        instance,
+        run_id_of(place.branch),
+        place.branch,
+        verdict=CONTINUED,
+        reason=f"run {run.run_id} continues its work",
+    )
     return Place(own, place.base_hash, continues=place.branch)
 
 

@@ -39,6 +39,12 @@ SET_ASIDE = "set aside"
 
 PENDING = "pending"
 """The verdict of a run that nobody has judged yet."""
+FENCED = "fenced"
+"""Its branch was ended before anybody judged it."""
+CONTINUED = "continued"
+"""A retry took its work over."""
+UNTOLD = (PENDING, FENCED, CONTINUED)
+"""No publisher's word: a run that passes in spite of it is judged."""
 TAG_LENGTH = 250
 """The longest value that a tag gets."""
 NONE = "none"
@@ -108,7 +114,7 @@ def base_hash_of(tags: Mapping[str, str], branch: str) -> str | None:
 
 def judged(tags: Mapping[str, str], branch: str) -> bool:
     """Whether the publisher has told its verdict on this branch."""
-    return tags.get(BRANCH_TAG) == branch and tags.get(VERDICT_TAG, PENDING) != PENDING
+    return tags.get(BRANCH_TAG) == branch and tags.get(VERDICT_TAG, PENDING) not in UNTOLD
 
 
 def published_as(tags: Mapping[str, str], branch: str) -> str | None:

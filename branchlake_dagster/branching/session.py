@@ -43,6 +43,7 @@ class BranchSparkResource(PySparkResource):
         if self._spark_session is None:
             ref = self.lakehouse.ref()
             conf = {key: str(value) for key, value in flatten_dict(self.spark_config)}  # type: ignore[no-untyped-call]
+            conf = self.lakehouse.session_conf() | conf
             self._holds = (ref, repr(sorted(conf.items())))
             self._spark_session = _sessions.take(
                 self._holds, lambda: self.lakehouse.lakehouse.spark_session(ref, conf=conf)

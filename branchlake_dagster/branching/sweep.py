@@ -12,9 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
-from branchlake_dagster.branching.discard import DISCARDED_PREFIX, SWEEPING_PREFIX
 from branchlake_dagster.branching.history import MainHistory
-from branchlake_dagster.branching.pin import JUDGED_PREFIX, pin_name
+from branchlake_dagster.branching.makers import Maker, Makers
+from branchlake_dagster.branching.names import (
+    DISCARDED_PREFIX,
+    JUDGED_PREFIX,
+    SWEEPING_PREFIX,
+    is_ours,
+    run_of,
+    tags,
+)
+from branchlake_dagster.branching.pin import pin_name
 from branchlake_dagster.branching.reaping_rules import Holder, RunState
 from branchlake_dagster.branching.run_branch import branch_name
 from branchlake_dagster.branching.sweep_plan import Plan, Planner, StateUnreadable
@@ -31,10 +39,7 @@ from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import Reference
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX
 
-TAGS = (
-    f"refType == 'TAG' && (ref.name.startsWith('{DISCARDED_PREFIX}')"
-    f" || ref.name.startsWith('{SWEEPING_PREFIX}'))"
-)
+TAGS = tags(DISCARDED_PREFIX, SWEEPING_PREFIX)
 """Nessie's filter for the tags that the sweeper looks at."""
 
 _AT_ONCE = 8
@@ -75,7 +80,8 @@ class _Due:
 class Sweeper:
     """Sweeps the tags of the Nessie filter `listing` that are older than `grace`.
 
-    `holders(branches)` tells whose state it was, as for the reaper.
+    `holders(branches)` tells whose state it was, as for the reaper. What none of them holds is swept only if
+    Dagster instance `instance` made it, or `anyones`: a person has said so.
     """
 
     def __init__(
@@ -87,6 +93,8 @@ class Sweeper:
         grace: timedelta,
         now: Callable[[], datetime],
         listing: str = TAGS,
+        instance: str | None = None,
+        anyones: bool = False,
     ) -> None:
         self._client = client
         self._files = files
@@ -94,6 +102,8 @@ class Sweeper:
         self._grace = grace
         self._now = now
         self._listing = listing
+        self._makers = Makers(client, instance, files)
+        self._anyones = anyones
 
     def run(self, *, dry_run: bool = False) -> Iterator[Sweeping]:
         """One pass. Raises, before it deletes a file, what Nessie and `holders` raise."""
@@ -118,22 +128,25 @@ class Sweeper:
     # -- what is due -----------------------------------------------------------------------------------
 
     def _due(self) -> Iterator[_Due | Sweeping]:
-        tags = {ref.name: ref for ref in self._client.references(filter=self._listing, fetch_metadata=True)}
-        if not tags:
+        found = {ref.name: ref for ref in self._client.references(filter=self._listing, fetch_metadata=True)}
+        if not found:
             return
-        holders = self._holders([branch_name(_run_id(name)) for name in tags])
+        holders = self._holders([branch_name(run_of(name)) for name in found])
         history = MainHistory(self._client)
-        for name, tag in tags.items():
-            run_id = _run_id(name)
+        for name, tag in found.items():
+            run_id = run_of(name)
             holder = holders.get(branch_name(run_id))
             if name.startswith(SWEEPING_PREFIX):
-                other = tags.get(f"{DISCARDED_PREFIX}{run_id}")
+                other = found.get(f"{DISCARDED_PREFIX}{run_id}")
                 if other is not None and other.hash == tag.hash:
                     continue  # a sweep died while it claimed this; the other tag starts it again
             elif (why := self._too_early(tag, holder)) is not None:
                 yield Sweeping(name, run_id, False, why)
                 continue
             base = history.base_of(tag.pinned)
+            if holder is None and (why := self._not_ours(tag, base)) is not None:
+                yield Sweeping(name, run_id, False, why)
+                continue
             if base is None:
                 yield Sweeping(
                     name, run_id, False, "it shares no commit with main, so its own files are unknown"
@@ -156,6 +169,12 @@ class Sweeper:
         if left > timedelta(0):
             return f"a retry may continue it for another {left.total_seconds() / 3600:.1f} h"
         return None
+
+    def _not_ours(self, tag: Reference, base: str | None) -> str | None:
+        made = self._makers.of(tag, base=base)
+        if self._anyones or made.maker is Maker.HERE:
+            return None
+        return f"no run of that id is known, and {made}; `branchlake reap --branch {tag.name}` sweeps it"
 
     # -- the claim -------------------------------------------------------------------------------------
 
@@ -197,7 +216,7 @@ class Sweeper:
                     self._delete(plan)
             except (StateUnreadable, FilesNotDeleted) as error:
                 return Sweeping(due.tag.name, due.run_id, False, str(error))
-        strangers = [name for name in plan.held_by if name != MAIN and not name.startswith(_OURS)]
+        strangers = [name for name in plan.held_by if name != MAIN and not is_ours(name, *_OURS)]
         if plan.held_by:
             reason = f"the rest is needed by {', '.join(plan.held_by[:5])}"
         if plan.foreign:
@@ -220,7 +239,3 @@ class Sweeper:
             self._files.delete(location)
         except OSError as error:
             raise FilesNotDeleted(f"{location} could not be deleted: {type(error).__name__}.") from error
-
-
-def _run_id(tag: str) -> str:
-    return tag.removeprefix(DISCARDED_PREFIX).removeprefix(SWEEPING_PREFIX)

@@ -13,9 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from branchlake_dagster.branching.discard import SWEEPING_PREFIX
 from branchlake_dagster.branching.made import Borrowed, Made, made_on, related
-from branchlake_dagster.branching.reaper import PUBLICATION_PREFIX
+from branchlake_dagster.branching.names import PUBLICATION_PREFIX, SWEEPING_PREFIX, is_ours
 from branchlake_dagster.branching.table_files import FileUnreadable, TableFiles, home, plain, within
 from branchlake_dagster.lakehouse.errors import BranchlakeError, Transient
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
@@ -169,7 +168,7 @@ class Planner:
         old = set(base.values())
         for ref in self._references.values():
             # What a sweep has claimed is dead: two half-done ones would wait for each other's lost metadata.
-            if ref.name != tag.name and not ref.name.startswith(SWEEPING_PREFIX):
+            if ref.name != tag.name and not is_ours(ref.name, SWEEPING_PREFIX):
                 for key, location in self._of(ref).items():
                     if location not in old:
                         found.setdefault((key, location), set()).add(ref.name)
@@ -230,7 +229,7 @@ class Planner:
     def _of(self, ref: Reference) -> dict[ContentKey, str]:
         """The tables of a reference; of our own branches only those that they changed themselves."""
         ancestor = ref.metadata.common_ancestor_hash if ref.metadata else None
-        if ancestor is None or not ref.name.startswith((RUN_BRANCH_PREFIX, PUBLICATION_PREFIX)):
+        if ancestor is None or not is_ours(ref.name, RUN_BRANCH_PREFIX, PUBLICATION_PREFIX):
             return self._at(_as_listed(ref))
         if ref.name not in self._tables:
             changed = self._client.diff(f"@{ancestor}", _as_listed(ref)) if ancestor != ref.hash else ()

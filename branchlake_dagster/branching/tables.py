@@ -37,8 +37,9 @@ def table_metadata(
     `write_mode`: default `replace_partitions` when the asset is partitioned by a column, else
     `replace_table`. `keys`: the columns an `upsert` matches on. `partition_by`: the column that holds the
     partition, or for multi-dimensional partitions `{dimension: column}`; a time window needs a timestamp
-    or (if it is made of whole days) date column, others a string column equal to the key. `require_checks`: whether
-    a run that writes this table without any check is blocked (default: the setting of that name).
+    or (if it is made of whole days) date column, others a string column equal to the key.
+    `require_checks`: whether a run that writes this table without any check is blocked (default: the setting
+    of that name).
     `isolation`: with `serializable` a run is published only if nothing it read changed on `main` meanwhile;
     the default, `snapshot`, asks that only of what it wrote.
     """

@@ -25,6 +25,7 @@ from branchlake_dagster.branching.discard import discard
 from branchlake_dagster.branching.run_branch import RunBranch, main_with_history
 from branchlake_dagster.cli.bench_overhead import overhead
 from branchlake_dagster.cli.bench_reconcile import reconcile_seconds
+from branchlake_dagster.cli.bench_waiting import waiting_seconds
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.nessie.model import Reference
 from branchlake_dagster.publication.candidate import Candidate, Published, write_set
@@ -121,7 +122,9 @@ class _Bench:
         return lost, doubled
 
 
-def measure(settings: Settings, *, rounds: int, branches: int, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(
+    settings: Settings, *, rounds: int, branches: int, waiting: int, say: Callable[[str], None]
+) -> dict[str, Any]:
     """All figures, in one run on an embedded stack of its own. Times in the keys' units."""
     with tempfile.TemporaryDirectory(prefix="branchlake-bench-") as folder:
         lake = Lakehouse(settings.model_copy(update={"state_dir": Path(folder) / "state"}), say=say)
@@ -138,6 +141,8 @@ def measure(settings: Settings, *, rounds: int, branches: int, say: Callable[[st
             found |= _disjoint(bench, rounds)
             lost, doubled = bench.lost_and_doubled()
             say(f"Reconciling {branches:,} branches …")
+            say(f"{waiting:,} finished runs of one table …")
+            found |= waiting_seconds(lake, waiting, say=say)
             found["reconcile_10k_s"] = round(reconcile_seconds(lake, branches, say=say), 2)
             say("A write of ten seconds, on a branch and straight to main …")
             found |= overhead(lake, say=say)

@@ -1,4 +1,4 @@
-"""How soon a backlog of finished runs of one table is visible: what a night without the daemon leaves behind."""
+"""How soon a backlog of finished runs of one table is visible, as a night without the daemon leaves it."""
 
 from __future__ import annotations
 
@@ -57,8 +57,6 @@ def waiting_seconds(lake: Lakehouse, count: int, *, say: Callable[[str], None]) 
         while published < count:
             start, before = time.perf_counter(), published
             for outcome in reconciler.run(budget_s=_BUDGET_S):
-                if __import__("os").environ.get("DBG"):
-                    print(str(outcome)[:400])
                 if outcome.action is Action.PUBLISHED:
                     first = first or time.perf_counter() - began
                     published += 1

@@ -14,8 +14,8 @@ telemetry:
 nux:
   enabled: false
 
-# Fails runs that never start or never stop. (That a worker died it sees only with launchers that can ask
-# for it, such as the Kubernetes one; the default launcher cannot.)
+# Fails runs that never start or never stop. (A dead worker is seen by the code server that started it; should
+# that be dead too, the sensor dead_writer_sensor does.)
 run_monitoring:
   enabled: true
   poll_interval_seconds: 30

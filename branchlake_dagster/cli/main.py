@@ -89,7 +89,13 @@ def status(as_json: bool) -> None:
 
 @main.command()
 @click.option("--dry-run", is_flag=True, help="Only say what would be done, and why.")
-def reap(dry_run: bool) -> None:
+@click.option(
+    "--branch",
+    "names",
+    multiple=True,
+    help="End this branch, or sweep this discarded- tag, although another Dagster instance made it.",
+)
+def reap(dry_run: bool, names: tuple[str, ...]) -> None:
     """End run branches that nobody will publish and delete what long discarded ones left; say why.
 
     Waits for half a minute when a writer is silent, to tell whether it is dead; with --dry-run it does not.
@@ -99,15 +105,48 @@ def reap(dry_run: bool) -> None:
     from branchlake_dagster.cli.home import dagster_home
     from branchlake_dagster.cli.reaping import show
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-    from branchlake_dagster.publication.reaping import reap_branches, sweep_discarded
+    from branchlake_dagster.publication.reaping import end_named, reap_branches, sweep_discarded
 
     settings = Settings()
     dagster_home(settings)
     lake = Lakehouse(settings, say=say)
     with DagsterInstance.get() as instance:
-        reaped = list(reap_branches(lake, instance, dry_run=dry_run))
-        swept = list(sweep_discarded(lake, instance, dry_run=dry_run))
+        if names:
+            reaped, swept = end_named(lake, instance, names, dry_run=dry_run)
+        else:
+            reaped = list(reap_branches(lake, instance, dry_run=dry_run))
+            swept = list(sweep_discarded(lake, instance, dry_run=dry_run))
     show(reaped, swept, dry_run=dry_run)
+
+
+@main.group(name="set-aside", invoke_without_command=True)
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.pass_context
+def set_aside(ctx: click.Context, as_json: bool) -> None:
+    """Runs that could not be judged or published after several attempts, and what to do with them."""
+    if ctx.invoked_subcommand is None:
+        from branchlake_dagster.cli.set_aside import gather, show
+
+        found = gather(Settings())
+        click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+
+
+@set_aside.command()
+@click.argument("run_id")
+def retry(run_id: str) -> None:
+    """Let the publication sensor try the run again."""
+    from branchlake_dagster.cli.set_aside import retry_run
+
+    click.echo(retry_run(Settings(), run_id))
+
+
+@set_aside.command()
+@click.argument("run_id")
+def end(run_id: str) -> None:
+    """Give the run up: its branch is discarded, and nothing of it is published."""
+    from branchlake_dagster.cli.set_aside import end_run
+
+    click.echo(end_run(Settings(), run_id))
 
 
 @main.command()
@@ -148,9 +187,10 @@ def lifecycle(as_json: bool, rounds: int) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.option("--rounds", default=80, show_default=True, help="Samples of each kind.")
 @click.option("--branches", default=10_000, show_default=True, help="Branches to reconcile.")
-def publication(as_json: bool, rounds: int, branches: int) -> None:
+@click.option("--waiting", default=1_000, show_default=True, help="Finished runs of one table.")
+def publication(as_json: bool, rounds: int, branches: int, waiting: int) -> None:
     """Branch, publication, rebase and clean-up, beside Nessie's bare calls."""
     from branchlake_dagster.cli.bench_publication import measure, show
 
-    found = measure(Settings(), rounds=rounds, branches=branches, say=say)
+    found = measure(Settings(), rounds=rounds, branches=branches, waiting=waiting, say=say)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)

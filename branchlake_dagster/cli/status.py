@@ -12,9 +12,11 @@ from rich.table import Table
 
 from branchlake_dagster.branching.beats import HeartbeatStore, HeartbeatsUnreadable
 from branchlake_dagster.branching.claims import claims
-from branchlake_dagster.branching.discard import DISCARDED_PREFIX
+from branchlake_dagster.branching.discard import DISCARDED_TAGS
+from branchlake_dagster.branching.makers import Makers, instance_id
 from branchlake_dagster.branching.pulse import glance
 from branchlake_dagster.branching.run_branch import run_id_of
+from branchlake_dagster.branching.table_files import TableFiles
 from branchlake_dagster.cli.home import dagster_home
 from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -59,6 +61,7 @@ def gather(settings: Settings) -> dict[str, Any]:
             pulses, unknown = _pulses(settings, now), "none"
         except HeartbeatsUnreadable:
             pulses, unknown = {}, "unreadable"
+        makers = Makers(lake.nessie, instance_id(instance), TableFiles(settings.file_io_properties()))
         for ref in refs:
             record = holders[ref.name]
             head = ref.metadata.head_commit if ref.metadata else None
@@ -71,6 +74,7 @@ def gather(settings: Settings) -> dict[str, Any]:
                     "age_s": round((now - born).total_seconds()) if born else None,
                     "commits": ref.metadata.commits_ahead if ref.metadata else None,
                     "heartbeat": pulses.get(ref.name, unknown),
+                    "instances": [] if record else list(makers.of(ref).by),
                 }
             )
     ledger = [
@@ -83,7 +87,7 @@ def gather(settings: Settings) -> dict[str, Any]:
         }
         for entry in islice(publications(lake.nessie, limit=_LAST), _LAST)
     ]
-    tags = lake.nessie.references(filter=f"refType == 'TAG' && ref.name.startsWith('{DISCARDED_PREFIX}')")
+    tags = lake.nessie.references(filter=DISCARDED_TAGS)
     found["discarded"] = sorted(tag.name for tag in tags)
     return {**found, "main": lake.nessie.reference(MAIN).hash, "branches": branches, "publications": ledger}
 
@@ -113,7 +117,8 @@ def show(found: dict[str, Any]) -> None:
     )
     for row in found["branches"]:
         age = "?" if row["age_s"] is None else f"{row['age_s'] // 60} min {row['age_s'] % 60} s"
-        branches.add_row(row["branch"], row["state"], age, str(row["commits"]), row["heartbeat"])
+        of = f", of instance {', '.join(row['instances'])}" if row["instances"] else ""
+        branches.add_row(row["branch"], row["state"] + of, age, str(row["commits"]), row["heartbeat"])
     console.print(branches)
     if found["discarded"]:
         hours = found["discard_grace_h"]

@@ -149,6 +149,10 @@ class NessieRefused(NessieError, Terminal):
     """The server understood the request and will not do it (4xx without a class of its own)."""
 
 
+class NotNessie(NessieRefused):
+    """A whole answer that no Nessie gives, such as a proxy's page. Asked again first: such pages pass."""
+
+
 class NessieUnauthorized(NessieError, Terminal):
     """The token is missing, expired or not allowed to do this (401, 403)."""
 

@@ -12,7 +12,7 @@ from branchlake_dagster.lakehouse.nessie.model import Reference
 def end(client: NessieClient, branch: Reference, *, keep_data: bool) -> None:
     """Delete the branch, then its pin. A branch that stays keeps it: somebody has begun with it."""
     if drop(client, branch, keep_data=keep_data):
-        unpin(client, branch.name)
+        unpin(client, branch.name, at=branch.hash)
 
 
 def drop(client: NessieClient, branch: Reference, *, keep_data: bool) -> bool:

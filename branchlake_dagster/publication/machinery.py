@@ -26,6 +26,7 @@ from branchlake_dagster.publication.reaping import reap_job, reap_schedule
 from branchlake_dagster.publication.reconcile import Reconciler
 from branchlake_dagster.publication.tick import Tick
 from branchlake_dagster.publication.unbranched import settle_unbranched
+from branchlake_dagster.publication.watching import dead_writer_sensor
 from branchlake_dagster.settings import Settings
 
 
@@ -46,7 +47,7 @@ def branchlake_definitions(
             "spark": spark,
             "io_manager": NessieBranchIOManager(lakehouse=lakehouse, spark=spark),
         },
-        sensors=[_publication_sensor(settings)],
+        sensors=[_publication_sensor(settings), dead_writer_sensor(settings)],
         jobs=[reaper],
         schedules=[reap_schedule(reaper, settings)],
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from branchlake_dagster.branching.names import branches
 from branchlake_dagster.branching.run_branch import branch_name
 from branchlake_dagster.lakehouse.errors import ReferenceNotFound
 from branchlake_dagster.lakehouse.lakehouse import MAIN
@@ -21,7 +22,7 @@ from branchlake_dagster.publication.ledger import publications_in
 PUBLICATION_BRANCH_PREFIX = "publish-"
 """They are called `publish-{run_id}`, after the oldest of their runs."""
 
-PUBLICATION_BRANCHES = f"refType == 'BRANCH' && ref.name.startsWith('{PUBLICATION_BRANCH_PREFIX}')"
+PUBLICATION_BRANCHES = branches(PUBLICATION_BRANCH_PREFIX)
 """Nessie's filter for them."""
 
 REBASED = "branchlake.rebased"

@@ -24,15 +24,23 @@ from dagster import (
 
 from branchlake_dagster.branching.beats import Beat, HeartbeatStore
 from branchlake_dagster.branching.claims import claims, successors
+from branchlake_dagster.branching.ended import tell_ended
+from branchlake_dagster.branching.makers import instance_id
+from branchlake_dagster.branching.names import (
+    DISCARDED_PREFIX,
+    PUBLICATION_PREFIX,
+    SWEEPING_PREFIX,
+    is_ours,
+)
 from branchlake_dagster.branching.reaper import Reaper
 from branchlake_dagster.branching.reaping_rules import Action, Holder, Limits, Reaping, RunState
 from branchlake_dagster.branching.resource import LakehouseResource
-from branchlake_dagster.branching.run_tags import judged, opened_by, published_as
-from branchlake_dagster.branching.sweep import Sweeper, Sweeping
+from branchlake_dagster.branching.run_tags import FENCED, judged, opened_by, published_as
+from branchlake_dagster.branching.sweep import TAGS, Sweeper, Sweeping
 from branchlake_dagster.branching.table_files import TableFiles
-from branchlake_dagster.lakehouse.errors import BranchlakeError, Transient
+from branchlake_dagster.lakehouse.errors import BranchlakeError, Terminal, Transient
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.settings import Settings
+from branchlake_dagster.settings import RUN_BRANCH_PREFIX, Settings
 
 T = TypeVar("T")
 _NOTED = {DagsterEventType.STEP_FAILURE, DagsterEventType.STEP_UP_FOR_RETRY}
@@ -40,6 +48,10 @@ _NOTED = {DagsterEventType.STEP_FAILURE, DagsterEventType.STEP_UP_FOR_RETRY}
 
 class RunsUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
     """Dagster's storage does not answer, so nobody can say which branches are in use."""
+
+
+class NotOurs(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """A reference that was to be ended has no name of ours."""
 
 
 class DagsterRuns:
@@ -90,6 +102,10 @@ class DagsterRuns:
         if run is not None and not run.is_finished:
             self._instance.report_run_failed(run, message)
 
+    def fenced(self, run_id: str, branch: str, reason: str) -> None:
+        """Show on a run that has no verdict that its branch was discarded, and why."""
+        tell_ended(self._instance, run_id, branch, verdict=FENCED, reason=f"its branch was ended: {reason}")
+
 
 def _holder(branch: str, record: RunRecord) -> Holder:
     run = record.dagster_run
@@ -115,8 +131,28 @@ def reap_branches(
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
     monotonic: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
+    only: Collection[str] | None = None,
 ) -> Iterator[Reaping]:
-    """One pass of the reaper over the lake, with Dagster's knowledge of runs."""
+    """One pass of the reaper over the lake, with Dagster's knowledge of runs.
+
+    `only` are branches that a person has named, whoever made them.
+    """
+    reaper = _reaper(
+        lake, instance, only=only, anyones=only is not None, now=now, monotonic=monotonic, sleep=sleep
+    )
+    return reaper.run(dry_run=dry_run)
+
+
+def _reaper(
+    lake: Lakehouse,
+    instance: DagsterInstance,
+    *,
+    only: Collection[str] | None = None,
+    anyones: bool = False,
+    now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    monotonic: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Reaper:
     settings = lake.settings
     return Reaper(
         lake.nessie,
@@ -126,7 +162,17 @@ def reap_branches(
         now=now,
         monotonic=monotonic,
         sleep=sleep,
-    ).run(dry_run=dry_run)
+        instance=instance_id(instance),
+        files=TableFiles(settings.file_io_properties()),
+        only=only,
+        anyones=anyones,
+    )
+
+
+def end_dead(lake: Lakehouse, instance: DagsterInstance, dead: Collection[Beat]) -> Iterator[Reaping]:
+    """End the branches and runs of writers that were watched and are dead; look at nothing else."""
+    branches = {beat.branch for beat in dead}
+    return _reaper(lake, instance, only=branches).run(dead=dead)
 
 
 def sweep_discarded(
@@ -135,8 +181,12 @@ def sweep_discarded(
     *,
     dry_run: bool = False,
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    only: str | None = None,
 ) -> Iterator[Sweeping]:
-    """Delete the files of branches that were discarded longer ago than `discard_grace_h`."""
+    """Delete the files of branches that were discarded longer ago than `discard_grace_h`.
+
+    `only` is a tag that a person has named, whoever made it.
+    """
     settings = lake.settings
     return Sweeper(
         lake.nessie,
@@ -144,7 +194,33 @@ def sweep_discarded(
         DagsterRuns(instance).holders,
         grace=timedelta(hours=settings.discard_grace_h),
         now=now,
+        instance=instance_id(instance),
+        listing=TAGS if only is None else f"refType == 'TAG' && ref.name == '{only}'",
+        anyones=only is not None,
     ).run(dry_run=dry_run)
+
+
+def end_named(
+    lake: Lakehouse, instance: DagsterInstance, names: Collection[str], *, dry_run: bool = False
+) -> tuple[list[Reaping], list[Sweeping]]:
+    """End these branches and sweep these tags, whichever Dagster instance made them: a person has said so.
+
+    What beats, waits for its verdict, is younger than its grace or needed elsewhere stays all the same.
+    Raises NotOurs, before anything is done, for a name that no machinery of ours has given.
+    """
+    for name in names:
+        if not is_ours(name, RUN_BRANCH_PREFIX, PUBLICATION_PREFIX, DISCARDED_PREFIX, SWEEPING_PREFIX):
+            raise NotOurs(
+                f"{name} is no branch or tag of a run.",
+                branch=name,
+                hint="Delete it with Nessie's own tools, if it is yours.",
+            )
+    wanted = {name for name in names if is_ours(name, RUN_BRANCH_PREFIX, PUBLICATION_PREFIX)}
+    reaped = list(reap_branches(lake, instance, dry_run=dry_run, only=wanted)) if wanted else []
+    swept = [
+        sweep_discarded(lake, instance, dry_run=dry_run, only=name) for name in names if name not in wanted
+    ]
+    return reaped, [one for each in swept for one in each]
 
 
 def limits_of(settings: Settings) -> Limits:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 from dagster import DagsterInstance, DagsterRun
 from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGraph
 
+from branchlake_dagster.branching.names import branches
 from branchlake_dagster.branching.run_branch import branch_name
 from branchlake_dagster.branching.run_tags import BRANCH_TAG, base_hash_of
 from branchlake_dagster.lakehouse.errors import NessieError, ReferenceNotFound
@@ -35,7 +38,7 @@ from branchlake_dagster.publication.recheck import Answer, Recheck, Waits
 from branchlake_dagster.publication.trouble import Troubles
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX, Settings
 
-RUN_BRANCHES = f"refType == 'BRANCH' && ref.name.startsWith('{RUN_BRANCH_PREFIX}')"
+RUN_BRANCHES = branches(RUN_BRANCH_PREFIX)
 """Nessie's filter for branches that are ours."""
 
 
@@ -43,7 +46,8 @@ class Reconciler:
     """Brings run branches to their end. Several may run at once: every step can be repeated.
 
     `graph` are the definitions that say which checks an asset has; `location` is the code location they
-    come from (None: judge the runs of all). `clock` counts seconds, `now` is the wall clock.
+    come from (None: judge the runs of all). `clock` counts seconds, `now` is the wall clock, `at_once` the
+    runs that are looked at or told at the same time.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Reconciler:
         location: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        at_once: int = 4,
     ) -> None:
         self._client = client
         self._publisher = publisher
@@ -64,6 +69,7 @@ class Reconciler:
         self._location = location
         self._clock = clock
         self._until = math.inf
+        self._at_once = at_once
         self._judge = Judge(client, publisher.known, instance, graph, settings, clock=clock)
         self._finisher = Finisher(
             client, publisher, instance, keep_hours=settings.keep_failed_hours, clock=clock
@@ -86,9 +92,11 @@ class Reconciler:
         graph: BaseAssetGraph[Any],
         *,
         location: str | None = None,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> Reconciler:
         """The reconciler of a lake and its Iceberg tables."""
-        return cls(lake.nessie, publisher_of(lake), instance, graph, lake.settings, location=location)
+        publisher = publisher_of(lake)
+        return cls(lake.nessie, publisher, instance, graph, lake.settings, location=location, now=now)
 
     def run(self, *, budget_s: float = math.inf) -> Iterator[Outcome]:
         """Every run branch, for `budget_s` seconds; runs that wait for the same tables go together."""
@@ -154,11 +162,12 @@ class Reconciler:
                 waiting.pop(outcome.branch)
                 yield outcome
         rest = iter(waiting.values())
-        while batch := list(islice(rest, GROUP)):
-            if self._clock() >= self._until:
-                yield from (_waits(one, "its turn comes with the next tick") for one in (*batch, *rest))
-                return
-            yield from self._batch(batch, reserved, inside=inside)
+        with _each(self._at_once if len(waiting) > 1 else 1) as each:
+            while batch := list(islice(rest, GROUP)):
+                if self._clock() >= self._until:
+                    yield from (_waits(one, "its turn comes with the next tick") for one in (*batch, *rest))
+                    return
+                yield from self._batch(batch, reserved, each, inside=inside)
 
     def _checked(
         self,
@@ -187,27 +196,28 @@ class Reconciler:
         return self._answered(members, lambda evidence: self._recheck.advance(state, evidence), reserved)
 
     def _batch(
-        self, batch: Sequence[Ended], reserved: dict[ContentKey, str], *, inside: bool
+        self,
+        batch: Sequence[Ended],
+        reserved: dict[ContentKey, str],
+        each: Callable[..., Iterable[Any]],
+        *,
+        inside: bool,
     ) -> Iterator[Outcome]:
         """From verdict to publication."""
-        ready: list[Judged] = []
-        for each in batch:
-            held = self._held(each, reserved) if reserved else None
-            found = held or self._look(each, inside=inside)
-            if isinstance(found, Outcome):
-                yield found
-            elif found.known or found.candidate is None:
-                yield self._finished(found, found.known)
-            else:
-                ready.append(found)
+
+        def look(one: Ended) -> Outcome | Judged:
+            held = self._held(one, reserved) if reserved else None
+            return held or self._look(one, inside=inside)
+
+        found: list[Outcome | Judged] = list(each(look, batch))
+        yield from (one for one in found if isinstance(one, Outcome))
+        judged = [one for one in found if isinstance(one, Judged)]
+        ready = [one for one in judged if one.candidate and not one.known]
         results = self._publisher.publish([one.candidate for one in ready if one.candidate])
-        unchecked: list[Judged] = []
-        for one in ready:
-            result = results[one.branch.name]
-            if isinstance(result, NeedsChecks):
-                unchecked.append(one)
-            else:
-                yield self._finished(one, result)
+        answers = [(one, results.get(one.branch.name, one.known)) for one in judged]
+        unchecked = [one for one, answer in answers if isinstance(answer, NeedsChecks)]
+        settled = [pair for pair in answers if not isinstance(pair[1], NeedsChecks)]
+        yield from each(lambda pair: self._finished(*pair), settled)
         by_candidate = {one.candidate: one for one in unchecked if one.candidate}
         for group in groups(list(by_candidate)):
             members = {candidate: by_candidate[candidate] for candidate in group}
@@ -266,6 +276,16 @@ class Reconciler:
             return self._finisher.finish(one, result, until=self._until)
         except Exception as error:  # noqa: BLE001 - it becomes this run's outcome
             return self._troubles.note(one.branch.name, one.run, error)
+
+
+@contextmanager
+def _each(at_once: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """`map`, several at once: most of the time is spent in waiting for Nessie and Dagster's database."""
+    if at_once == 1:
+        yield map
+        return
+    with ThreadPoolExecutor(at_once) as pool:
+        yield pool.map
 
 
 def _tables(candidate: Candidate) -> Iterator[ContentKey]:

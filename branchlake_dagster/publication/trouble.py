@@ -6,6 +6,7 @@ How often it was tried and when it is again stands in the run's tags; nothing el
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -14,16 +15,25 @@ from dagster import DagsterInstance, DagsterRun, RunsFilter
 from dagster._core.events import EngineEventData
 from sqlalchemy.exc import DBAPIError
 
+from branchlake_dagster.branching.pin import unpin
 from branchlake_dagster.branching.run_tags import (
     ATTEMPTS_TAG,
+    BRANCH_TAG,
     NEXT_ATTEMPT_TAG,
     NONE,
+    PUBLICATION_TAG,
     REASON_TAG,
     SET_ASIDE,
+    VERDICT_TAG,
+    base_hash_of,
     opened_by,
     shortened,
 )
-from branchlake_dagster.lakehouse.errors import BranchlakeError, may_pass
+from branchlake_dagster.lakehouse.errors import BranchlakeError, ReferenceNotFound, may_pass
+from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.publication.ending import drop
+from branchlake_dagster.publication.main_log import BaseNotOnMain, MainLog
 from branchlake_dagster.publication.outcome import Action, Outcome
 
 ATTEMPTS = 8
@@ -94,6 +104,32 @@ def set_aside(instance: DagsterInstance) -> Iterator[DagsterRun]:
     for run in instance.get_runs(RunsFilter(tags={NEXT_ATTEMPT_TAG: SET_ASIDE})):
         if opened_by(run.tags, run.run_id):
             yield run
+
+
+def give_up(client: NessieClient, instance: DagsterInstance, run: DagsterRun) -> str:
+    """Discard the branch of a run that is set aside, and tell the run; what was done, in a sentence.
+
+    What was published of it all the same (the attempt that broke may have come that far) is told instead.
+    """
+    branch = run.tags[BRANCH_TAG]
+    base, head, done = base_hash_of(run.tags, branch), None, None
+    with contextlib.suppress(ReferenceNotFound):
+        found = client.reference(branch)
+        head = found.hash
+        drop(client, found, keep_data=False)
+    if base is not None:
+        with contextlib.suppress(BaseNotOnMain):
+            at = client.reference(MAIN).hash
+            done = MainLog().published(client, branch, base=base, head=head, at=at)
+    text = "Given up by hand: its branch was discarded, nothing of it was published."
+    tags = {VERDICT_TAG: "blocked", REASON_TAG: shortened(f"{text} {run.tags.get(REASON_TAG, '')}".rstrip())}
+    if done is not None:
+        text = f"Given up by hand, but main has it: published as {done.hash}."
+        tags = {VERDICT_TAG: "passed", PUBLICATION_TAG: done.hash, REASON_TAG: NONE}
+    instance.report_engine_event(text, run, EngineEventData({}))
+    instance.add_run_tags(run.run_id, {**tags, NEXT_ATTEMPT_TAG: NONE})
+    unpin(client, branch)
+    return f"Run {run.run_id}: {text}"
 
 
 def retry(instance: DagsterInstance, run: DagsterRun) -> None:

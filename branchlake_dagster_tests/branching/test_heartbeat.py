@@ -58,6 +58,7 @@ def test_a_beat_is_one_small_json_file_per_writer(store: HeartbeatStore, tmp_pat
         "interval_s": 10,
         "pid": 1,
         "host": "host",
+        "instance": "",
     }
     found = sorted(store.all(), key=lambda beat: beat.writer)
     assert [replace(beat, text="") for beat in found] == [
@@ -90,6 +91,106 @@ def test_a_damaged_file_is_a_writer_that_proves_nothing(store: HeartbeatStore, t
     (beat,) = store.all()
     assert (beat.branch, beat.writer, beat.text) == ("run-1", "host-1-abc", "{")
     assert glance([beat], NOW) == {beat: Pulse.SUSPECT}
+
+
+GOOD = {
+    "run_id": "1",
+    "kind": "run",
+    "counter": 1,
+    "written_at": "2026-11-21T12:00:00+00:00",
+    "interval_s": 10,
+    "pid": 1,
+    "host": "host",
+}
+
+
+def without(name: str) -> bytes:
+    return json.dumps({key: value for key, value in GOOD.items() if key != name}).encode()
+
+
+def holding(name: str, value: str) -> bytes:
+    return json.dumps(GOOD | {name: "@"}).replace('"@"', value).encode()
+
+
+BAD = {
+    "empty": b"",
+    "cut off": json.dumps(GOOD).encode()[:-9],
+    "not UTF-8": b"\xff\xfe\x00{",
+    "no object": b"[1, 2]",
+    "a number": b"7",
+    "deep": b"[" * 50_000,
+    "another version": json.dumps({"version": 2, "writer": {"run": "1"}}).encode(),
+    "no time": without("written_at"),
+    "no interval": without("interval_s"),
+    "infinite interval": holding("interval_s", "1e999"),
+    "no number": holding("interval_s", "NaN"),
+    "interval 0": holding("interval_s", "0"),
+    "interval of years": holding("interval_s", "1e9"),
+    "negative interval": holding("interval_s", "-10"),
+    "infinite counter": holding("counter", "1e999"),
+    "long counter": holding("counter", "9" * 5000),
+    "infinite pid": holding("pid", "1e999"),
+    "naive time": holding("written_at", '"2026-11-21T12:00:00"'),
+    "first of all times": holding("written_at", '"0001-01-01T00:00:00+14:00"'),
+    "time of another type": holding("written_at", "12"),
+    "null": holding("written_at", "null"),
+}
+
+
+@pytest.mark.parametrize("text", BAD.values(), ids=BAD)
+def test_a_bad_file_concerns_its_own_branch(store: HeartbeatStore, tmp_path: Path, text: bytes) -> None:
+    store.write(BEAT)
+    store.write(replace(BEAT, branch="run-2", writer="bad"))
+    bad_file = tmp_path / "_branchlake/heartbeats/run-2/bad.json"
+    bad_file.write_bytes(text)
+    found = {beat.branch: beat for beat in store.all()}
+    assert replace(found["run-1"], text="") == BEAT
+    bad = found["run-2"]
+    assert (bad.writer, bad.kind, bad.silent_s) == ("bad", "unknown", 30)
+    assert glance(found.values(), NOW)[bad] is Pulse.SUSPECT
+    time = Time()
+    told = watch(store, [bad], monotonic=time.monotonic, sleep=time.sleep)
+    assert (told, time.now) == ({bad: Pulse.DEAD}, 1030)
+    store.remove("run-2", "bad")
+    assert not bad_file.exists()
+
+
+def test_a_kind_that_is_not_known_counts_as_a_publisher_too(store: HeartbeatStore, tmp_path: Path) -> None:
+    store.write(BEAT)
+    file = tmp_path / "_branchlake/heartbeats/run-1/host-1-abc.json"
+    file.write_bytes(holding("kind", '"streamer"'))
+    (beat,) = store.all()
+    assert (beat.kind, beat.counter) == ("unknown", 1)
+
+
+def test_a_folder_in_the_place_of_a_file_is_nobody(store: HeartbeatStore, tmp_path: Path) -> None:
+    store.write(BEAT)
+    (tmp_path / "_branchlake/heartbeats/run-2/odd.json").mkdir(parents=True)
+    assert [beat.branch for beat in store.all()] == ["run-1"]
+
+
+def test_who_cannot_be_read_is_not_called_silent(
+    store: HeartbeatStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write(BEAT)
+    store.write(replace(BEAT, branch="run-2"))
+    real = store._files
+
+    class Forbidding:
+        def __getattr__(self, name: str) -> object:
+            return getattr(real, name)
+
+        def open_input_stream(self, path: str) -> object:
+            if "run-2" in path:
+                raise PermissionError(path)
+            return real.open_input_stream(path)
+
+    monkeypatch.setattr(store, "_files", Forbidding())
+    found = {beat.branch: beat for beat in store.all()}
+    assert replace(found["run-1"], text="") == BEAT
+    time = Time()
+    told = watch(store, [found["run-2"]], monotonic=time.monotonic, sleep=time.sleep)
+    assert told == {found["run-2"]: Pulse.ALIVE}
 
 
 def test_an_unreadable_folder_is_no_empty_one(tmp_path: Path) -> None:

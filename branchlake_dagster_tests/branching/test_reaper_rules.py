@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from branchlake_dagster.branching.makers import UNTOLD, Maker, Origin
 from branchlake_dagster.branching.pulse import Pulse
 from branchlake_dagster.branching.reaping_rules import (
     Action,
@@ -21,6 +22,7 @@ LIMITS = Limits(max_age=6 * HOUR, orphan_grace=HOUR)
 KEEP, DELETE, DISCARD, GIVE_BACK = Action
 ACTIVE, AWAITING, PUBLISHED, UNPUBLISHED, MISSING = RunState
 ALIVE, SUSPECT, DEAD = Pulse
+OURS, THEIRS = Origin(Maker.HERE, ("here",)), Origin(Maker.ELSEWHERE, ("there",))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,7 @@ ALIVE, SUSPECT, DEAD = Pulse
         (AWAITING, HOUR, KEEP),
         (AWAITING, 1000 * HOUR, KEEP),  # a run that passed is never lost
         (MISSING, timedelta(minutes=5), KEEP),
-        (MISSING, 2 * HOUR, DISCARD),
+        (MISSING, 2 * HOUR, KEEP),  # another instance may know it
         (MISSING, None, KEEP),
     ],
 )
@@ -54,7 +56,7 @@ def test_seed_000_rules_and_their_guards(state: RunState, age: timedelta | None,
         (ACTIVE, 7 * HOUR, {SUSPECT}, KEEP, "silent"),
         (ACTIVE, HOUR, {DEAD}, DISCARD, "its writer is dead"),
         (MISSING, 7 * HOUR, {ALIVE}, KEEP, "its writer beats"),
-        (MISSING, 7 * HOUR, {DEAD}, DISCARD, "no run of that id"),
+        (MISSING, 7 * HOUR, {DEAD}, KEEP, "nothing says which Dagster instance made it"),
         (MISSING, HOUR / 2, {DEAD}, KEEP, "a short while ago"),
         # A writer that still beats for a run that ended is fenced all the same.
         (UNPUBLISHED, HOUR, {ALIVE}, DISCARD, "not published"),
@@ -104,7 +106,31 @@ def test_a_publication_that_was_begun_is_left_to_the_publisher(state: RunState) 
     [(set(), True, KEEP), ({DEAD}, True, KEEP), ({DEAD}, False, DELETE), ({ALIVE}, False, KEEP)],
 )
 def test_publication_branches(pulses: set[Pulse], exists: bool, action: Action) -> None:
-    assert decide_publication(frozenset(pulses), run_branch_exists=exists)[0] is action
+    for state, made in ((PUBLISHED, UNTOLD), (MISSING, OURS)):
+        found, _ = decide_publication(frozenset(pulses), run_branch_exists=exists, state=state, made=made)
+        assert found is action
+    for made in (THEIRS, UNTOLD):
+        found, _ = decide_publication(frozenset(pulses), run_branch_exists=exists, state=MISSING, made=made)
+        assert found is KEEP
+
+
+@pytest.mark.parametrize(
+    ("age", "made", "action", "told"),
+    [
+        (HOUR / 2, OURS, KEEP, "a short while ago"),
+        (None, OURS, KEEP, "age is unknown"),
+        (2 * HOUR, OURS, DISCARD, "any more"),
+        (1000 * HOUR, THEIRS, KEEP, "it belongs to Dagster instance there"),
+        (None, THEIRS, KEEP, "it belongs to Dagster instance there"),
+        (1000 * HOUR, UNTOLD, KEEP, "nothing says which Dagster instance made it"),
+    ],
+)
+def test_what_no_run_is_known_of_is_ended_by_its_own_instance(
+    age: timedelta | None, made: Origin, action: Action, told: str
+) -> None:
+    found, reason = decide(Facts(MISSING, age, made=made), LIMITS)
+    assert found is action
+    assert told in reason
 
 
 def test_a_waiting_run_says_for_how_long() -> None:
@@ -117,7 +143,15 @@ pulses = st.frozensets(st.sampled_from(list(Pulse)))
 
 @given(
     st.builds(
-        Facts, st.sampled_from(list(RunState)), ages, ages, pulses, pulses, st.booleans(), st.booleans()
+        Facts,
+        st.sampled_from(list(RunState)),
+        ages,
+        ages,
+        pulses,
+        pulses,
+        st.booleans(),
+        st.booleans(),
+        st.builds(Origin, st.sampled_from(list(Maker))),
     ),
     st.builds(Limits, *[st.integers(0, 600).map(lambda minutes: timedelta(minutes=minutes))] * 3),
 )
@@ -131,7 +165,7 @@ def test_what_is_proven_neither_finished_nor_abandoned_is_kept(facts: Facts, lim
         assert action is KEEP
     if facts.state in (ACTIVE, MISSING) and facts.writers & {ALIVE, SUSPECT}:
         assert action is KEEP
-    if facts.state is MISSING and facts.age is None:
+    if facts.state is MISSING and (facts.age is None or facts.made.maker is not Maker.HERE):
         assert action is KEEP
     assert action is not GIVE_BACK  # that is for branches which are gone
     # Only what is on `main` goes without a tag that can bring it back.

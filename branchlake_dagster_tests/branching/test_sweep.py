@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from zlib import crc32
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +17,9 @@ from pyiceberg.types import StringType
 
 from branchlake_dagster.branching.discard import discard, discarded_name, take_over
 from branchlake_dagster.branching.history import MainHistory
+from branchlake_dagster.branching.makers import INSTANCE
 from branchlake_dagster.branching.reaping_rules import Holder, RunState
+from branchlake_dagster.branching.run_branch import branch_name
 from branchlake_dagster.branching.sweep import Sweeper, Sweeping
 from branchlake_dagster.branching.table_files import TableFiles, plain, within
 from branchlake_dagster.lakehouse.errors import NessieUnavailable
@@ -42,8 +45,12 @@ class Lake:
         self.root = Path(lake.settings.warehouse_uri.removeprefix("file://")) / namespace
         self.holders: dict[str, Holder] = {}
 
+    def named(self, name: str) -> str:
+        """The branch of a run: its UUID ends in the namespace's."""
+        return f"run-{crc32(name.encode()):08x}-0000-4000-8000-{self.namespace[1:]}"
+
     def branch(self, name: str) -> str:
-        branch = f"run-{self.namespace}-{name}"
+        branch = self.named(name)
         head = self.nessie.reference(MAIN).hash
         self.nessie.create_branch(branch, from_ref=MAIN, from_hash=head)
         return branch
@@ -65,10 +72,12 @@ class Lake:
         return {str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file()}
 
     def names(self) -> set[str]:
-        found = self.nessie.references(filter=f"ref.name.contains('{self.namespace}')")
+        found = self.nessie.references(filter=f"ref.name.contains('{self.namespace[1:]}')")
         return {ref.name for ref in found}
 
-    def sweep(self, *, later: timedelta = 2 * HOUR, dry_run: bool = False) -> list[Sweeping]:
+    def sweep(
+        self, *, later: timedelta = 2 * HOUR, dry_run: bool = False, anyones: bool = True
+    ) -> list[Sweeping]:
         def holders(branches: Collection[str]) -> Mapping[str, Holder]:
             return {branch: self.holders[branch] for branch in branches if branch in self.holders}
 
@@ -78,7 +87,9 @@ class Lake:
             holders,
             grace=HOUR,
             now=lambda: datetime.now(UTC) + later,
-            listing=f"refType == 'TAG' && ref.name.contains('-{self.namespace}')",
+            anyones=anyones,
+            instance="here",
+            listing=f"refType == 'TAG' && ref.name.contains('-{self.namespace[1:]}')",
         )
         return list(sweeper.run(dry_run=dry_run))
 
@@ -87,7 +98,7 @@ class Lake:
 def lake(lakehouse: Lakehouse, namespace: str) -> Iterator[Lake]:
     made = Lake(lakehouse, namespace)
     yield made
-    for ref in list(made.nessie.references(filter=f"ref.name.contains('{namespace}')")):
+    for ref in list(made.nessie.references(filter=f"ref.name.contains('{namespace[1:]}')")):
         delete = made.nessie.delete_tag if ref.type is ReferenceType.TAG else made.nessie.delete_branch
         delete(ref.name, expected_hash=ref.hash)
 
@@ -164,6 +175,23 @@ def test_a_tag_waits_for_its_grace_and_for_a_retry(lake: Lake) -> None:
     assert lake.names() == {tag}
 
 
+@pytest.mark.parametrize(("maker", "goes"), [("here", True), ("there", False), (None, False)])
+def test_what_another_instance_discarded_is_left_to_it(lake: Lake, maker: str | None, goes: bool) -> None:
+    branch = lake.branch("whose")
+    told = {f"commit.property.{INSTANCE}": maker} if maker else None
+    table = lake.lake.catalog(branch, properties=told).load_table((lake.namespace, "t"))
+    table.append(pa.table({"n": [10]}))
+    before = lake.files()
+    tag = lake.discard(branch)
+    (found,) = lake.sweep(anyones=False)
+    assert found.done is goes
+    assert (lake.files() == before) is not goes
+    if not goes:
+        assert (maker or "nothing says which Dagster instance made it") in found.reason
+        assert f"branchlake reap --branch {tag}" in found.reason
+        assert lake.sweep()[0].done  # a person has named it
+
+
 # -- what others need -----------------------------------------------------------------------------------
 
 
@@ -217,7 +245,7 @@ def test_what_a_retry_took_over_goes_with_the_retry(lake: Lake) -> None:
     branch = lake.branch("parent")
     lake.table(branch).append(pa.table({"n": [10]}))
     seen = lake.nessie.reference(branch)
-    own = f"run-{lake.namespace}-child"
+    own = lake.named("child")
     take_over(lake.nessie, branch, own)
     # A clean-up that died left the parent's tag behind.
     lake.nessie.create_tag(discarded_name(branch), from_ref=own, from_hash=seen.hash)
@@ -235,7 +263,7 @@ def test_two_tags_with_the_same_files_do_not_wait_for_each_other(lake: Lake) -> 
     branch = lake.branch("parent")
     lake.table(branch).append(pa.table({"n": [10]}))
     head = lake.nessie.reference(branch).hash
-    lake.nessie.create_tag(discarded_name(f"run-{lake.namespace}-twin"), from_ref=branch, from_hash=head)
+    lake.nessie.create_tag(discarded_name(lake.named("twin")), from_ref=branch, from_hash=head)
     lake.discard(branch)
     assert [one.done for one in lake.sweep()] == [True, True]
     assert lake.files() == before
@@ -597,9 +625,9 @@ def test_a_damaged_file_of_the_run_itself_keeps_its_state(lake: Lake) -> None:
     Path(at(lake, bad).removeprefix("file://")).write_text("{")
     for branch in (bad, good):
         lake.discard(branch)
-    told = {one.run_id.rpartition("-")[2]: one for one in lake.sweep()}
-    assert not told["bad"].done
-    assert "cannot be read" in told["bad"].reason
+    told = {branch_name(one.run_id): one for one in lake.sweep()}
+    assert not told[bad].done
+    assert "cannot be read" in told[bad].reason
 
 
 # -- sweeps that fail, die or meet others ----------------------------------------------------------------
@@ -705,7 +733,7 @@ def test_a_retry_that_comes_first_keeps_everything(lake: Lake) -> None:
     lake.table(branch).append(pa.table({"n": [10]}))
     lake.discard(branch)
     real = NessieClient.delete_tag
-    own = f"run-{lake.namespace}-child"
+    own = lake.named("child")
 
     def retry_first(self: NessieClient, name: str, *, expected_hash: str) -> None:
         if name.startswith("discarded-") and own not in lake.names():
@@ -725,7 +753,7 @@ def test_a_retry_that_comes_later_gets_nothing(lake: Lake) -> None:
     lake.discard(branch)
     with patch.object(Sweeper, "_delete_file", side_effect=Died), pytest.raises(Died):
         lake.sweep()
-    assert take_over(lake.nessie, branch, f"run-{lake.namespace}-child") is None
+    assert take_over(lake.nessie, branch, lake.named("child")) is None
     lake.sweep()
     assert lake.names() == set()
 

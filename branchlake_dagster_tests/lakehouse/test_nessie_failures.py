@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import traceback
 from collections.abc import Callable
@@ -21,7 +22,9 @@ from branchlake_dagster.lakehouse.errors import (
     NessieRefused,
     NessieUnauthorized,
     NessieUnavailable,
+    NotNessie,
     ReferenceNotFound,
+    Terminal,
 )
 from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.lakehouse.nessie.model import (
@@ -88,8 +91,14 @@ def refusal(code: str | None = None, **more: Any) -> dict[str, Any]:
         (302, b"", NessieRefused),
         (500, refusal("UNKNOWN"), NessieUnavailable),
         (503, b"<html>", NessieUnavailable),
-        (200, b"<html>hello</html>", NessieRefused),
-        (200, {"unexpected": 1}, NessieRefused),
+        (200, b"<html>hello</html>", NotNessie),
+        (200, b"\n<!DOCTYPE html><p>sign in", NotNessie),
+        (200, {"unexpected": 1}, NotNessie),
+        # Cut off on its way, or spoilt: asking again may help.
+        (200, b'{"reference": {"type": "BRA', NessieUnavailable),
+        (200, b"", NessieUnavailable),
+        (200, b"\xff\xfe{", NessieUnavailable),
+        (200, b"[" * 100_000, NessieUnavailable),
     ],
 )
 def test_answers_to_a_read(
@@ -101,6 +110,25 @@ def test_answers_to_a_read(
     assert type(caught.value) is expected
     assert "read reference main" in str(caught.value)
     assert "projectnessie.Secret" not in str(caught.value) + repr(vars(caught.value))
+
+
+MAIN = {"reference": {"type": "BRANCH", "name": "main", "hash": "11223344"}}
+
+
+@pytest.mark.parametrize("spoilt", [json.dumps(MAIN).encode()[:-20], b"", b"<html>busy</html>"])
+def test_a_read_with_a_spoilt_answer_is_made_again(fake_server: FakeServer, spoilt: bytes) -> None:
+    fake_server.script = [(200, spoilt), (200, spoilt), (200, MAIN)]
+    with open_client(fake_server, retry=RetryPolicy()) as client:
+        assert client.reference("main").hash == "11223344"
+    assert len(fake_server.requests) == 3
+
+
+def test_what_stays_a_foreign_page_is_refused_in_the_end(fake_server: FakeServer) -> None:
+    fake_server.script = [(200, b"<html>sign in</html>")]
+    with open_client(fake_server, retry=RetryPolicy()) as client, pytest.raises(NotNessie):
+        client.reference("main")
+    assert len(fake_server.requests) == 4
+    assert issubclass(NotNessie, Terminal)
 
 
 @pytest.mark.parametrize("call", CHANGES)

@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import uuid
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -16,11 +17,14 @@ import pytest
 
 from branchlake_dagster.branching.beats import Beat, HeartbeatStore, HeartbeatsUnreadable
 from branchlake_dagster.branching.discard import discard
+from branchlake_dagster.branching.makers import INSTANCE, Maker, Makers, Origin, instance_id
 from branchlake_dagster.branching.pin import pin
 from branchlake_dagster.branching.reaper import Reaper
 from branchlake_dagster.branching.reaping_rules import Action, Holder, Limits, Reaping, RunState
 from branchlake_dagster.branching.resource import LakehouseResource
 from branchlake_dagster.branching.run_branch import branch_name, main_with_history, run_id_of
+from branchlake_dagster.branching.session import BranchSparkResource
+from branchlake_dagster.branching.table_files import TableFiles
 from branchlake_dagster.branching.tables import table_metadata
 from branchlake_dagster.lakehouse.embedded import process
 from branchlake_dagster.lakehouse.embedded.servers import NESSIE
@@ -28,7 +32,13 @@ from branchlake_dagster.lakehouse.errors import NessieUnavailable
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import Reference, ReferenceType
-from branchlake_dagster.publication.reaping import RunsUnreadable, reap_branches
+from branchlake_dagster.publication.reaping import (
+    NotOurs,
+    RunsUnreadable,
+    end_named,
+    reap_branches,
+    sweep_discarded,
+)
 from branchlake_dagster.publication.reconcile import Action as Outcome
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.harness import project
@@ -38,6 +48,8 @@ pytestmark = pytest.mark.integration
 FREE = table_metadata(require_checks=False)
 HOUR = timedelta(hours=1)
 LIMITS = Limits(6 * HOUR, HOUR)
+HERE, THERE = "here", "there"
+"""This Dagster instance, and another one on the same lake."""
 
 
 def table(namespace: str, name: str = "t") -> dg.AssetsDefinition:
@@ -116,11 +128,12 @@ def branches(lakehouse: Lakehouse, namespace: str) -> Iterator[Callable[..., str
     """Make run branches of runs that Dagster never saw; only these are reaped here."""
     nessie = lakehouse.nessie
 
-    def make(name: str, *, written: bool = True) -> str:
+    def make(name: str, *, written: bool = True, instance: str | None = HERE) -> str:
         branch = f"run-{namespace}-{name}"
         nessie.create_branch(branch, from_ref="main", from_hash=nessie.reference("main").hash)
         if written:
-            lakehouse.catalog(branch).create_namespace(f"{namespace}_{name}")
+            told = {f"commit.property.{INSTANCE}": instance} if instance else None
+            lakehouse.catalog(branch, properties=told).create_namespace(f"{namespace}_{name}")
         return branch
 
     yield make
@@ -145,6 +158,7 @@ class FakeRuns:
     def __init__(self, state_of: Callable[[str], RunState | Holder]) -> None:
         self.state_of = state_of
         self.buried: dict[str, str] = {}
+        self.told: dict[str, str] = {}
 
     def holders(self, branches: Collection[str]) -> dict[str, Holder]:
         found = {branch: self.state_of(run_id_of(branch)) for branch in branches}
@@ -159,6 +173,9 @@ class FakeRuns:
     def bury(self, run_id: str, message: str) -> None:
         self.buried[run_id] = message
 
+    def fenced(self, run_id: str, branch: str, reason: str) -> None:
+        self.told[run_id] = reason
+
 
 def reaped(
     lake: Lakehouse,
@@ -172,6 +189,7 @@ def reaped(
     dry_run: bool = False,
     sleep: Callable[[float], None] = lambda _: None,
     monotonic: Callable[[], float] = lambda: 0.0,
+    **more: Any,
 ) -> dict[str, Reaping]:
     found = Reaper(
         lake.nessie,
@@ -183,6 +201,9 @@ def reaped(
         sleep=sleep,
         listing=f"refType == 'BRANCH' && ref.name.contains('-{namespace}')",
         fenced=f"refType == 'TAG' && ref.name.startsWith('discarded-{namespace}')",
+        pins=f"refType == 'TAG' && ref.name.startsWith('judged-{namespace}')",
+        instance=HERE,
+        **more,
     ).run(dry_run=dry_run)
     return {one.branch.rpartition("-")[2]: one for one in found}
 
@@ -206,7 +227,9 @@ def test_an_orphan_is_reaped_after_its_grace(
     assert dry["orphan"].delete
     assert left(lakehouse, namespace) == {"orphan", "untouched"}
     late = reaped(lakehouse, namespace, later=2 * HOUR)
-    assert str(late["orphan"]) == f"run-{namespace}-orphan: discarded, no run of that id is known"
+    assert str(late["orphan"]).startswith(
+        f"run-{namespace}-orphan: discarded, no run of that id is known any more to the Dagster instance"
+    )
     # Its only commit is main's: how old the branch is, nobody knows, and so it stays.
     assert "age is unknown" in late["untouched"].reason
     assert left(lakehouse, namespace) == {"orphan*", "untouched"}
@@ -284,12 +307,36 @@ class BrokenError(Exception):
     pass
 
 
+def test_a_person_s_references_are_nobody_s_business(lakehouse: Lakehouse, namespace: str) -> None:
+    """`publish-q3-report` was deleted at once, and `discarded-v1.0-release` would have been swept."""
+    nessie = lakehouse.nessie
+    head = nessie.reference("main").hash
+    own = {f"publish-q3-{namespace}", f"run-experiment-{namespace}"}
+    kept = {f"discarded-v1.0-{namespace}", f"judged-{namespace}", f"sweeping-{namespace}"}
+    for name in own:
+        nessie.create_branch(name, from_ref="main", from_hash=head)
+    for name in kept:
+        nessie.create_tag(name, from_ref="main", from_hash=head)
+    late = datetime.now(UTC) + 100 * HOUR
+    with project(lakehouse, table(namespace)) as p:
+        told = [*map(str, reap_branches(lakehouse, p.instance, dry_run=True, now=lambda: late))]
+        told += map(str, sweep_discarded(lakehouse, p.instance, dry_run=True, now=lambda: late))
+        assert not [line for line in told if namespace in line]
+        assert not [one for one in p.reconciler().run() if namespace in one.branch]
+        with pytest.raises(NotOurs, match="no branch or tag of a run"):
+            end_named(lakehouse, p.instance, [f"run-experiment-{namespace}"])
+    for name in own:
+        nessie.delete_branch(name, expected_hash=nessie.reference(name).hash)
+    for name in kept:
+        nessie.delete_tag(name, expected_hash=nessie.reference(name).hash)
+
+
 def test_nothing_is_deleted_when_dagster_does_not_answer(
     lakehouse: Lakehouse, namespace: str, branches: Callable[..., str]
 ) -> None:
     table_of = table(namespace)
     with project(lakehouse, table_of) as p:
-        branches("orphan")
+        orphan = branch_name(p.run())
         real = type(p.instance).get_run_records
 
         def failing(self: dg.DagsterInstance, *args: Any, **kwargs: Any) -> Any:
@@ -301,7 +348,8 @@ def test_nothing_is_deleted_when_dagster_does_not_answer(
                 list(reap_branches(lakehouse, p.instance, now=lambda: late))
         assert "secret" not in str(caught.value)
         assert type(p.instance).get_run_records is real
-    assert left(lakehouse, namespace) == {"orphan"}
+        assert orphan in p.branches()
+        p.settle(run_id_of(orphan))
 
 
 def test_nothing_is_deleted_when_a_page_of_branches_is_missing(
@@ -344,7 +392,13 @@ class Beating:
         self.alive: list[Beat] = []
 
     def beat(
-        self, name: str, *, age: timedelta = timedelta(0), kind: Any = "run", alive: bool = False
+        self,
+        name: str,
+        *,
+        age: timedelta = timedelta(0),
+        kind: Any = "run",
+        alive: bool = False,
+        instance: str = "",
     ) -> None:
         branch = name if name.startswith("publish-") else f"run-{self.namespace}-{name}"
         beat = Beat(
@@ -356,6 +410,7 @@ class Beating:
             written_at=datetime.now(UTC) - age,
             pid=1,
             host="host",
+            instance=instance,
         )
         self.store.write(beat)
         if alive:
@@ -588,7 +643,8 @@ def test_a_dead_writer_that_writes_after_all_is_not_buried(
 def test_the_reap_job_deletes_what_was_missed_and_says_so(
     lakehouse: Lakehouse, namespace: str, branches: Callable[..., str]
 ) -> None:
-    orphan = branches("fresh")
+    orphan = f"run-{uuid.uuid4()}"
+    lakehouse.nessie.create_branch(orphan, from_ref="main", from_hash=lakehouse.nessie.reference("main").hash)
     first = table(namespace)
 
     @dg.asset(key=[namespace, "boom"], deps=[first])
@@ -606,6 +662,7 @@ def test_the_reap_job_deletes_what_was_missed_and_says_so(
         assert f"- {orphan}: kept, no run of that id is known" in told["branches"]
         assert missed not in p.branches()
         assert orphan in p.branches()
+    lakehouse.nessie.delete_branch(orphan, expected_hash=lakehouse.nessie.reference(orphan).hash)
 
 
 # -- the sensor's tick ---------------------------------------------------------------------------------
@@ -643,3 +700,95 @@ def test_a_tick_publishes_and_tells_what_it_did(lakehouse: Lakehouse, namespace:
         again = tick()
         assert branch_name(good) not in again
         assert branch_name(bad) not in again
+
+
+# -- whose branch ---------------------------------------------------------------------------------------
+
+
+def test_another_instances_branch_is_left_alone_until_a_person_names_it(
+    lakehouse: Lakehouse, namespace: str, branches: Callable[..., str]
+) -> None:
+    branches("theirs", instance=THERE)
+    branches("nobodys", instance=None)
+    branches("ours")
+    pin(lakehouse.nessie, lakehouse.nessie.reference(branches("pinned", instance=THERE)))
+    gone = lakehouse.nessie.reference(f"run-{namespace}-pinned")
+    lakehouse.nessie.delete_branch(gone.name, expected_hash=gone.hash)
+    found = reaped(lakehouse, namespace, later=1000 * HOUR)
+    assert (found["theirs"].action, found["theirs"].instance) == (Action.KEEP, THERE)
+    assert "it belongs to Dagster instance there" in found["theirs"].reason
+    assert "nothing says which Dagster instance made it" in found["nobodys"].reason
+    assert left(lakehouse, namespace) == {"theirs", "nobodys", "ours*", "pinned!"}
+    theirs = f"run-{namespace}-theirs"
+    early = reaped(lakehouse, namespace, only=[theirs], anyones=True)
+    assert "a short while ago" in early["theirs"].reason
+    reaped(lakehouse, namespace, later=2 * HOUR, only=[theirs], anyones=True)
+    assert left(lakehouse, namespace) == {"theirs*", "nobodys", "ours*", "pinned!"}
+
+
+def test_a_person_does_not_end_what_beats(
+    lakehouse: Lakehouse, namespace: str, branches: Callable[..., str], beating: Beating
+) -> None:
+    branches("theirs", instance=THERE)
+    branches("other", instance=THERE)
+    beating.beat("theirs", age=HOUR, alive=True)
+    beating.beat("other", age=HOUR)
+    runs = FakeRuns(lambda _: RunState.MISSING)
+    only = {"only": [f"run-{namespace}-theirs"], "anyones": True, "later": 24 * HOUR}
+    assert beating.reaped(lakehouse, runs, **only)["theirs"].reason == "its writer beats"
+    assert left(lakehouse, namespace) == {"theirs", "other"}
+    assert len(beating.store.all()) == 2
+
+
+def test_another_instances_dead_writer_is_left_to_its_own_reaper(
+    lakehouse: Lakehouse, namespace: str, branches: Callable[..., str], beating: Beating
+) -> None:
+    """Its run must be told to its own Dagster, which finds it by its heartbeat."""
+    branches("theirs", instance=None)
+    beating.beat("theirs", age=HOUR, instance=THERE)
+    found = beating.reaped(lakehouse, FakeRuns(lambda _: RunState.MISSING), later=24 * HOUR)
+    assert (found["theirs"].action, found["theirs"].instance) == (Action.KEEP, THERE)
+    assert beating.seconds == 0
+    assert len(beating.store.all()) == 1
+
+
+@pytest.mark.spark
+def test_what_spark_alone_wrote_says_whose_it_is(lakehouse: Lakehouse, namespace: str) -> None:
+    """Spark overwrites its catalogue's app-id and user, so its commits cannot name the instance."""
+
+    @dg.asset(key=[namespace, "s"], metadata=FREE)
+    def made(context: dg.AssetExecutionContext, spark: BranchSparkResource) -> None:
+        session = spark.spark_session
+        session.sql(f"create namespace nessie.{namespace}")
+        session.sql(f"create table nessie.{namespace}.sql using iceberg as select 1 as n")
+
+    with project(lakehouse, made) as p:
+        run_id = p.run()
+        here = instance_id(p.instance)
+        ref = lakehouse.nessie.reference(branch_name(run_id), fetch_metadata=True)
+        files = TableFiles(lakehouse.settings.file_io_properties())
+        assert Makers(lakehouse.nessie, here, files).of(ref) == Origin(Maker.HERE, (here or "",))
+        assert Makers(lakehouse.nessie, "another", files).of(ref).maker is Maker.ELSEWHERE
+        p.settle(run_id)
+
+
+def test_the_runs_of_a_deleted_record_are_reaped_by_their_own_instance_only(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    late = datetime.now(UTC) + 10 * HOUR
+    with project(lakehouse, table(namespace)) as p, project(lakehouse, table(namespace)) as q:
+        run_id = p.run()
+        branch = branch_name(run_id)
+
+        def look(instance: dg.DagsterInstance) -> Reaping:
+            found = reap_branches(lakehouse, instance, dry_run=True, now=lambda: late)
+            return next(one for one in found if one.branch == branch)
+
+        assert "waits for the publisher" in look(p.instance).reason
+        assert look(q.instance).instance == instance_id(p.instance)
+        p.instance.delete_run(run_id)
+        assert look(p.instance).action is Action.DISCARD
+        kept = look(q.instance)
+        assert (kept.action, kept.instance) == (Action.KEEP, instance_id(p.instance))
+    ref = lakehouse.nessie.reference(branch)
+    lakehouse.nessie.delete_branch(branch, expected_hash=ref.hash)

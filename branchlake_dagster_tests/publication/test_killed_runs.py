@@ -13,8 +13,10 @@ import pytest
 
 from branchlake_dagster.branching.beats import HeartbeatStore
 from branchlake_dagster.branching.reaping_rules import Action
+from branchlake_dagster.branching.resource import LakehouseResource
 from branchlake_dagster.branching.run_branch import branch_name, main_with_history
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.publication.machinery import branchlake_definitions
 from branchlake_dagster.publication.reaping import reap_branches, sweep_discarded
 from branchlake_dagster.settings import Settings
 
@@ -26,7 +28,7 @@ _PROJECT = "branchlake_dagster_tests.publication.killed_project"
 class Run:
     """A run in a process of its own, at work on its second asset."""
 
-    def __init__(self, lake: Lakehouse, namespace: str, folder: Path) -> None:
+    def __init__(self, lake: Lakehouse, namespace: str, folder: Path, *, dies: str = "") -> None:
         self.lake = lake
         ready = folder / "ready"
         home = folder / "dagster"
@@ -37,13 +39,17 @@ class Run:
             "DAGSTER_HOME": str(home),
             "TEST_NAMESPACE": namespace,
             "TEST_READY": str(ready),
+            "TEST_DIES": dies,
             "BRANCHLAKE_STATE_DIR": str(lake.settings.state_dir),
             "BRANCHLAKE_HEARTBEAT_INTERVAL_S": "0.3",
         }
         self.main = lake.nessie.reference(MAIN).hash
         self.process = subprocess.Popen([sys.executable, "-m", _PROJECT], env=self.environment)
         until(lambda: (ready.exists() and ready.read_text() != "") or self.process.poll() is not None, 60)
-        assert self.process.poll() is None, "the run ended too early"
+        if dies:
+            self.process.wait(60)
+        else:
+            assert self.process.poll() is None, "the run ended too early"
         self.run_id = ready.read_text()
         self.branch = branch_name(self.run_id)
         os.environ["DAGSTER_HOME"] = str(home)
@@ -56,6 +62,11 @@ class Run:
         run = instance.get_run_by_id(self.run_id)
         assert run is not None
         return run.status
+
+    def tags(self, instance: dg.DagsterInstance) -> dict[str, str]:
+        run = instance.get_run_by_id(self.run_id)
+        assert run is not None
+        return dict(run.tags)
 
     def files(self) -> list[Path]:
         root = Path(self.lake.settings.warehouse_uri.removeprefix("file://"))
@@ -107,6 +118,9 @@ def test_a_killed_run_is_found_dead_and_leaves_nothing(own_lake: Lakehouse, run:
         assert ended.reason == "its writer is dead"
         # Dagster alone would take it for running for ever.
         assert run.status(instance) is dg.DagsterRunStatus.FAILURE
+        tags = run.tags(instance)
+        assert tags["branchlake/verdict"] == "fenced"
+        assert "its branch was ended: Its writer is dead" in tags["branchlake/reason"]
         records = instance.get_records_for_run(run.run_id).records
         told = [record.event_log_entry.message for record in records]
         assert any(f"no heartbeat of process {run.process.pid} on " in message for message in told)
@@ -164,7 +178,63 @@ def test_a_killed_run_is_continued_by_a_retry(own_lake: Lakehouse, run: Run) -> 
             text=True,
             timeout=120,
         )
+        tags = run.tags(instance)
+        assert tags["branchlake/verdict"] == "continued"
+        assert tags["branchlake/reason"] == f"run {done.stdout.split()[-1]} continues its work"
         own = branch_name(done.stdout.split()[-1])
         namespace = environment["TEST_NAMESPACE"]
         for name in ("first", "second"):
             assert own_lake.catalog(own).load_table((namespace, name)).scan().to_arrow().num_rows == 1
+
+
+def ticks(lake: Lakehouse, instance: dg.DagsterInstance) -> Iterator[str]:
+    """What the sensor says, tick by tick, 0.4 s apart."""
+    definition = (
+        branchlake_definitions(lake.settings).get_repository_def().get_sensor_def("dead_writer_sensor")
+    )
+    resource = LakehouseResource(settings=lake.settings.told())
+    cursor = None
+    while True:
+        with dg.build_sensor_context(
+            instance=instance, cursor=cursor, resources={"lakehouse": resource}
+        ) as context:
+            told = definition.evaluate_tick(context)
+        cursor = told.cursor
+        yield told.skip_message or ""
+        time.sleep(0.4)
+
+
+def test_a_killed_run_ends_by_itself_while_a_healthy_one_works_on(own_lake: Lakehouse, run: Run) -> None:
+    """No code server knows of this process: only its heartbeat tells that it is gone."""
+    with dg.DagsterInstance.get() as instance:
+        watching = ticks(own_lake, instance)
+        assert {next(watching) for _ in range(4)} == {"Every writer beats, or is watched."}
+        run.end(signal.SIGKILL)
+        for _ in range(12):
+            if "dead" in (told := next(watching)):
+                break
+        assert f"1 dead: process {run.process.pid} on " in told
+        assert f"{run.branch}: discarded, its writer is dead" in told
+        assert run.status(instance) is dg.DagsterRunStatus.FAILURE
+        assert run.tags(instance)["branchlake/verdict"] == "fenced"
+        assert next(watching) == "Every writer beats, or is watched."
+        list(sweep_discarded(own_lake, instance))
+
+
+@pytest.mark.parametrize("place", ["before its branch", "after its last step"])
+def test_a_run_that_dies_outside_of_its_steps_is_missed_too(
+    own_lake: Lakehouse, namespace: str, tmp_path: Path, place: str
+) -> None:
+    found = Run(own_lake, namespace, tmp_path, dies=place)
+    with dg.DagsterInstance.get() as instance:
+        assert found.status(instance) is dg.DagsterRunStatus.STARTED
+        watching = ticks(own_lake, instance)
+        for _ in range(12):
+            if "dead" in (told := next(watching)):
+                break
+        assert "1 dead: process" in told
+        assert found.status(instance) is dg.DagsterRunStatus.FAILURE
+        assert HeartbeatStore.of(own_lake.settings).all() == ()
+        left = {ref.name for ref in own_lake.nessie.references() if found.run_id in ref.name}
+        assert left == (set() if place == "before its branch" else {f"discarded-{found.run_id}"})
+        list(sweep_discarded(own_lake, instance))

@@ -1,4 +1,4 @@
-"""The part of CEL that our filters use: `in`, `==`, `!=`, `contains`, `startsWith`, `&&`, `||`, `!`, parentheses.
+"""The part of CEL that our filters use: `in`, `==`, `!=`, `contains`, `startsWith`, `matches`, `&&`, `||`, `!`, parentheses.
 
 Nessie's errors are kept: a property that is not there is an error, which `&&` and `||` absorb only where
 the other side decides.
@@ -60,6 +60,7 @@ _METHODS: Mapping[str, Callable[[str, str], bool]] = {
     "startsWith": str.startswith,
     "endsWith": str.endswith,
     "contains": str.__contains__,
+    "matches": lambda text, pattern: re.search(pattern, text) is not None,
 }
 
 

@@ -82,7 +82,7 @@ class Checks:
 
 def evidence(plans: Sequence[Plan], run: DagsterRun, write_set: frozenset[str]) -> RunEvidence:
     """What Dagster recorded of a run and of those whose work it continues, the newest last."""
-    tables, order = sorted(write_set), int(plans[-1].run_id[1:])
+    tables, order = sorted(write_set), int(plans[-1].run_id[-12:], 16)
     passes, whole = all(plan.passes for plan in plans), any(plan.whole for plan in plans)
     strict = [plan.reads for plan in plans if plan.reads is not None]
     reads = frozenset(table_key(name).name for names in strict for name in names)

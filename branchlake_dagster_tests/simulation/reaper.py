@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 GRACE = timedelta(seconds=40)
 """For how long a discarded state waits for a retry: short, so that sweeps and retries meet."""
 
+HERE, THERE = "here", "there"
+"""The Dagster instance whose publishers and reapers are simulated, and another one."""
+
 LIMITS = Limits(max_age=timedelta(hours=6), orphan_grace=timedelta(hours=1))
 
 
@@ -32,6 +35,7 @@ def reap(world: World) -> Iterator[str]:
         now=world.clock.now,
         monotonic=world.clock.monotonic,
         sleep=world.network.sleep,
+        instance=HERE,
     )
     return map(str, reaper.run())
 
@@ -40,5 +44,5 @@ def sweep(world: World) -> Iterator[str]:
     """One pass; what became of each discarded state."""
     files = cast(TableFiles, SimulatedTableFiles(world.warehouse))
     runs = DagsterRuns(cast(Any, world.instance))
-    sweeper = Sweeper(world.client(), files, runs.holders, grace=GRACE, now=world.clock.now)
+    sweeper = Sweeper(world.client(), files, runs.holders, grace=GRACE, now=world.clock.now, instance=HERE)
     return map(str, sweeper.run())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
+from uuid import UUID
 
 from branchlake_dagster.lakehouse.nessie.model import ContentKey
 from branchlake_dagster_tests.simulation.changes import Change, Kind
@@ -125,7 +126,7 @@ def table_key(name: str) -> ContentKey:
 
 def draw(random: Random, mood: Mood, earlier: dict[str, Plan]) -> Plan:
     """One more run by chance."""
-    run_id = f"r{len(earlier)}"
+    run_id = str(UUID(int=len(earlier), version=4))
     count = 1 if random.random() < 0.6 else random.randint(1, len(TABLES))
     chosen = random.sample(TABLES, k=count)
     changes = [_change(random, mood, run_id, i, table) for i, table in enumerate(chosen)]

@@ -118,7 +118,9 @@ class World:
         instance, graph = cast(Any, self.instance), cast(Any, None)
         clock = self.clock.monotonic
         publisher = NotedPublisher(client, tables, self.plans)
-        return Reconciler(client, publisher, instance, graph, _SETTINGS, clock=clock, now=self.clock.now)
+        return Reconciler(
+            client, publisher, instance, graph, _SETTINGS, clock=clock, now=self.clock.now, at_once=1
+        )
 
     def publish_now(self, run_id: str) -> None:
         """A run publishes itself as its last act."""

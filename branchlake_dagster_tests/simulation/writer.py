@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, cast
 from dagster import DagsterRun, DagsterRunStatus
 from dagster._core.storage.tags import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 
+from branchlake_dagster.branching.makers import INSTANCE
 from branchlake_dagster.branching.retry import inherited
 from branchlake_dagster.branching.run_branch import RunBranch, branch_name
 from branchlake_dagster.lakehouse.errors import BranchlakeError, ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import IcebergTable, Namespace, Put
 from branchlake_dagster_tests.simulation.changes import Change
 from branchlake_dagster_tests.simulation.instance import SimulatedInstance
+from branchlake_dagster_tests.simulation.reaper import HERE, THERE
 from branchlake_dagster_tests.simulation.runs import NAMESPACE, End, Plan, table_key
 from branchlake_dagster_tests.simulation.scheduler import Died
 from branchlake_dagster_tests.simulation.tables import Row, State, table_content
@@ -152,7 +154,7 @@ class Writer:
             expected_hash=seen.reference.hash,
             operations=operations,
             message=str(change),
-            properties={CHANGE: change.id},
+            properties={CHANGE: change.id, INSTANCE: THERE if self._plan.foreign else HERE},
         )
         self._plan.written.append(change.id)
         self._wrote = asked  # the commit is no older than that, and its reply may have taken long

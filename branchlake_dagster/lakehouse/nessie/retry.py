@@ -11,6 +11,7 @@ from branchlake_dagster.lakehouse.errors import (
     NessieAlreadyExists,
     NessieConflict,
     NessieOutcomeUnknown,
+    NotNessie,
     OutcomeUnknown,
     Transient,
 )
@@ -32,11 +33,11 @@ class RetryPolicy:
     ) -> T:
         """Call `attempt(doubt)` until it succeeds or may not be repeated.
 
-        Transient errors are repeated. Unknown outcomes are repeated only when `repeatable`: the caller has
-        proven that doing it twice is the same as once. `doubt` is True as soon as one attempt ended
-        unknown. A repeat that then fails does not make the outcome known, so NessieOutcomeUnknown is
-        raised even when the last failure was a harmless refused connection: telling the caller
-        "certainly nothing happened" would make it publish twice or delete files that are in use.
+        Transient errors are repeated, and answers that are not Nessie's. Unknown outcomes are repeated only
+        when `repeatable`: the caller has proven that doing it twice is the same as once. `doubt` is True as
+        soon as one attempt ended unknown. A repeat that then fails does not make the outcome known, so
+        NessieOutcomeUnknown is raised even when the last failure was a harmless refused connection: telling
+        the caller "certainly nothing happened" would make it publish twice or delete files that are in use.
         """
         doubt: NessieOutcomeUnknown | None = None
         delays = iter(self.delays_s)
@@ -44,9 +45,10 @@ class RetryPolicy:
             try:
                 return attempt(doubt is not None)
             except BranchlakeError as failure:
+                passing = isinstance(failure, Transient | NotNessie)
                 if isinstance(failure, NessieOutcomeUnknown) and doubt is None:
                     doubt = failure
-                again = isinstance(failure, Transient) or (repeatable and isinstance(failure, OutcomeUnknown))
+                again = passing or (repeatable and isinstance(failure, OutcomeUnknown))
                 delay = next(delays, None) if again else None
                 if delay is None:
                     if doubt is None or doubt is failure or isinstance(failure, _SETTLED):

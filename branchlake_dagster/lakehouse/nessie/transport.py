@@ -172,9 +172,9 @@ class HttpTransport:
             if 200 <= answer.status_code < 300:
                 try:
                     return decode(answer.json())
-                except (KeyError, TypeError, ValueError, AttributeError):
+                except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
                     failure = failures.unreadable(
-                        answer.status_code, action=action, changes=changes, server=self.uri
+                        answer.status_code, answer.text, action=action, changes=changes, server=self.uri
                     )
             else:
                 failure = failures.from_answer(
