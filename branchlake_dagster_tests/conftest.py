@@ -18,6 +18,9 @@ from branchlake_dagster.branching.run_branch import main_with_history
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
 
+# Many tests speak to Nessie themselves, as anybody could; the token is test_embedded_token's matter.
+os.environ.setdefault("BRANCHLAKE_NESSIE_EMBEDDED_TOKEN", "false")
+
 
 @pytest.fixture(scope="session")
 def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -37,3 +37,7 @@ class UnsupportedType(BranchlakeError, Terminal):
 
 class ForeignSession(BranchlakeError, Terminal):
     """A Spark frame belongs to a session that does not stand on the run's branch."""
+
+
+class ReadsUnknown(BranchlakeError, Terminal):
+    """A serializable asset reads in a way that cannot be seen, so that its isolation could not be kept."""

@@ -28,6 +28,7 @@ from branchlake_dagster.branching import (
 )
 from branchlake_dagster.branching.errors import TableMissing, UnsupportedType
 from branchlake_dagster.branching.layout import partition_spec
+from branchlake_dagster.branching.reads import merging
 from branchlake_dagster.branching.resource import LakehouseResource
 from branchlake_dagster.branching.schema import evolve, iceberg_schema, normalised
 from branchlake_dagster.branching.selection import Selection, select
@@ -58,7 +59,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
         spec = self._spec(context, definition)
         with self._fenced():
             branch = self.lakehouse.ref()
-            catalog = self.lakehouse.catalog()
+            catalog = self.lakehouse.own_catalog()
             table: Table | None = None
             if obj is not None:
                 table = self._write(context, obj, spec, definition, branch, catalog)
@@ -89,7 +90,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
         with self._fenced():
             ref = self.lakehouse.ref()
             try:
-                table = self.lakehouse.catalog().load_table(spec.identifier)
+                table = self.lakehouse.own_catalog().load_table(spec.identifier)
             except NoSuchTableError as error:
                 raise TableMissing(
                     f"Asset {context.asset_key.to_user_string()} has no table there.",
@@ -100,7 +101,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
             provenance.tell_read(context, spec, ref)
             selection = self._input_selection(context, spec, definition, table.schema())
             if spark:
-                return spark_frames.read(self.spark.spark_session, spec, table.schema(), selection)
+                return spark_frames.read(self.spark.own_session(), spec, table.schema(), selection)
             return arrow_frames.read(table, kind, selection)
 
     # -- writing ---------------------------------------------------------------------------------------
@@ -152,8 +153,9 @@ class NessieBranchIOManager(ConfigurableIOManager):
         if is_spark or spec.write_mode == "upsert":
             if selection is not None and spec.write_mode == "replace_partitions":
                 table = splitting.divide(table, selection, properties)
-            frame = obj if is_spark else self.spark.spark_session.createDataFrame(obj)
-            spark_frames.write(frame, spec, table.schema(), selection, properties)
+            frame = obj if is_spark else self.spark.own_session().createDataFrame(obj)
+            with merging(spec.identifier):
+                spark_frames.write(frame, spec, table.schema(), selection, properties)
         else:
             arrow_frames.write(obj, table, spec, selection, properties)
         return attempts.settle(catalog.load_table(spec.identifier), spec, properties)

@@ -47,9 +47,10 @@ def partition_spec(
                 f"Partition column {column} is missing from the frame.", table=table
             ) from error
         transform, suffix = _transform(_dimension(definition, dimension), field.field_type)
-        fields.append(
-            PartitionField(field.field_id, _FIRST_FIELD_ID + len(fields), transform, f"{column}{suffix}")
-        )
+        name = f"{column}{suffix}"
+        while suffix and name in {other.name for other in schema.fields}:
+            name += "_"  # Iceberg takes no partition field that is called like another column
+        fields.append(PartitionField(field.field_id, _FIRST_FIELD_ID + len(fields), transform, name))
     return PartitionSpec(*fields) if fields else UNPARTITIONED_PARTITION_SPEC
 
 

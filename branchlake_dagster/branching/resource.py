@@ -17,6 +17,7 @@ from branchlake_dagster.branching.claims import is_retry
 from branchlake_dagster.branching.errors import RetryNeedsFullRun
 from branchlake_dagster.branching.heartbeat import SharedHeartbeats, first_beat
 from branchlake_dagster.branching.makers import INSTANCE, instance_id
+from branchlake_dagster.branching.reads import ReadSet
 from branchlake_dagster.branching.retry import inherited
 from branchlake_dagster.branching.run_branch import RunBranch, branch_name
 from branchlake_dagster.branching.run_tags import CHECK_REF_TAG
@@ -43,6 +44,7 @@ class LakehouseResource(ConfigurableResource[Any]):
 
     _lakehouse: Lakehouse | None = PrivateAttr(default=None)
     _run_branch: RunBranch | None = PrivateAttr(default=None)
+    _reads: ReadSet | None = PrivateAttr(default=None)
     _stands_on: str = PrivateAttr(default=MAIN)
     _heartbeat: tuple[str, str] | None = PrivateAttr(default=None)
     _instance: str | None = PrivateAttr(default=None)
@@ -77,6 +79,7 @@ class LakehouseResource(ConfigurableResource[Any]):
         self._ended = lambda: (found := instance.get_run_by_id(run.run_id)) is None or found.is_finished
         # From the start of the process: one that dies before it touches the lake would not be missed.
         self._beat(branch_name(run.run_id), run.run_id)
+        self._reads = ReadSet.of_run(instance, run, lambda: self.lakehouse.nessie, self.ref)
         if is_retry(run):
             with contextlib.suppress(RetryNeedsFullRun):  # said again by the step that needs a table, if any
                 if self._run_branch.take_over():
@@ -120,6 +123,11 @@ class LakehouseResource(ConfigurableResource[Any]):
         """The branch of the current run; None outside a run."""
         return self._run_branch
 
+    @property
+    def reads(self) -> ReadSet | None:
+        """Where the run's reads are noted down; None outside a run."""
+        return self._reads
+
     def ref(self) -> str:
         """Where reads and writes go now: the run's branch, made if needed, or `main` outside a run."""
         if self._run_branch is None:
@@ -148,9 +156,16 @@ class LakehouseResource(ConfigurableResource[Any]):
                 self._heartbeat = _heartbeats.take(store, beat)
 
     def catalog(self) -> NessieCatalog:
-        """PyIceberg's catalogue on `ref()`."""
-        maker = {f"{COMMIT_PROPERTY}{INSTANCE}": self._instance} if self._instance else None
-        return self.lakehouse.catalog(self.ref(), properties=maker)
+        """PyIceberg's catalogue on `ref()`. What a serializable asset loads is in its run's read set."""
+        on_load = self._reads.loaded if self._reads else None
+        return self.lakehouse.catalog(self.ref(), on_load=on_load, properties=self._maker())
+
+    def own_catalog(self) -> NessieCatalog:
+        """The same for the IO manager, which says itself what it reads (`provenance.tell_read`)."""
+        return self.lakehouse.catalog(self.ref(), properties=self._maker())
+
+    def _maker(self) -> dict[str, str] | None:
+        return {f"{COMMIT_PROPERTY}{INSTANCE}": self._instance} if self._instance else None
 
     def session_conf(self) -> dict[str, str]:
         """What Spark sessions of this run are to be opened with, beside the branch.

@@ -291,7 +291,7 @@ def rows_outside(selection: Selection, frame: pa.Table) -> int:
         column = frame.column(condition.column)
         if isinstance(condition, Values):
             return pc.is_in(column, value_set=pa.array(condition.values, type=column.type))
-        start, end = _scalars(condition, column.type)
+        start, end = ends(condition, column.type)
         return pc.and_kleene(pc.greater_equal(column, start), pc.less(column, end))
 
     if not selection.slices:
@@ -300,8 +300,9 @@ def rows_outside(selection: Selection, frame: pa.Table) -> int:
     return int(frame.num_rows - (pc.sum(pc.fill_null(inside, False)).as_py() or 0))
 
 
-def _scalars(condition: TimeRange | DateRange, kind: pa.DataType) -> tuple[pa.Scalar, pa.Scalar]:
-    ends: tuple[Any, Any] = (condition.start, condition.end)
+def ends(condition: TimeRange | DateRange, kind: pa.DataType) -> tuple[pa.Scalar, pa.Scalar]:
+    """The range's ends as values of an Arrow column of type `kind`."""
+    found: tuple[Any, Any] = (condition.start, condition.end)
     if isinstance(condition, TimeRange) and getattr(kind, "tz", None) is None:
-        ends = (_utc_wall(condition.start), _utc_wall(condition.end))
-    return pa.scalar(ends[0], type=kind), pa.scalar(ends[1], type=kind)
+        found = (_utc_wall(condition.start), _utc_wall(condition.end))
+    return pa.scalar(found[0], type=kind), pa.scalar(found[1], type=kind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dagster import InitResourceContext
@@ -12,8 +12,11 @@ from dagster_spark.utils import flatten_dict
 from pydantic import PrivateAttr
 from pyspark.sql import SparkSession
 
+from branchlake_dagster.branching.errors import ReadsUnknown
 from branchlake_dagster.branching.resource import LakehouseResource
+from branchlake_dagster.lakehouse.plans import Scanned
 from branchlake_dagster.lakehouse.spark import is_connect
+from branchlake_dagster.lakehouse.spark_reads import watch
 
 
 class BranchSparkResource(PySparkResource):
@@ -39,16 +42,40 @@ class BranchSparkResource(PySparkResource):
 
     @property
     def spark_session(self) -> SparkSession:
-        """The session of this run; `spark.sql(…)` in it reads and writes the run's branch."""
+        """The session of this run; `spark.sql(…)` in it reads and writes the run's branch.
+
+        What a serializable asset reads with it is in its run's read set. Of a classic session that cannot
+        be known: ReadsUnknown.
+        """
+        session, reads = self.own_session(), self.lakehouse.reads
+        if reads is not None and not is_connect(session):
+            if reads.step().strict:
+                raise ReadsUnknown(
+                    "A serializable asset asks for a classic Spark session, whose reads nobody can see.",
+                    branch=self.lakehouse.ref(),
+                    hint="Use Spark Connect (session_kind=connect), load its inputs through the IO manager,"
+                    " or choose isolation snapshot.",
+                )
+            if reads.wanted():
+                reads.note(Scanned(untold=frozenset({"a classic Spark session"})))
+        return session
+
+    def own_session(self) -> SparkSession:
+        """The same for the IO manager, which says itself what it reads."""
         if self._spark_session is None:
             ref = self.lakehouse.ref()
             conf = {key: str(value) for key, value in flatten_dict(self.spark_config)}  # type: ignore[no-untyped-call]
             conf = self.lakehouse.session_conf() | conf
             self._holds = (ref, repr(sorted(conf.items())))
-            self._spark_session = _sessions.take(
-                self._holds, lambda: self.lakehouse.lakehouse.spark_session(ref, conf=conf)
-            )
+            self._spark_session = _sessions.take(self._holds, lambda: self._opened(ref, conf))
         session: SparkSession = self._spark_session
+        return session
+
+    def _opened(self, ref: str, conf: Mapping[str, str]) -> SparkSession:
+        session = self.lakehouse.lakehouse.spark_session(ref, conf=conf)
+        reads = self.lakehouse.reads
+        if reads is not None and is_connect(session):
+            watch(session, reads.wanted, reads.note)
         return session
 
 

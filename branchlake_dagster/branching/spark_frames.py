@@ -15,6 +15,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from branchlake_dagster.branching.errors import ForeignSession, PartitionMismatch, UpsertKeyInvalid
 from branchlake_dagster.branching.selection import Selection, to_sql
 from branchlake_dagster.branching.tables import TableSpec
+from branchlake_dagster.lakehouse.quoting import quoted
 
 _SNAPSHOT_PROPERTY = "snapshot-property."
 _SESSION_PROPERTY = "spark.sql.iceberg.snapshot-property."
@@ -91,8 +92,8 @@ def _merge(
 ) -> None:
     """MERGE by the keys. A key that is null or occurs twice stops the job: Iceberg would insert both."""
     check_keys(spec, frame.columns)
-    copies = F.count(F.lit(1)).over(Window.partitionBy(*spec.keys))
-    present = " AND ".join(f"`{key}` IS NOT NULL" for key in spec.keys)
+    copies = F.count(F.lit(1)).over(Window.partitionBy(*map(quoted, spec.keys)))
+    present = " AND ".join(f"{quoted(key)} IS NOT NULL" for key in spec.keys)
     unique = f"assert_true({_COPIES} = 1 AND {present}, '{_NOT_UNIQUE}') IS NULL"
     # The window shuffles by the keys, which the merge's join needs anyway.
     source = frame.withColumn(_COPIES, copies).filter(F.expr(unique))
@@ -100,8 +101,8 @@ def _merge(
         inside = f"coalesce({to_sql(selection, schema)}, false)"
         source = source.filter(F.expr(f"assert_true({inside}, '{_OUTSIDE}') IS NULL"))
     source = source.drop(_COPIES).alias("incoming")
-    on = " AND ".join(f"{spec.spark_name}.`{key}` = incoming.`{key}`" for key in spec.keys)
-    columns = {f"`{name}`": F.col(f"incoming.`{name}`") for name in frame.columns}
+    on = " AND ".join(f"{spec.spark_name}.{quoted(key)} = incoming.{quoted(key)}" for key in spec.keys)
+    columns = {quoted(name): F.col(f"incoming.{quoted(name)}") for name in frame.columns}
     with _session_properties(frame.sparkSession, properties):
         try:
             (

@@ -11,21 +11,17 @@ import uuid
 from collections.abc import Iterator, Mapping
 
 import pyarrow as pa
-from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression, EqualTo
-from pyiceberg.expressions.visitors import _StrictMetricsEvaluator, bind
-from pyiceberg.io.pyarrow import (
-    ArrowScan,
-    _dataframe_to_data_files,
-    _expression_to_complementary_pyarrow,
-    expression_to_pyarrow,
-)
+import pyarrow.compute as pc
+from pyiceberg.expressions import AlwaysTrue, BooleanExpression
+from pyiceberg.expressions.visitors import _StrictMetricsEvaluator
+from pyiceberg.io.pyarrow import ArrowScan, _dataframe_to_data_files
 from pyiceberg.manifest import DataFile
 from pyiceberg.table import FileScanTask, Table
 from pyiceberg.table.snapshots import Operation, Summary
 from pyiceberg.table.update import AddSnapshotUpdate, TableUpdate
 
 from branchlake_dagster.branching.layout import whole_files
-from branchlake_dagster.branching.selection import Selection, Values, to_iceberg
+from branchlake_dagster.branching.selection import Selection, Values, ends, to_iceberg
 
 
 def divide(table: Table, selection: Selection, properties: Mapping[str, str]) -> Table:
@@ -63,46 +59,46 @@ def _cut(table: Table, row_filter: BooleanExpression) -> Iterator[FileScanTask]:
 def _pieces(
     table: Table, task: FileScanTask, selection: Selection, commit: uuid.UUID, numbers: itertools.count[int]
 ) -> Iterator[DataFile]:
-    """The file's rows again, apart by what they have to do with the selection."""
-    schema = table.schema()
+    """The file's rows again, in files whose statistics say which side they are on."""
     rows = ArrowScan(
-        table_metadata=table.metadata, io=table.io, projected_schema=schema, row_filter=AlwaysTrue()
+        table_metadata=table.metadata, io=table.io, projected_schema=table.schema(), row_filter=AlwaysTrue()
     ).to_table(tasks=[task])
-    parts = [_bound(table, part) for part in _single(selection, table)]
-    inside = (rows.filter(expression_to_pyarrow(part, schema)) for part in parts)
-    whole = _bound(table, to_iceberg(selection, schema))
-    outside = rows.filter(_expression_to_complementary_pyarrow(whole, schema))
-    for piece in (*inside, outside):
-        if piece.num_rows:
-            yield from _written(table, piece, commit, numbers)
+    cells = _cells(rows, selection)
+    for cell in pc.unique(cells):
+        yield from _dataframe_to_data_files(
+            table_metadata=table.metadata,
+            df=rows.filter(pc.equal(cells, cell)),
+            io=table.io,
+            write_uuid=commit,
+            counter=numbers,
+        )
 
 
-def _written(
-    table: Table, rows: pa.Table, commit: uuid.UUID, numbers: itertools.count[int]
-) -> Iterator[DataFile]:
-    yield from _dataframe_to_data_files(
-        table_metadata=table.metadata, df=rows, io=table.io, write_uuid=commit, counter=numbers
-    )
+def _cells(rows: pa.Table, selection: Selection) -> pa.ChunkedArray:
+    """A number for each row. Rows of one number stand on one side of every end and value of the selection.
 
-
-def _bound(table: Table, expression: BooleanExpression) -> BooleanExpression:
-    return bind(table.schema(), expression, case_sensitive=True)
-
-
-def _single(selection: Selection, table: Table) -> Iterator[BooleanExpression]:
-    """Filters that are the selection together, each of which file statistics can prove of a whole file.
-
-    Of a file with several values of a column its bounds do not tell whether all of them are listed.
+    Inside and outside alone would not do: rows before and after a window are outside, but the bounds of a
+    file that holds both enclose it.
     """
-    for part in selection.slices:
-        ranges = Selection((tuple(one for one in part if not isinstance(one, Values)),))
-        of_time = to_iceberg(ranges, table.schema()) if ranges.slices[0] else AlwaysTrue()
-        lists = [one for one in part if isinstance(one, Values)]
-        for values in itertools.product(*(one.values for one in lists)):
-            found: BooleanExpression = of_time
-            for one, value in zip(lists, values, strict=True):
-                found = And(found, EqualTo(one.column, value))
-            yield found
+    found = pa.chunked_array([pa.repeat(pa.scalar(0, pa.int64()), rows.num_rows)])
+    for name in selection.columns():
+        column = rows.column(name)
+        place, places = pc.cast(pc.is_valid(column), pa.int64()), 2
+        for above in _edges(column, selection, name):
+            place, places = pc.add(place, pc.cast(pc.fill_null(above, False), pa.int64())), places + 1
+        found = pc.add(pc.multiply(found, places), place)
+    return found
+
+
+def _edges(column: pa.ChunkedArray, selection: Selection, name: str) -> Iterator[pa.ChunkedArray]:
+    """For each place where a condition on the column changes: which rows are beyond it."""
+    conditions = {one for part in selection.slices for one in part if one.column == name}
+    for value in {v for one in conditions if isinstance(one, Values) for v in one.values}:
+        yield pc.greater_equal(column, pa.scalar(value, column.type))
+        yield pc.greater(column, pa.scalar(value, column.type))
+    ranges = [one for one in conditions if not isinstance(one, Values)]
+    for end in {end for one in ranges for end in ends(one, column.type)}:
+        yield pc.greater_equal(column, end)
 
 
 def _as_compaction(update: TableUpdate) -> TableUpdate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -9,6 +10,8 @@ from typing import Any, Literal, get_args
 from dagster import AssetKey
 
 from branchlake_dagster.lakehouse.errors import ConfigurationError
+from branchlake_dagster.lakehouse.nessie.model import ContentKey
+from branchlake_dagster.lakehouse.quoting import dotted
 
 WriteMode = Literal["replace_partitions", "replace_table", "append", "upsert"]
 Isolation = Literal["snapshot", "serializable"]
@@ -20,6 +23,7 @@ ISOLATION = "branchlake/isolation"
 CHECK_SCOPE = "branchlake/scope"
 """Key in a check spec's metadata. `rows`: the verdict is on the run's partitions alone and stays true when
 other runs publish. `table`: it is on all rows of the table and must be found again after a rebase."""
+_NO_NAME = re.compile(r"[/@#?\x00-\x1f\x7f-\x9f]")
 PARTITION_EXPR = "partition_expr"
 """Dagster's own name for it in its database IO managers."""
 
@@ -73,18 +77,33 @@ class TableSpec:
 
     @property
     def name(self) -> str:
-        """The dotted name without the catalogue."""
-        return ".".join(self.identifier)
+        """The dotted name without the catalogue, as Nessie's keys are written."""
+        return table_name(self.identifier)
 
     @property
     def spark_name(self) -> str:
         """The name Spark SQL knows, catalogue included."""
-        return ".".join(["nessie", *(f"`{part}`" for part in self.identifier)])
+        return dotted(("nessie", *self.identifier))
 
 
 def identifier_of(key: AssetKey, default_namespace: str) -> tuple[str, ...]:
-    """The table of an asset: its key path; a key without prefix goes to the default namespace."""
+    """The table of an asset: its key path; a key without prefix goes to the default namespace.
+
+    Raises ConfigurationError for a part that is no name: it would leave the warehouse's folder, or mean
+    something to Nessie or to the engines (`table@branch`, `table#time`, a query in a path).
+    """
+    for part in key.path:
+        if part in ("", ".", "..") or _NO_NAME.search(part):
+            raise ConfigurationError(
+                f"Asset {key.to_user_string()!r} has the key part {part!r}, which can name no table.",
+                hint="It must not be empty, '.' or '..', nor hold '/', '@', '#', '?' or a control character.",
+            )
     return tuple(key.path) if len(key.path) > 1 else (default_namespace, *key.path)
+
+
+def table_name(identifier: Sequence[str]) -> str:
+    """The dotted name of an identifier, from which `ContentKey.from_path` reads it back."""
+    return ContentKey(identifier).name
 
 
 def table_spec(
@@ -92,7 +111,7 @@ def table_spec(
 ) -> TableSpec:
     """The spec of an asset from its metadata; raises ConfigurationError when that contradicts itself."""
     identifier = identifier_of(key, default_namespace)
-    name = ".".join(identifier)
+    name = table_name(identifier)
     expression = _plain(metadata.get(PARTITION_EXPR))
     columns = _columns(expression, name)
     keys = tuple(_plain(metadata.get(KEYS)) or ())
@@ -108,6 +127,12 @@ def table_spec(
         )
     if mode == "upsert" and not keys:
         raise ConfigurationError("An upsert needs keys.", table=name, hint="table_metadata(keys=[…])")
+    if any("," in key for key in keys):
+        raise ConfigurationError(
+            f"The keys {', '.join(map(repr, keys))} hold a comma, which parts them in a snapshot's summary.",
+            table=name,
+            hint="Rename the column.",
+        )
     if mode == "replace_partitions" and not columns:
         raise ConfigurationError(
             "Replacing partitions needs a partition column.",

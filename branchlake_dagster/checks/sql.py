@@ -63,7 +63,7 @@ def sql_check(
     )
     def failures(context: dg.AssetCheckExecutionContext, rows: DataFrame) -> dg.AssetCheckResult:
         # Two checks of a run may share a session, so the view is named after both asset and check.
-        view = f"branchlake_this_{key.to_python_identifier()}_{name}"
+        view = f"branchlake_this_{key.to_python_identifier()}_{name}"  # letters, digits and _ only
         try:
             outcome = returned_rows(rows, sql, view=view, examples=examples)
             branch = branch_of(rows)

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from branchlake_dagster.branching.discard import discard
 from branchlake_dagster.branching.run_branch import RunBranch, main_with_history
+from branchlake_dagster.cli.bench_history import ledger_ms, rebase_ms
 from branchlake_dagster.cli.bench_overhead import overhead
 from branchlake_dagster.cli.bench_reconcile import reconcile_seconds
 from branchlake_dagster.cli.bench_waiting import waiting_seconds
@@ -123,7 +124,7 @@ class _Bench:
 
 
 def measure(
-    settings: Settings, *, rounds: int, branches: int, waiting: int, say: Callable[[str], None]
+    settings: Settings, *, rounds: int, branches: int, waiting: int, commits: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """All figures, in one run on an embedded stack of its own. Times in the keys' units."""
     with tempfile.TemporaryDirectory(prefix="branchlake-bench-") as folder:
@@ -144,6 +145,15 @@ def measure(
             say(f"{waiting:,} finished runs of one table …")
             found |= waiting_seconds(lake, waiting, say=say)
             found["reconcile_10k_s"] = round(reconcile_seconds(lake, branches, say=say), 2)
+            say(f"A long history: 5,000 snapshots, {commits:,} commits …")
+            found["rebase_2_snapshots_ms"] = rebase_ms(lake, 2)
+            found["rebase_5000_snapshots_ms"] = rebase_ms(lake, 5000)
+            first, later = ledger_ms(lake, commits, say=say)
+            found |= {
+                "ledger_50k_commits_ms": later,
+                "ledger_50k_commits_first_ms": first,
+                "commits": commits,
+            }
             say("A write of ten seconds, on a branch and straight to main …")
             found |= overhead(lake, say=say)
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from branchlake_dagster.lakehouse.embedded.private import state_folder
 from branchlake_dagster.settings import Settings
 
 _DAGSTER_YAML = """\
@@ -33,6 +34,7 @@ def dagster_home(settings: Settings) -> Path:
     Exports `DAGSTER_HOME` and `BRANCHLAKE_STATE_DIR`, so that this process and the ones Dagster starts
     agree.
     """
+    state_folder(settings.state_dir)
     home = Path(os.environ.get("DAGSTER_HOME") or settings.state_dir / "dagster").absolute()
     home.mkdir(parents=True, exist_ok=True)
     config = home / "dagster.yaml"

@@ -188,9 +188,11 @@ def lifecycle(as_json: bool, rounds: int) -> None:
 @click.option("--rounds", default=80, show_default=True, help="Samples of each kind.")
 @click.option("--branches", default=10_000, show_default=True, help="Branches to reconcile.")
 @click.option("--waiting", default=1_000, show_default=True, help="Finished runs of one table.")
-def publication(as_json: bool, rounds: int, branches: int, waiting: int) -> None:
+@click.option("--commits", default=50_000, show_default=True, help="Commits on main since a base.")
+def publication(as_json: bool, rounds: int, branches: int, waiting: int, commits: int) -> None:
     """Branch, publication, rebase and clean-up, beside Nessie's bare calls."""
     from branchlake_dagster.cli.bench_publication import measure, show
 
-    found = measure(Settings(), rounds=rounds, branches=branches, waiting=waiting, say=say)
+    sizes = {"rounds": rounds, "branches": branches, "waiting": waiting, "commits": commits}
+    found = measure(Settings(), **sizes, say=say)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)

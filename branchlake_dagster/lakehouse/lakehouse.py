@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from pyiceberg.typedef import Identifier
+
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers, Endpoints
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
@@ -29,6 +31,7 @@ class Lakehouse:
         self.servers = EmbeddedServers(self.settings, say=say)
         self._lock = threading.Lock()
         self._client: NessieClient | None = None
+        self._token: str | None = None
 
     def endpoints(self, *, spark: bool = True) -> Endpoints:
         """Where the servers answer; starts embedded ones that do not run."""
@@ -38,22 +41,30 @@ class Lakehouse:
     def nessie(self) -> NessieClient:
         """The client for references, contents, commits and merges. Needs no Spark."""
         with self._lock:
-            uri = self.endpoints(spark=False).nessie_uri
-            if self._client is None or self._client.uri != uri:
-                token = self.settings.nessie_token
+            found = self.endpoints(spark=False)
+            if self._client is None or (self._client.uri, self._token) != (
+                found.nessie_uri,
+                found.nessie_token,
+            ):
+                self._token = found.nessie_token
                 self._client = NessieClient(
-                    uri,
-                    token=token.get_secret_value() if token else None,
-                    verify=self.settings.nessie_verify_tls,
+                    found.nessie_uri, token=self._token, verify=self.settings.nessie_verify_tls
                 )
             return self._client
 
-    def catalog(self, ref: str = MAIN, *, properties: Mapping[str, str] | None = None) -> NessieCatalog:
+    def catalog(
+        self,
+        ref: str = MAIN,
+        *,
+        properties: Mapping[str, str] | None = None,
+        on_load: Callable[[Identifier], None] | None = None,
+    ) -> NessieCatalog:
         """PyIceberg's view of the tables at `ref`: a branch, a tag, or `name@hash` (then read-only)."""
         return NessieCatalog.from_client(
             self.nessie,
             ref,
             self.settings.warehouse_uri,
+            on_load=on_load,
             **self.settings.file_io_properties(),
             **(properties or {}),
         )

@@ -41,7 +41,7 @@ def open_session(
     Connect: 15 ms against a running server. Classic: the first one in a process starts a JVM (11-18 s),
     later ones share it but not its settings.
     """
-    settled = {**catalog_conf(settings, endpoints.nessie_uri, ref=ref), **_authentication(settings), **conf}
+    settled = {**catalog_conf(settings, endpoints.nessie_uri, ref=ref), **_authentication(endpoints), **conf}
     if settings.session_kind == "classic":
         return _open_classic(settings, settled)
     return _open_connect(endpoints, settled)
@@ -149,9 +149,9 @@ def _open_classic(settings: Settings, conf: dict[str, str]) -> SparkSession:
     return session
 
 
-def _authentication(settings: Settings) -> dict[str, str]:
+def _authentication(endpoints: Endpoints) -> dict[str, str]:
     """The bearer token for Spark's own Nessie client, set per session so that no command line shows it."""
-    if settings.nessie_token is None:
+    if endpoints.nessie_token is None:
         return {}
     prefix = "spark.sql.catalog.nessie.authentication"
-    return {f"{prefix}.type": "BEARER", f"{prefix}.token": settings.nessie_token.get_secret_value()}
+    return {f"{prefix}.type": "BEARER", f"{prefix}.token": endpoints.nessie_token}

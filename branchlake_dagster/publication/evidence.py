@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,14 @@ from dagster import (
 )
 from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGraph
 
-from branchlake_dagster.branching.tables import CHECK_SCOPE, ISOLATION, REQUIRE_CHECKS, identifier_of
+from branchlake_dagster.branching.reads import READ_TABLES, READ_UNTOLD
+from branchlake_dagster.branching.tables import (
+    CHECK_SCOPE,
+    ISOLATION,
+    REQUIRE_CHECKS,
+    identifier_of,
+    table_name,
+)
 
 CheckName = tuple[str, str]
 """(asset key as text, check name)."""
@@ -72,19 +80,29 @@ class RunEvidence:
     write_set: frozenset[str] = frozenset()
     loaded: frozenset[tuple[str | None, str]] = frozenset()
     """(step, table) of every input that the IO manager loaded."""
+    noted: frozenset[str] = frozenset()
+    """The tables that serializable assets have read by SQL or through the catalogue, in whatever step."""
+    untold: frozenset[str] = frozenset()
+    """What serializable assets may have read that has no name, in words."""
 
     @property
     def read_set(self) -> frozenset[str] | None:
         """The tables that must be on `main` as the run has seen them; None when no asset asks for that.
 
-        Of each serializable asset: what it is declared to be made from, and what was loaded for it.
+        Of each serializable asset: what it is declared to be made from, what was loaded for it, and what it
+        has read itself.
         """
-        strict = {asset for asset, rules in self.rules.items() if rules.serializable}
+        strict = self.serializable
         if not strict:
             return None
         steps = {written.step for (asset, _), written in self.written.items() if asset in strict}
         declared = {table for asset in strict for table in self.rules[asset].upstream}
-        return frozenset(declared | {table for step, table in self.loaded if step in steps})
+        return frozenset(declared | self.noted | {table for step, table in self.loaded if step in steps})
+
+    @property
+    def serializable(self) -> frozenset[str]:
+        """The written assets that ask for it."""
+        return frozenset(asset for asset, rules in self.rules.items() if rules.serializable)
 
     @property
     def whole_tables(self) -> frozenset[str]:
@@ -103,6 +121,7 @@ _EVENTS = {
     DagsterEventType.ASSET_CHECK_EVALUATION,
     DagsterEventType.ASSET_MATERIALIZATION,
     DagsterEventType.LOADED_INPUT,
+    DagsterEventType.ENGINE_EVENT,
 }
 
 
@@ -123,6 +142,8 @@ def collect(
     evaluations: dict[tuple[CheckName, str | None], Evaluation] = {}
     written: dict[tuple[str, str | None], Written] = {}
     loaded: set[tuple[str | None, str]] = set()
+    noted: set[str] = set()
+    untold: set[str] = set()
     for record in (record for run in runs for record in _records(instance, run)):
         event = record.event_log_entry.dagster_event
         if event is None:
@@ -147,6 +168,9 @@ def collect(
             table = _metadata(event).get("branchlake/table")
             if table is not None:
                 loaded.add((step, str(table.value)))
+        elif event.event_type == DagsterEventType.ENGINE_EVENT:
+            noted |= _listed(event, READ_TABLES)
+            untold |= _listed(event, READ_UNTOLD)
         else:
             made = event.step_materialization_data.materialization
             rows = made.metadata.get("dagster/partition_row_count", made.metadata.get("dagster/row_count"))
@@ -169,12 +193,20 @@ def collect(
         rules,
         write_set,
         frozenset(loaded),
+        frozenset(noted),
+        frozenset(untold),
     )
+
+
+def _listed(event: DagsterEvent, name: str) -> set[str]:
+    """The texts of a JSON list in an event's metadata."""
+    value = _metadata(event).get(name)
+    return set() if value is None else set(json.loads(str(value.value)))
 
 
 def _metadata(event: DagsterEvent) -> Mapping[str, Any]:
     data: Any = event.event_specific_data
-    return data.metadata or {}
+    return getattr(data, "metadata", None) or {}
 
 
 def _records(instance: DagsterInstance, run: DagsterRun) -> Iterator[EventLogRecord]:
@@ -190,7 +222,7 @@ def _records(instance: DagsterInstance, run: DagsterRun) -> Iterator[EventLogRec
 def _rules(
     key: AssetKey, graph: BaseAssetGraph[Any], default_namespace: str, require_checks: bool
 ) -> AssetRules:
-    table = ".".join(identifier_of(key, default_namespace))
+    table = table_name(identifier_of(key, default_namespace))
     if not graph.has(key):
         # Removed from the code since the run was launched: nobody says any more which checks it needs.
         return AssetRules(table, frozenset(), demands_checks=True)
@@ -202,14 +234,14 @@ def _rules(
         bool(demanded),
         {
             check.name: frozenset(
-                ".".join(identifier_of(seen, default_namespace))
+                table_name(identifier_of(seen, default_namespace))
                 for seen in graph.get(check).parent_entity_keys
             )
             for check in node.check_keys
             if whole_table(graph.get(check))
         },
         _plain(node.metadata.get(ISOLATION)) == "serializable",
-        frozenset(".".join(identifier_of(parent, default_namespace)) for parent in node.parent_keys),
+        frozenset(table_name(identifier_of(parent, default_namespace)) for parent in node.parent_keys),
     )
 
 

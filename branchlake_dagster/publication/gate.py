@@ -47,11 +47,12 @@ def judge(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
     failed check of severity ERROR; a check older than the data it speaks of; a check that is defined on a
     written asset and was left out, wholly or for a partition written; a written asset that demands checks
     and has none; and, with `strict_tables`, a changed table that is no materialised asset's (nothing could
-    have checked it).
+    have checked it); and a serializable asset of which nobody can say all that it has read.
     """
     if not evidence.succeeded:
         return Verdict(Decision.BLOCKED, ("the run did not succeed",))
     reasons = [*_missing(evidence), *_failed(evidence), *_stale(evidence), *_left_out(evidence)]
+    reasons += _untold(evidence)
     if strict_tables:
         reasons += _unexplained(evidence)
     warnings = tuple(
@@ -106,6 +107,14 @@ def _left_out(evidence: RunEvidence) -> Iterator[str]:
             yield (
                 f"asset {asset} has no check (add one, or allow it with table_metadata(require_checks=False))"
             )
+
+
+def _untold(evidence: RunEvidence) -> Iterator[str]:
+    if evidence.serializable and evidence.untold:
+        yield (
+            f"serializable asset {', '.join(sorted(evidence.serializable))} may have read more than is known:"
+            f" {', '.join(sorted(evidence.untold))}"
+        )
 
 
 def _unexplained(evidence: RunEvidence) -> list[str]:

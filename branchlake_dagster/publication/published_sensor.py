@@ -27,7 +27,7 @@ from dagster._core.definitions.asset_key import CoercibleToAssetKey
 from dagster._core.definitions.target import ExecutableDefinition
 
 from branchlake_dagster.branching.resource import LakehouseResource
-from branchlake_dagster.branching.tables import identifier_of
+from branchlake_dagster.branching.tables import identifier_of, table_name
 from branchlake_dagster.lakehouse.errors import ConfigurationError, ReferenceNotFound
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
@@ -102,7 +102,7 @@ def published_sensor(
         lake = lakehouse.lakehouse
         keys = _keys(assets, repository)
         answer = _answer_of(request) if request else _launch(job, keys, repository, context.instance)
-        tables = {".".join(identifier_of(key, lake.settings.default_namespace)): key for key in keys}
+        tables = {table_name(identifier_of(key, lake.settings.default_namespace)): key for key in keys}
         step = _read(lake.nessie, context.cursor)
         requests: list[RunRequest] = []
         told = [step.note] if step.note else []

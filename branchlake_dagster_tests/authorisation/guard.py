@@ -1,6 +1,7 @@
 """A Nessie that wants to know who asks: a reverse proxy that lets bearers of the right token through.
 
-Nessie itself can verify tokens of an identity provider only; what its clients see of that is what this does.
+Nessie itself takes tokens of an identity provider, or of one key (`test_embedded_token`), and each may do all;
+what its clients see of that is what this does.
 It is careless on purpose: every error body echoes the header it got, plain and as other programs would
 escape it, so that a client that passes on what a server says gives the token away.
 """

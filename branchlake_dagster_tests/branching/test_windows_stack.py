@@ -167,6 +167,33 @@ def test_a_window_that_shares_files_with_its_neighbours_is_replaced_alone(
             assert value[key] == sum(row["key"] == key for row in whole)
 
 
+def test_files_that_were_divided_are_replayed_on_what_main_has_become(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    definition = OF_HOURS["quarters of an hour"](date(2026, 8, 2), "UTC")
+    keys = list(windows_of(definition))
+    value = {"n": 1}
+
+    def rows(keys: list[str]) -> Rows:
+        starts = {key: windows_of(definition)[key][0] for key in keys}
+        return [
+            {"at": EPOCH + timedelta(seconds=start + away), "n": value["n"], "key": key}
+            for key, start in starts.items()
+            for away in (0, 899)
+        ]
+
+    with project(lakehouse, spark_asset(namespace, rows, definition)) as p:
+        tags = {"dagster/asset_partition_range_start": keys[4], "dagster/asset_partition_range_end": keys[7]}
+        settled(p, tags=tags)
+        value["n"] = 2
+        waiting = p.run(partition=keys[5])
+        settled(p, partition=keys[20])
+        assert p.settle(waiting).action is Action.PUBLISHED
+        found = sorted((row["key"], row["n"]) for row in p.rows(namespace, "t"))
+        changed = {5: 2, 20: 2}
+        assert found == sorted((keys[k], changed.get(k, 1)) for k in (4, 5, 6, 7, 20) for _ in range(2))
+
+
 def test_rows_without_a_moment_outlive_the_replacement_of_a_window_beside_them(
     lakehouse: Lakehouse, namespace: str
 ) -> None:

@@ -39,6 +39,40 @@ from branchlake_dagster.lakehouse.errors import ConfigurationError, Transient
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
 
+# -- other accounts of the machine ---------------------------------------------------------------------
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_the_state_folder_is_its_owners_alone(tmp_path: Path) -> None:
+    root = tmp_path / "new" / "state"
+    umask = os.umask(0)
+    try:
+        servers = EmbeddedServers(Settings(state_dir=root))
+        servers.down()
+        token = servers._spark_token()
+        sleep = shutil.which("sleep")
+        assert sleep
+        log = servers.log_path("x")
+        process.stop(process.launch("x", [sleep, "9"], log=log, environment={}, port=1))
+    finally:
+        os.umask(umask)
+    assert token == (root / "run" / "spark.token").read_text()
+    assert {mode(folder) for folder in (root, root / "run", root / "logs")} == {0o700}
+    assert mode(root / "run" / "spark.token") == 0o600
+
+
+def test_what_an_older_version_left_open_is_closed_but_for_the_folder_itself(tmp_path: Path) -> None:
+    """Somebody may have given the folder to a group on purpose."""
+    run = tmp_path / "run"
+    run.mkdir(mode=0o755)
+    tmp_path.chmod(0o750)
+    EmbeddedServers(Settings(state_dir=tmp_path)).down()
+    assert (mode(tmp_path), mode(run)) == (0o750, 0o700)
+
+
 # -- Java ----------------------------------------------------------------------------------------------
 
 OPENJDK_17 = 'openjdk version "17.0.15" 2025-04-15\nOpenJDK Runtime Environment (build 17.0.15+6-Debian-1)\n'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyiceberg.catalog import LOCATION, WAREHOUSE_LOCATION, Catalog
@@ -95,10 +95,17 @@ class NessieCatalog(NoViews, NamespaceOperations):
     may create the same table, and `gc.enabled=false`, because other references may need its files.
     """
 
-    def __init__(self, name: str, client: NessieClient | None = None, **properties: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        client: NessieClient | None = None,
+        on_load: Callable[[Identifier], None] | None = None,
+        **properties: str,
+    ) -> None:
         # FileIO implementations receive these properties: Nessie's token is none of their business.
         super().__init__(name, **{key: value for key, value in properties.items() if key != options.TOKEN})
         self._owns_client = client is None
+        self._on_load = on_load
         self._store = ReferenceStore(
             client or options.connect(properties),
             properties.get(options.REF) or options.DEFAULT_REF,
@@ -108,10 +115,21 @@ class NessieCatalog(NoViews, NamespaceOperations):
 
     @classmethod
     def from_client(
-        cls, client: NessieClient, ref: str, warehouse: str, *, name: str = "nessie", **properties: str
+        cls,
+        client: NessieClient,
+        ref: str,
+        warehouse: str,
+        *,
+        name: str = "nessie",
+        on_load: Callable[[Identifier], None] | None = None,
+        **properties: str,
     ) -> NessieCatalog:
-        """A catalogue on `ref` that shares `client`'s connections and does not close them."""
-        return cls(name, client, **{**properties, options.REF: ref, WAREHOUSE_LOCATION: warehouse})
+        """A catalogue on `ref` that shares `client`'s connections and does not close them.
+
+        `on_load` is called with each table that `load_table` is about to give away.
+        """
+        given = {**properties, options.REF: ref, WAREHOUSE_LOCATION: warehouse}
+        return cls(name, client, on_load, **given)
 
     @property
     def ref(self) -> str:
@@ -152,7 +170,10 @@ class NessieCatalog(NoViews, NamespaceOperations):
         A missing reference is ReferenceNotFound, never "no such table".
         """
         key = self._key(identifier)
-        return self._load(key, _require_table(key, self._store.read(key).contents.get(key)))
+        content = _require_table(key, self._store.read(key).contents.get(key))
+        if self._on_load is not None:
+            self._on_load(key.elements)
+        return self._load(key, content)
 
     def table_exists(self, identifier: str | Identifier) -> bool:
         """Whether the name holds an Iceberg table; reads no file."""

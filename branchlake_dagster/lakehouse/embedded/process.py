@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from branchlake_dagster.lakehouse.embedded.private import private_folder
 from branchlake_dagster.lakehouse.errors import BranchlakeError, ConfigurationError, Terminal
 
 LOOPBACK = "127.0.0.1"
@@ -97,7 +98,7 @@ def launch(
 
     Not through subprocess: the server outlives us on purpose, and a Popen object warns about that.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(log.parent)
     with log.open("a") as output:
         output.write(f"{_MARK} {name}\n")
     pid = os.posix_spawn(
@@ -106,7 +107,7 @@ def launch(
         {**os.environ, **environment},
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ],
         setsid=True,

@@ -3,7 +3,7 @@
 Everything lives under one state folder:
 
     nessie/      RocksDB store            warehouse/   Iceberg data and metadata
-    logs/        one file per server      run/         process records, lock, Spark Connect token
+    logs/        one file per server      run/         process records, lock, tokens
     jars/        where Ivy put the jars   spark/       scratch space
 """
 
@@ -24,7 +24,9 @@ import requests
 from branchlake_dagster.lakehouse.embedded import process, spark_log
 from branchlake_dagster.lakehouse.embedded.jars import ICEBERG_AWS, ICEBERG_SPARK, NESSIE_SERVER, Jar, resolve
 from branchlake_dagster.lakehouse.embedded.java import bundled_java, user_java
+from branchlake_dagster.lakehouse.embedded.private import private_folder, state_folder, write_secret
 from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ProcessRecord
+from branchlake_dagster.lakehouse.embedded.token import credentials, stored
 from branchlake_dagster.settings import Settings
 
 NESSIE = "nessie"
@@ -33,11 +35,12 @@ SPARK = "spark"
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where the lake answers: Nessie's REST v2 URI and, for Connect sessions, Spark's URL and token."""
+    """Where the lake answers: Nessie's REST v2 URI and token; for Connect sessions, Spark's URL and token."""
 
     nessie_uri: str
     spark_remote: str | None
     spark_token: str | None
+    nessie_token: str | None = None
 
     def __repr__(self) -> str:
         return f"Endpoints(nessie_uri={self.nessie_uri!r}, spark_remote={self.spark_remote!r})"
@@ -74,7 +77,9 @@ class EmbeddedServers:
         jars = [ICEBERG_SPARK, NESSIE_SERVER]
         if self._settings.warehouse_uri.startswith("s3"):
             jars.append(ICEBERG_AWS)
-        return resolve(jars, self._root / "jars", ivy_settings=self._settings.ivy_settings, say=self._say)
+        return resolve(
+            jars, state_folder(self._root) / "jars", ivy_settings=self._settings.ivy_settings, say=self._say
+        )
 
     def status(self) -> dict[str, ProcessRecord | None]:
         """The record of each server that runs, None for one that does not."""
@@ -101,11 +106,23 @@ class EmbeddedServers:
     def _endpoints(self, records: dict[str, ProcessRecord]) -> Endpoints:
         settings = self._settings
         nessie_uri = settings.nessie_uri or f"http://{LOOPBACK}:{records[NESSIE].port}/api/v2"
-        remote, token = settings.spark_remote, settings.spark_token
+        remote, token, nessie_token = settings.spark_remote, settings.spark_token, self._nessie_token()
         if SPARK in records:
             # pyspark's client takes a token without TLS for the name localhost only.
-            return Endpoints(nessie_uri, f"sc://localhost:{records[SPARK].port}", self._spark_token())
-        return Endpoints(nessie_uri, remote, token.get_secret_value() if token else None)
+            local = f"sc://localhost:{records[SPARK].port}"
+            return Endpoints(nessie_uri, local, self._spark_token(), nessie_token)
+        return Endpoints(nessie_uri, remote, token.get_secret_value() if token else None, nessie_token)
+
+    def _nessie_token(self) -> str | None:
+        """The setting's; without one the embedded server's own, if the one that runs asks for one."""
+        if self._settings.nessie_token is not None:
+            return self._settings.nessie_token.get_secret_value()
+        found = stored(self._credentials_path) if self._settings.embedded_nessie else None
+        return found.token if found else None
+
+    @property
+    def _credentials_path(self) -> Path:
+        return self._root / "run" / "nessie.token"
 
     def _record_path(self, name: str) -> Path:
         return self._root / "run" / f"{name}.json"
@@ -121,8 +138,7 @@ class EmbeddedServers:
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
         """One process at a time starts or stops servers; the kernel frees the lock of a dead one."""
-        folder = self._root / "run"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = private_folder(self._root / "run")
         with (folder / "lock").open("w") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
@@ -157,8 +173,7 @@ class EmbeddedServers:
 
     def _launch_nessie(self, jars: dict[Jar, Path], port: int) -> ProcessRecord:
         self._say("Starting Nessie …")
-        store = self._root / "nessie"
-        store.mkdir(parents=True, exist_ok=True)
+        store = private_folder(self._root / "nessie")
         flags = {
             "nessie.version.store.type": "ROCKSDB",
             "nessie.version.store.persist.rocks.database-path": str(store),
@@ -169,6 +184,15 @@ class EmbeddedServers:
             "quarkus.http.access-log.enabled": "false",
             "quarkus.log.console.color": "false",
         }
+        if self._settings.nessie_embedded_token:
+            flags |= {
+                "nessie.server.authentication.enabled": "true",
+                "quarkus.oidc.tenant-enabled": "true",
+                "quarkus.oidc.client-id": "branchlake",
+                "quarkus.oidc.public-key": credentials(self._credentials_path).public_key,
+            }
+        else:
+            self._credentials_path.unlink(missing_ok=True)
         command = [str(bundled_java()), "-Xms64m", "-Xmx768m", "-XX:+UseSerialGC"]
         command += [f"-D{key}={value}" for key, value in flags.items()]
         command += ["-jar", str(jars[NESSIE_SERVER])]
@@ -178,8 +202,7 @@ class EmbeddedServers:
         self._say("Starting Spark Connect …")
         settings = self._settings
         port = self._port(SPARK, settings.spark_port, (SPARK,))
-        scratch = self._root / "spark"
-        scratch.mkdir(parents=True, exist_ok=True)
+        scratch = private_folder(self._root / "spark")
         home = Path(pyspark.__file__).parent
         nessie_uri = settings.nessie_uri or f"http://{LOOPBACK}:{nessie_port}/api/v2"
         conf = {
@@ -225,9 +248,7 @@ class EmbeddedServers:
     def _spark_token(self) -> str:
         path = self._root / "run" / "spark.token"
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as handle:
-                handle.write(secrets.token_urlsafe(24))
+            write_secret(path, secrets.token_urlsafe(24))
         return path.read_text()
 
 
@@ -270,6 +291,7 @@ def s3_environment(settings: Settings) -> dict[str, str]:
 
 def _nessie_answers(port: int) -> bool:
     try:
-        return requests.get(f"http://{LOOPBACK}:{port}/api/v2/config", timeout=1.0).ok
+        answer = requests.get(f"http://{LOOPBACK}:{port}/api/v2/config", timeout=1.0)
+        return answer.ok or answer.status_code == requests.codes.unauthorized
     except requests.RequestException:
         return False

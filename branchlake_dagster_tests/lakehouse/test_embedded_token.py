@@ -1,0 +1,92 @@
+"""The embedded Nessie's token: made, asked for, and used by both engines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from base64 import b64decode, urlsafe_b64decode
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import requests
+
+from branchlake_dagster.branching.run_branch import main_with_history
+from branchlake_dagster.lakehouse.embedded import token
+from branchlake_dagster.lakehouse.errors import NessieUnauthorized
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.lakehouse.nessie import NessieClient
+from branchlake_dagster.settings import Settings
+
+
+def test_openssl_agrees_with_the_signature(tmp_path: Path) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl here; the server's own test decides")
+    made = token.issue()
+    signed, _, signature = made.token.rpartition(".")
+    (tmp_path / "key.der").write_bytes(b64decode(made.public_key))
+    (tmp_path / "signature").write_bytes(urlsafe_b64decode(signature + "=="))
+    (tmp_path / "signed").write_text(signed)
+    command = [openssl, "dgst", "-sha256", "-verify", "key.der", "-keyform", "DER", "-signature", "signature"]
+    done = subprocess.run([*command, "signed"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "Verified OK", done.stderr
+
+
+def test_credentials_are_kept_and_printed_nowhere(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "nessie.token"
+    made = token.credentials(path)
+    assert token.credentials(path) == made
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert made.token not in repr(made)
+    path.write_text("{")  # cut off
+    assert token.stored(path) is None
+    assert token.credentials(path) != made
+    assert set(json.loads(path.read_text())) == {"token", "public_key"}
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Lakehouse]:
+    lake = Lakehouse(Settings(state_dir=tmp_path / "state", nessie_embedded_token=True))
+    try:
+        main_with_history(lake.nessie)
+        yield lake
+    finally:
+        lake.servers.down()
+
+
+@pytest.mark.integration
+@pytest.mark.spark
+def test_without_the_token_nobody_reads_or_commits(guarded: Lakehouse, namespace: str) -> None:
+    uri = guarded.endpoints().nessie_uri
+    for wrong in (None, "no.to.ken", token.issue().token):  # the last one is signed by somebody else
+        with NessieClient(uri, token=wrong) as client, pytest.raises(NessieUnauthorized):
+            client.reference("main")
+        headers = {} if wrong is None else {"Authorization": f"Bearer {wrong}"}
+        answer = requests.post(f"{uri}/trees/main/history/commit", json={}, headers=headers, timeout=9)
+        assert answer.status_code == requests.codes.unauthorized
+
+    catalog = guarded.catalog()
+    catalog.create_namespace((namespace,))
+    catalog.create_table((namespace, "t"), pa.schema([("n", pa.int64())])).append(pa.table({"n": [1]}))
+    session = guarded.spark_session()
+    session.sql(f"INSERT INTO nessie.{namespace}.t VALUES (2)")
+    assert sorted(row.n for row in session.table(f"nessie.{namespace}.t").collect()) == [1, 2]
+    session.stop()
+
+    again = Lakehouse(guarded.settings)  # another process of the same account
+    assert again.nessie.reference("main").hash == guarded.nessie.reference("main").hash
+    guarded.servers.down()
+    assert guarded.catalog().load_table((namespace, "t")).scan().to_arrow().num_rows == 2
+
+
+@pytest.mark.integration
+def test_no_command_line_and_no_log_shows_the_token(guarded: Lakehouse) -> None:
+    secret = guarded.endpoints(spark=False).nessie_token
+    assert secret
+    shown = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True, check=True).stdout
+    assert "quarkus.oidc.public-key" in shown
+    assert secret not in shown
+    assert secret not in guarded.servers.log_path("nessie").read_text()
