@@ -126,6 +126,13 @@ def change(before: Table | None, after: Table, *, files: bool = True) -> TableCh
 
 
 def _expired(before: TableMetadata, after: TableMetadata) -> int:
+    """How many of the snapshots of before are gone."""
+    last = len(before.snapshots) - 1
+    # Snapshots are added at the end: where the last one stands as it stood, none before it was taken out.
+    if last < len(after.snapshots) and (
+        last < 0 or after.snapshots[last].snapshot_id == before.snapshots[last].snapshot_id
+    ):
+        return 0
     return len({one.snapshot_id for one in before.snapshots} - {one.snapshot_id for one in after.snapshots})
 
 
@@ -137,14 +144,15 @@ def _properties(metadata: TableMetadata) -> dict[str, str]:
 def _since(before: TableMetadata | None, after: TableMetadata) -> tuple[list[Snapshot], bool]:
     """The snapshots after `before`'s current one, oldest first, and whether the chain leads back to it."""
     start = before.current_snapshot_id if before else None
-    by_id = {snapshot.snapshot_id: snapshot for snapshot in after.snapshots}
     found: list[Snapshot] = []
     current = after.current_snapshot_id
-    while current is not None and current != start:
-        if (snapshot := by_id.get(current)) is None:
-            return found[::-1], False
-        found.append(snapshot)
-        current = snapshot.parent_snapshot_id
+    # From the end, where the new ones are: a table with a long history is not gone through for two snapshots.
+    for snapshot in reversed(after.snapshots):
+        if current is None or current == start:
+            break
+        if snapshot.snapshot_id == current:
+            found.append(snapshot)
+            current = snapshot.parent_snapshot_id
     return found[::-1], current == start
 
 

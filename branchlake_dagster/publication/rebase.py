@@ -110,7 +110,14 @@ class Plan:
         return True
 
     def operations(self) -> list[Operation]:
-        """The commit's operations; writes the metadata files of replayed tables."""
+        """The commit's operations; writes the metadata files of replayed tables, all of them or none."""
+        try:
+            return self._operations()
+        except Exception:
+            self.discard()  # a store that is full would only get fuller, pass by pass
+            raise
+
+    def _operations(self) -> list[Operation]:
         dropped = [self.contents.get(key) for key, value in self.values.items() if value is None]
         gone = {content.content_id for content in dropped if content}
         found: list[Operation] = []

@@ -172,16 +172,15 @@ class IcebergTables:
         version = self._catalog._parse_metadata_version(base.metadata_location) + 1
         provider = load_location_provider(metadata.location, metadata.properties)
         location = provider.new_table_metadata_file_location(version)
-        self._catalog._write_metadata(metadata, base.io, location)
         staged.written.append(location)
+        self._catalog._write_metadata(metadata, base.io, location)
         with self._lock:
             self._opened[location] = Table(base.name(), metadata, location, base.io, base.catalog)
         return table_content(content_id, location, metadata)
 
     def discard(self, staged: Staged) -> None:
         """Delete the manifests and metadata made for it; the data files are the run's."""
-        for path in staged.written:
-            staged.base.io.delete(path)
+        _delete_what_is_there(staged, staged.written)
 
 
 def _with_schema(onto: TableMetadata, wanted: Schema) -> tuple[TableUpdate, ...]:
@@ -205,7 +204,7 @@ def _delete_what_is_there(staged: Staged, paths: Sequence[str]) -> None:
         except FileNotFoundError:
             continue
         except OSError as error:
-            _log.warning("%s was made for a replay that failed, and is still there: %s", path, error)
+            _log.warning("%s was made for what is not published, and is still there: %s", path, error)
 
 
 class _Fixed(Transaction):

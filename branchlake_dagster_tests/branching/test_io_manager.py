@@ -110,6 +110,7 @@ def test_metadata_and_snapshot_tell_their_origin(lakehouse: Lakehouse, namespace
             "branchlake.root_run_id": run_id,
             "branchlake.asset": f"{namespace}/t",
             "branchlake.partition": "2026-08-08-03:00",
+            "branchlake.replaced": '{"v":1,"any":[[[1,"time",1786158000000000,1786161600000000]]]}',
             "branchlake.code_version": "v7",
             "branchlake.base_hash": base,
             "branchlake.write_mode": "replace_partitions",

@@ -142,6 +142,23 @@ def test_deletes_from_before_the_base_are_the_runs_to_work_in(bench: Workbench) 
     assert seen(bench) == [("a", 1), ("b", 30), ("c", 5), ("c", 6)]
 
 
+def test_deletes_of_another_file_of_the_partition_stop_nobody(bench: Workbench) -> None:
+    """Position deletes name their files; the bounds of the paths tell them apart."""
+    bench.seeded([("a", 1)])
+    more = bench.run()
+    more.append([("a", 2), ("a", 3)])
+    bench.published(more)
+    bench.sql(MERGE_ON_READ)
+    one, two = bench.run(), bench.run()
+    for run, number in ((one, 1), (two, 3)):
+        run.sql(COMPACTION.replace("options", f"where => 'id = {number}', options"))
+        assert len(run.table().inspect.files()) == 2
+    bench.sql("DELETE FROM {t} WHERE id = 2")
+    bench.published(one)
+    assert "merge-on-read" in bench.refused(two).reason()
+    assert seen(bench) == [("a", 1), ("a", 3)]
+
+
 def test_delete_files_that_were_only_written_anew_delete_nothing_new(bench: Workbench) -> None:
     seeded(bench)
     bench.sql("DELETE FROM {t} WHERE id = 2", "DELETE FROM {t} WHERE id = 4")
