@@ -30,7 +30,7 @@ class Settings(BaseSettings):
     nessie_verify_tls: bool | str = Field(True, description="Verify TLS; or the path of a CA bundle.")
     nessie_port: int = Field(0, ge=0, le=65535, description="Port of the embedded Nessie; 0: any free one.")
 
-    nessie_embedded_token: bool = Field(
+    guard_nessie: bool = Field(
         True, description="Ask for a token at the embedded Nessie, which other local accounts do not have."
     )
 

@@ -19,7 +19,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
 
 # Many tests speak to Nessie themselves, as anybody could; the token is test_embedded_token's matter.
-os.environ.setdefault("BRANCHLAKE_NESSIE_EMBEDDED_TOKEN", "false")
+os.environ.setdefault("BRANCHLAKE_GUARD_NESSIE", "false")
 
 
 @pytest.fixture(scope="session")

@@ -49,7 +49,7 @@ def test_credentials_are_kept_and_printed_nowhere(tmp_path: Path) -> None:
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[Lakehouse]:
-    lake = Lakehouse(Settings(state_dir=tmp_path / "state", nessie_embedded_token=True))
+    lake = Lakehouse(Settings(state_dir=tmp_path / "state", guard_nessie=True))
     try:
         main_with_history(lake.nessie)
         yield lake

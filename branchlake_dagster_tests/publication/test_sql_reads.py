@@ -131,7 +131,7 @@ def frames(spark: SparkSession, a: str, b: str, form: str) -> None:
                 b, pyspark_expr(f"s.n = {b}.n")
             ).whenNotMatched().insertAll().merge()
         case "checkpoint":
-            spark.table(a).join(spark.table(b), "n").localCheckpoint().count()
+            spark.table(a).join(spark.table(b), "n").localCheckpoint()
         case "namespace":
             spark.sql(f"USE {a.rpartition('.')[0]}")
             spark.sql("SELECT * FROM a, b").collect()

@@ -184,7 +184,7 @@ class EmbeddedServers:
             "quarkus.http.access-log.enabled": "false",
             "quarkus.log.console.color": "false",
         }
-        if self._settings.nessie_embedded_token:
+        if self._settings.guard_nessie:
             flags |= {
                 "nessie.server.authentication.enabled": "true",
                 "quarkus.oidc.tenant-enabled": "true",
