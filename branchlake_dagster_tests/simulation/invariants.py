@@ -63,7 +63,10 @@ class _Look:
         rows: Rows = {name: [] for name in TABLES}
         for number, entry in enumerate(self._log):
             found = publications_in(entry)
-            if not found:
+            by_hand = self._world.hands.merged.get(entry.commit.hash)
+            if by_hand:
+                self._merged_by_hand(number, entry.commit.hash, *by_hand, rows)
+            elif not found:
                 # There is a first commit, and one with the tables that were there before.
                 must(number < 2, f"main has a commit that is no publication: {entry.commit.message}")
                 if number == 1:
@@ -78,6 +81,13 @@ class _Look:
                     len(seen) == len(set(seen)),
                     f"table {name} at {entry.commit.message!r} has a row twice: {seen}",
                 )
+
+    def _merged_by_hand(self, number: int, hash_: str, run_id: str, head: str, rows: Rows) -> None:
+        """Change `rows` as a branch does that somebody has merged: nobody asked the gate."""
+        must(run_id not in self._done, f"run {run_id} was merged by hand, and is on main twice")
+        self._done[run_id] = number, Publication(branch_name(run_id), run_id, run_id, "", "", (), hash_)
+        for change in self._changes_up_to(head):
+            rows[change.table] = change.on_rows(rows[change.table])
 
     def _include(self, number: int, one: Publication, rows: Rows) -> Iterator[tuple[str, str, list[Row]]]:
         """Change `rows` as the publication does; the (run, table, its rows then) that a check must have seen."""
@@ -152,8 +162,11 @@ class _Look:
         return next(iter(heads), None)
 
     def _written(self, run_id: str) -> list[Change]:
-        """The changes on a run's branch up to the hash that was judged, in order."""
-        head = self._head(run_id)
+        """The changes on a run's branch up to the hash that was judged or merged by hand, in order."""
+        taken = [head for run, head in self._world.hands.merged.values() if run == run_id]
+        return self._changes_up_to(self._head(run_id) or next(iter(taken), None))
+
+    def _changes_up_to(self, head: str | None) -> list[Change]:
         found = []
         for commit in self._world.server.history.first_parents(head) if head else ():
             if CHANGE not in commit.properties:
@@ -168,6 +181,11 @@ class _Look:
         done = self._done.get(plan.run_id)
         hash_ = done[1].hash if done else None
         told = None if told == "none" or run.tags.get("branchlake/opened_by") != plan.run_id else told
+        hands = self._world.hands
+        if told in hands.undone:
+            return  # it was on main when it was told; it may have come back by hand
+        if told is None and hash_ in hands.merged:
+            return  # merged by hand although it was blocked, or refused in a race with that
         must(told == hash_, f"run {plan.run_id} is told to be published as {told}, and main has {hash_}")
         # One that publishes itself may die between that and its end.
         fine = run.is_success or plan.publishes_itself
@@ -179,8 +197,8 @@ class _Look:
 
     def _rightly_refused(self, plan: Plan, tags: Mapping[str, str]) -> None:
         """Somebody else published into what this run changed or read, and not only appends met appends."""
-        if plan.run_id in self._world.checks.refused:
-            return
+        if plan.run_id in self._world.checks.refused or self._world.hands.undone:
+            return  # what it collided with may have been taken back
         mine = self._written(plan.run_id)
         since = [entry.commit.hash for entry in self._log].index(tags["branchlake/base_hash"])
         others = [

@@ -55,6 +55,10 @@ def _happened(world: World) -> Iterator[str]:
             yield "swept"
             if " files" in how:
                 yield "files swept"
+        elif what in ("merged by hand", "set main back"):
+            yield what
+        elif what == "pass failed" and "database is locked" in how:
+            yield "database is locked"
         elif what.startswith(("late: ", "late write failed")):
             yield what.split(": ")[0]
     for commit in world.server.history.commits.values():

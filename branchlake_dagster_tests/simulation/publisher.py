@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from branchlake_dagster.lakehouse.errors import BranchlakeError
 from branchlake_dagster.lakehouse.nessie import NessieClient
 from branchlake_dagster.publication.candidate import Candidate, Result
+from branchlake_dagster.publication.main_log import MainLog
 from branchlake_dagster.publication.publisher import Publisher
 from branchlake_dagster_tests.simulation.runs import Plan
 from branchlake_dagster_tests.simulation.tables import SimulatedTables
@@ -15,11 +15,13 @@ from branchlake_dagster_tests.simulation.tables import SimulatedTables
 class NotedPublisher(Publisher):
     """Notes the judged state of each candidate in its run's plan."""
 
-    def __init__(self, client: NessieClient, tables: SimulatedTables, plans: Mapping[str, Plan]) -> None:
-        super().__init__(client, tables)
+    def __init__(
+        self, client: NessieClient, tables: SimulatedTables, plans: Mapping[str, Plan], log: MainLog
+    ) -> None:
+        super().__init__(client, tables, log)
         self._plans = plans
 
-    def publish(self, candidates: Sequence[Candidate]) -> dict[str, Result | BranchlakeError]:
+    def publish(self, candidates: Sequence[Candidate]) -> dict[str, Result | Exception]:
         """As the publisher does."""
         for candidate in candidates:
             self._plans[candidate.run_id].heads.add(candidate.head_hash)

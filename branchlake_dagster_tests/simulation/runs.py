@@ -70,6 +70,8 @@ class Plan:
     """Of another Dagster instance, without heartbeats: ours does not know it."""
     parent: str | None = None
     """The run that it executes again."""
+    sick: int = 0
+    """How often looking at it breaks, by an error that nobody has declared."""
     retries: bool = False
     """Only what failed of its parent, on its parent's branch; otherwise all of it, from the start."""
     seen: dict[str, list[Row]] = field(default_factory=dict)
@@ -89,6 +91,8 @@ class Plan:
             told.append(f"| late {self.late}")
         if self.parent:
             told.append(f"| {'retries' if self.retries else 're-executes'} {self.parent}")
+        if self.sick:
+            told.append(f"| breaks whoever looks at it {self.sick} times")
         if self.paused:
             told.append(f"| stands still for {self.paused[1]:g} s before change {self.paused[0]}")
         if self.restores:
@@ -149,6 +153,7 @@ def draw(random: Random, mood: Mood, earlier: dict[str, Plan]) -> Plan:
         end=End.DEATH if luck < 0.08 else End.FAILURE if luck < 0.15 else End.SUCCESS,
         late=_change(random, mood, run_id, 9, chosen[-1]) if random.random() < 0.15 * mood.trouble else None,
         publishes_itself=random.random() < 0.1,
+        sick=random.randint(1, 2) if random.random() < 0.04 * mood.trouble else 0,
     )
     if random.random() < 0.1 * mood.trouble:
         plan.paused = random.randrange(len(changes)), random.choice((20.0, 120.0))

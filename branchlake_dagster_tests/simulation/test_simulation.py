@@ -27,12 +27,15 @@ from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.lakehouse.nessie.model import Operation, Reference, Unchanged
 from branchlake_dagster.publication import judging, rebase
 from branchlake_dagster.publication import overlap as overlapping
+from branchlake_dagster.publication.backlog import Ended
 from branchlake_dagster.publication.changes import Mode, TableChange
 from branchlake_dagster.publication.committer import Committer
 from branchlake_dagster.publication.gate import Decision, Verdict
 from branchlake_dagster.publication.judging import Judge
+from branchlake_dagster.publication.main_log import BaseNotOnMain, MainLog
 from branchlake_dagster.publication.overlap import Overlap
 from branchlake_dagster.publication.rebase import Plan
+from branchlake_dagster.publication.reconcile import Reconciler
 from branchlake_dagster.publication.replay import Staged
 from branchlake_dagster_tests.simulation.faults import Fault
 from branchlake_dagster_tests.simulation.play import failures, play
@@ -45,6 +48,7 @@ _SHOWN = 3
 _WANTED = (
     *(fault.value for fault in Fault if fault is not Fault.NONE),
     *("published", "refused", "blocked", "discarded", "checking", "try again"),
+    *("merged by hand", "set main back", "database is locked"),
     *("rebased", "group commit", "retry", "late", "late write failed", "deleted", "files swept"),
 )
 """What must have happened somewhere: schedules in which nothing happens prove nothing."""
@@ -171,6 +175,7 @@ def _mapped_blindly(mine: TableChange, theirs: TableChange) -> TableChange:
 
 _OVERLAP = rebase.overlap
 
+
 class _OneKey(made.Made):
     """What a branch made, with no other relatives than the tables of its own keys."""
 
@@ -188,11 +193,33 @@ def _everything_named(log: Any, base: Mapping[Any, str], base_hash: str, files: 
     return _OneKey(found.touched, found.named, found.named, mine)
 
 
+def _without_hands(
+    self: MainLog, client: NessieClient, branch: str, *, head: object = None, **of: Any
+) -> object:
+    return _PUBLISHED(self, client, branch, **of)
+
+
+def _without_roll_backs(self: MainLog, *args: Any, **of: Any) -> object:
+    try:
+        return _PUBLISHED(self, *args, **of)
+    except BaseNotOnMain:
+        return None
+
+
+def _unguarded_look(self: Reconciler, one: Ended, *, inside: bool) -> object:
+    return self._judge.look(one.branch, one.run, ended=inside)
+
+
+_PUBLISHED = MainLog.published
+
 _BUGS = {
     "branches are deleted wherever they stand": (NessieClient, "delete_branch", _delete_now),
     "the listing is taken for the end": (Judge, "look", _look_at_listing),
     "what is judged is not pinned": (judging, "pin", lambda client, branch: (branch.hash, False)),
-    "no lookup": (Committer, "_known", lambda self, batch, *, at: {}),
+    "no lookup": (Committer, "_landed", lambda self, candidate, at: None),
+    "merges by hand are not looked for": (MainLog, "published", _without_hands),
+    "roll-backs are not looked for": (MainLog, "published", _without_roll_backs),
+    "one run's error ends the pass": (Reconciler, "_look", _unguarded_look),
     "an unknown outcome is a failure": (Committer, "send", _discarding_send),
     "commits are repeated blindly": (RetryPolicy, "run", _always_repeated),
     "nothing overlaps": (rebase, "overlap", lambda mine, theirs: None),
@@ -214,6 +241,9 @@ _FOUND_AS = {
     "the listing is taken for the end": "was published without",
     "what is judged is not pinned": "in 2 states",
     "no lookup": "is in the ledger twice",
+    "merges by hand are not looked for": "never quiet",
+    "roll-backs are not looked for": "never quiet",
+    "one run's error ends the pass": "breaks whoever looks at it",
     "an unknown outcome is a failure": "which was deleted",
     "commits are repeated blindly": "which was deleted",
     "nothing overlaps": "too many",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,12 +21,14 @@ from branchlake_dagster.lakehouse.nessie.model import Namespace, Operation, Put
 from branchlake_dagster.publication import judging, recheck
 from branchlake_dagster.publication.changes import Mode, Step
 from branchlake_dagster.publication.in_run import NotPublished
+from branchlake_dagster.publication.main_log import MainLog
 from branchlake_dagster.publication.outcome import Action, Outcome
 from branchlake_dagster.publication.reconcile import Reconciler
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.simulation import evidence
 from branchlake_dagster_tests.simulation.faults import ALL, Faults
 from branchlake_dagster_tests.simulation.files import InTurn
+from branchlake_dagster_tests.simulation.hands import Hands
 from branchlake_dagster_tests.simulation.hearts import Hearts
 from branchlake_dagster_tests.simulation.instance import SimulatedInstance
 from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
@@ -34,6 +37,7 @@ from branchlake_dagster_tests.simulation.publisher import NotedPublisher
 from branchlake_dagster_tests.simulation.reaper import reap, sweep
 from branchlake_dagster_tests.simulation.runs import NAMESPACE, TABLES, Mood, Plan, draw, table_key
 from branchlake_dagster_tests.simulation.scheduler import Clock, Died, Scheduler
+from branchlake_dagster_tests.simulation.storage import Storage, StorageAwayError
 from branchlake_dagster_tests.simulation.tables import Row, SimulatedTables, State, Warehouse, table_content
 from branchlake_dagster_tests.simulation.transport import DirectTransport
 from branchlake_dagster_tests.simulation.writer import Writer
@@ -62,7 +66,9 @@ class World:
         kinds = tuple(fault for fault in ALL if random.random() < 0.6)
         self.faults = Faults(random, rate=random.choice((0.0, 0.05, 0.15, 0.3)), kinds=kinds)
         self.network = Network(self.server, self.faults, self.scheduler, self.clock)
-        self.instance = SimulatedInstance(now=self.clock.now, pause=self.scheduler.pause)
+        self.storage = Storage(Random(f"storage {seed}"), self.scheduler)
+        self.instance = SimulatedInstance(now=self.clock.now, pause=self.storage.pause)
+        self.hands = Hands(Random(f"hands {seed}"))
         self.hearts = Hearts(self.clock, self.scheduler.pause)
         self.warehouse = Warehouse()
         self.checks = evidence.Checks(self)
@@ -111,13 +117,13 @@ class World:
         """A client of nobody's, without faults."""
         return NessieClient("", transport=DirectTransport(self.server))
 
-    def reconciler(self) -> Reconciler:
-        """The real one, on simulated neighbours."""
+    def reconciler(self, log: MainLog | None = None) -> Reconciler:
+        """The real one, on simulated neighbours; `log` is what its process has read of `main` before."""
         client = self.client()
         tables = SimulatedTables(self.warehouse, self.scheduler.pause)
         instance, graph = cast(Any, self.instance), cast(Any, None)
         clock = self.clock.monotonic
-        publisher = NotedPublisher(client, tables, self.plans)
+        publisher = NotedPublisher(client, tables, self.plans, log or MainLog())
         return Reconciler(
             client, publisher, instance, graph, _SETTINGS, clock=clock, now=self.clock.now, at_once=1
         )
@@ -131,14 +137,15 @@ class World:
 
     # -- actors ----------------------------------------------------------------------------------------
 
-    def _publisher(self, ticks: int) -> None:
+    def _publisher(self, ticks: int, budget_s: float) -> None:
+        log = MainLog()
         for _ in range(ticks):
             self.network.sleep(1.0)
-            self._guarded(self._publish)
+            self._guarded(partial(self._publish, log, budget_s))
 
-    def _publish(self) -> list[Outcome]:
+    def _publish(self, log: MainLog | None = None, budget_s: float = math.inf) -> list[Outcome]:
         outcomes = []
-        for outcome in self.reconciler().run():
+        for outcome in self.reconciler(log).run(budget_s=budget_s):
             self.network.note("outcome", str(outcome))
             if outcome.check_run:
                 self.checks.launch(outcome.check_run)
@@ -174,7 +181,7 @@ class World:
         """A pass in a process of its own; what it leaves undone is found by the next one."""
         try:
             work()
-        except (BranchlakeError, FileNotFoundError) as error:
+        except (BranchlakeError, FileNotFoundError, StorageAwayError) as error:
             # A file may be gone: the sweeper does not wait for a slow publisher of what others discarded.
             self.network.note("pass failed", str(error))
         except Died:
@@ -194,12 +201,18 @@ class World:
                 self._bury()
                 publishers += 1
             for i in range(publishers):
-                spawn(f"publisher{i}", partial(self._publisher, random.randint(1, 4)))
+                spawn(
+                    f"publisher{i}",
+                    partial(self._publisher, random.randint(1, 4), random.choice((math.inf, 10.0))),
+                )
             for i in range(random.randint(0, 2)):
                 spawn(f"reaper{i}", partial(self._reaper, 2))
             spawn("monitor", self._monitor)
+            if random.random() < 0.2:
+                spawn("somebody", partial(self.hands.meddle, self))
             self.scheduler.run()
             self.faults.heal()
+            self.storage.heal()
             self.network.note("healed")
             self._settle()
             self.network.flush()

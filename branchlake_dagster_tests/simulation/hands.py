@@ -1,0 +1,81 @@
+"""Somebody with Nessie's own tools: merges a run's branch into `main`, or sets `main` back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING
+
+from branchlake_dagster.branching.run_branch import branch_name
+from branchlake_dagster.branching.run_tags import BASE_TAG
+from branchlake_dagster.lakehouse.errors import NessieConflict
+from branchlake_dagster_tests.simulation.history import Pointer
+
+if TYPE_CHECKING:
+    from branchlake_dagster_tests.simulation.world import World
+
+_TABLES_AND_FIRST = 2
+"""The first commits of `main`, which nobody takes back."""
+
+
+@dataclass
+class Hands:
+    """What was done by hand. `merged`: commits on `main` with the run and the hash they took."""
+
+    random: Random
+    merged: dict[str, tuple[str, str]] = field(default_factory=dict)
+    undone: set[str] = field(default_factory=set)
+    """Commits that `main` had and has no more."""
+
+    def meddle(self, world: World) -> None:
+        """Once or twice, some time."""
+        for _ in range(self.random.randint(1, 2)):
+            for _ in range(self.random.randint(0, 12)):
+                world.network.sleep(1.0)
+            if self.random.random() < 0.7:
+                self._merge(world)
+            else:
+                self._set_back(world)
+
+    def _merge(self, world: World) -> None:
+        history = world.server.history
+        line = {commit.hash for commit in history.first_parents(history.references["main"].hash)}
+        ended = [
+            plan.run_id
+            for plan in world.plans.values()
+            if not plan.foreign
+            and branch_name(plan.run_id) in history.references
+            and world.instance.knows(plan.run_id)
+            and world.instance.look(plan.run_id).is_success
+            # Else it would bring back what was set back, which is what the person then wants.
+            and world.instance.look(plan.run_id).tags.get(BASE_TAG) in line
+        ]
+        if not ended:
+            return
+        run_id, client = self.random.choice(ended), world.direct()
+        head = client.reference(branch_name(run_id)).hash
+        try:
+            done = client.merge(
+                from_name=branch_name(run_id),
+                from_hash=head,
+                into="main",
+                expected_hash=client.reference("main").hash,
+                message="merged by hand",
+            )
+        except NessieConflict as conflict:
+            world.network.note("could not merge by hand", str(conflict))
+            return
+        if done.applied:
+            world.network.note("merged by hand", run_id)
+            self.merged[done.target_hash] = run_id, head
+
+    def _set_back(self, world: World) -> None:
+        history = world.server.history
+        line = [commit.hash for commit in history.first_parents(history.references["main"].hash)]
+        choices = line[1 : len(line) - _TABLES_AND_FIRST + 1][:3]
+        if not choices:
+            return
+        to = self.random.choice(choices)
+        self.undone |= set(line[: line.index(to)])
+        history.references["main"] = Pointer("BRANCH", to)
+        world.network.note("set main back", f"to {to[:8]}, {line.index(to)} commits")
