@@ -21,6 +21,7 @@ from branchlake_dagster.branching.errors import (
     SchemaMismatch,
     UpsertKeyInvalid,
 )
+from branchlake_dagster.branching.makers import instance_id
 from branchlake_dagster.branching.run_branch import branch_name
 from branchlake_dagster.branching.run_tags import BASE_TAG
 from branchlake_dagster.branching.session import BranchSparkResource
@@ -206,6 +207,7 @@ def test_the_files_of_a_discarded_spark_run_are_deleted(lakehouse: Lakehouse, na
             grace=timedelta(0),
             now=lambda: datetime.now(UTC) + timedelta(hours=1),
             listing=f"ref.name == '{discarded_name(branch)}'",
+            instance=instance_id(p.instance),
         )
         (swept,) = sweeper.run()
         assert swept.done, swept
@@ -239,6 +241,7 @@ def test_an_upsert_updates_known_keys_and_inserts_new_ones(lakehouse: Lakehouse,
             "branchlake.keys": "kind,id",
             "branchlake.step": f"{namespace}__t",
             "branchlake.attempt": "1",
+            "branchlake.instance": instance_id(p.instance),
         }
         assert p.settle(run_id).action is Action.PUBLISHED
         assert by_n(p.rows(namespace, "t")) == [
