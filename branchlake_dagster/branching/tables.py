@@ -83,7 +83,7 @@ class TableSpec:
     @property
     def spark_name(self) -> str:
         """The name Spark SQL knows, catalogue included."""
-        return dotted(("nessie", *self.identifier))
+        return f"nessie.{dotted(self.identifier)}"
 
 
 def identifier_of(key: AssetKey, default_namespace: str) -> tuple[str, ...]:
