@@ -382,7 +382,6 @@ def test_nessie_restored_from_an_older_backup(own_lake: Lakehouse, namespace: st
 # -- Dagster's database --------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="SQLAlchemy's OperationalError ends the pass while it tells")
 def test_dagsters_database_is_locked_while_a_pass_works(
     lakehouse: Lakehouse, namespace: str, tmp_path: Path
 ) -> None:
