@@ -70,15 +70,16 @@ class LakehouseResource(ConfigurableResource[Any]):
         run, instance = context.run, context.instance
         if run is None or instance is None or instance.get_run_by_id(run.run_id) is None:
             return
-        if CHECK_REF_TAG in run.tags:
-            # It checks a state that the publisher prepared, and writes nothing.
-            self._stands_on = run.tags[CHECK_REF_TAG]
-            return
         self._instance = instance_id(instance)
-        self._run_branch = self._bound(run, instance, context.log)
         self._ended = lambda: (found := instance.get_run_by_id(run.run_id)) is None or found.is_finished
         # From the start of the process: one that dies before it touches the lake would not be missed.
         self._beat(branch_name(run.run_id), run.run_id)
+        if CHECK_REF_TAG in run.tags:
+            # It checks a state that the publisher prepared, and writes nothing. It beats under a branch of its
+            # own, which is never made: publications wait for it, so they must learn of its death.
+            self._stands_on = run.tags[CHECK_REF_TAG]
+            return
+        self._run_branch = self._bound(run, instance, context.log)
         self._reads = ReadSet.of_run(instance, run, lambda: self.lakehouse.nessie, self.ref)
         if is_retry(run):
             with contextlib.suppress(RetryNeedsFullRun):  # said again by the step that needs a table, if any

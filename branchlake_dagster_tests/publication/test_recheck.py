@@ -1,9 +1,12 @@
 """Checks on whole tables are made again on the rebased state, by a Dagster run that the sensor asks for."""
 
+import time
+
 import dagster as dg
 import polars as pl
 import pytest
 
+from branchlake_dagster.branching.beats import HeartbeatStore
 from branchlake_dagster.branching.resource import LakehouseResource
 from branchlake_dagster.branching.run_branch import branch_name
 from branchlake_dagster.branching.tables import CHECK_SCOPE, table_metadata
@@ -171,3 +174,28 @@ def test_the_sensor_asks_for_the_checks_and_nothing_else(lakehouse: Lakehouse, n
         assert request.tags["branchlake/checks_for"] == second
         assert list(request.asset_selection or []) == []
         assert [key.name for key in request.asset_check_keys or []] == ["total"]
+
+
+def test_a_run_that_repeats_checks_beats(lakehouse: Lakehouse, namespace: str) -> None:
+    """Publications wait for it: without a heartbeat nobody would learn of its death."""
+    asset = appending(namespace)
+    beating: list[str] = []
+    store = HeartbeatStore.of(lakehouse.settings)
+
+    @dg.asset_check(asset=asset)
+    def watched(context: dg.AssetCheckExecutionContext, appended: pl.DataFrame) -> dg.AssetCheckResult:
+        for _ in range(100):
+            beating[:] = [beat.branch for beat in store.all() if beat.run_id == context.run_id]
+            if beating:
+                break
+            time.sleep(0.05)
+        return dg.AssetCheckResult(passed=len(appended) < 100)
+
+    with project(lakehouse, asset, watched) as p:
+        p.settle(run(p, namespace, 1))
+        first, second = run(p, namespace, 2), run(p, namespace, 3)
+        p.settle(first)
+        checks = check_run(p, p.settle(second))
+        assert beating == [branch_name(checks)]
+        assert branch_name(checks) not in p.branches()
+        assert p.settle(second).action is Action.PUBLISHED
