@@ -75,8 +75,8 @@ class LakehouseResource(ConfigurableResource[Any]):
         # From the start of the process: one that dies before it touches the lake would not be missed.
         self._beat(branch_name(run.run_id), run.run_id)
         if CHECK_REF_TAG in run.tags:
-            # It checks a state that the publisher prepared, and writes nothing. It beats under a branch of its
-            # own, which is never made: publications wait for it, so they must learn of its death.
+            # It checks a state that the publisher prepared, and writes nothing. It beats under a branch of
+            # its own, which is never made: publications wait for it, so they must learn of its death.
             self._stands_on = run.tags[CHECK_REF_TAG]
             return
         self._run_branch = self._bound(run, instance, context.log)

@@ -185,7 +185,7 @@ def test_a_run_that_repeats_checks_beats(lakehouse: Lakehouse, namespace: str) -
     @dg.asset_check(asset=asset)
     def watched(context: dg.AssetCheckExecutionContext, appended: pl.DataFrame) -> dg.AssetCheckResult:
         for _ in range(100):
-            beating[:] = [beat.branch for beat in store.all() if beat.run_id == context.run_id]
+            beating[:] = [beat.branch for beat in store.all() if beat.run_id == context.run.run_id]
             if beating:
                 break
             time.sleep(0.05)
