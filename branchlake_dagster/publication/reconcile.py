@@ -19,9 +19,10 @@ from typing import Any
 from dagster import DagsterInstance, DagsterRun
 from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGraph
 
+from branchlake_dagster.branching.ended import tell_ended
 from branchlake_dagster.branching.names import branches
 from branchlake_dagster.branching.run_branch import branch_name
-from branchlake_dagster.branching.run_tags import BRANCH_TAG, base_hash_of
+from branchlake_dagster.branching.run_tags import BRANCH_TAG, FENCED, base_hash_of
 from branchlake_dagster.lakehouse.errors import NessieError, ReferenceNotFound
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
@@ -135,7 +136,9 @@ class Reconciler:
             return None
         if done := self._publisher.known(name, base_hash):
             return Outcome(name, run.run_id, Action.PUBLISHED, "by another publisher", None, done.hash)
-        return Outcome(name, run.run_id, Action.REFUSED, "the run was fenced: its branch is gone")
+        why = "the run was fenced: its branch is gone"
+        tell_ended(self._instance, run.run_id, name, verdict=FENCED, reason=why)
+        return Outcome(name, run.run_id, Action.REFUSED, why)
 
     def _branch(self, name: str) -> Reference | None:
         try:
