@@ -47,7 +47,7 @@ class MainLog:
         self._publications: dict[str, tuple[int, Publication]] = {}
         """By branch."""
         self._merged: dict[str, int] = {}
-        """Places by the hash that a merge took in."""
+        """Places by the hash that a merge took in; of merges that are no publications."""
 
     def published(
         self, client: NessieClient, branch: str, *, base: str, at: str, head: str | None = None
@@ -65,6 +65,13 @@ class MainLog:
             if start < taken <= end:
                 return Published(self._chain[taken - self._low], now=False, by_hand=True)
             return None
+
+    def merges(self, client: NessieClient, *, base: str, at: str) -> dict[str, str]:
+        """The merges by hand after the commit `base` up to `at`, by the hash that each took in."""
+        with self._lock:
+            start, end = self._span(client, base, at)
+            found = {source: place for source, place in self._merged.items() if start < place <= end}
+            return {source: self._chain[place - self._low] for source, place in found.items()}
 
     # -- reading ---------------------------------------------------------------------------------------
 
@@ -131,10 +138,10 @@ class MainLog:
 
     def _note(self, entry: LogEntry, place: int) -> None:
         self._places[entry.commit.hash] = place
-        for one in publications_in(entry):
-            self._publications[one.branch] = place, one
-        for source in entry.commit.parent_hashes[1:]:
-            self._merged[source] = place
+        ours = publications_in(entry)
+        self._publications |= {one.branch: (place, one) for one in ours}
+        if not ours:
+            self._merged |= dict.fromkeys(entry.commit.parent_hashes[1:], place)
 
     # -- forgetting ------------------------------------------------------------------------------------
 

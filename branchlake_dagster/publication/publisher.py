@@ -9,6 +9,7 @@ commits of one plan cannot both succeed, because each changes keys that the othe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
@@ -138,6 +139,7 @@ class Publisher:
         if not result.successful:
             return None
         found = self.known(branch, publication.base_hash, head_hash)
+        found = found or self._within_a_merge(publication.base_hash, head_hash)
         if found is None:
             raise PublicationUnexplained(
                 "Nessie says that main holds this branch, but main's log has no merge of it.",
@@ -146,6 +148,16 @@ class Publisher:
                 hint="Look at main's log for who merged it; if its rows are there, delete the branch.",
             )
         return found
+
+    def _within_a_merge(self, base_hash: str, head_hash: str) -> Published | None:
+        """The merge by hand of a later state: a zombie had written to the branch after it was judged."""
+        at = self._client.reference(MAIN).hash
+        for source, merge in self._log.merges(self._client, base=base_hash, at=at).items():
+            with contextlib.suppress(ReferenceNotFound):  # made from another commit of main
+                later = self._client.log(f"@{source}", since=base_hash)
+                if any(entry.commit.hash == head_hash for entry in later):
+                    return Published(merge, now=False, by_hand=True)
+        return None
 
 
 def groups(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
