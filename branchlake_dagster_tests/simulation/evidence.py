@@ -33,14 +33,15 @@ class Checks:
         self.refused: set[str] = set()
         """The runs of which a check failed on the rebased state."""
 
-    def launch(self, wanted: CheckRun) -> None:
-        """Start a run, unless there was one of that key."""
+    def launch(self, wanted: CheckRun, home: str) -> None:
+        """Start a run on a Dagster instance, unless there was one of that key."""
         if wanted.key in self._launched:
             return
         self._launched.add(wanted.key)
         run_id = f"c{len(self._launched)}"
         run = DagsterRun("checks", run_id=run_id, status=DagsterRunStatus.STARTED, tags=dict(wanted.tags))
-        self._world.instance.add(run)
+        self._world.homes[run_id] = home
+        self._world.instances[home].add(run)
         self._world.scheduler.spawn(run_id, lambda: self._run(run, wanted))
 
     def _run(self, run: DagsterRun, wanted: CheckRun) -> None:
@@ -48,12 +49,12 @@ class Checks:
             found = self._evaluate(run, wanted)
         except (BranchlakeError, FileNotFoundError) as error:
             self._world.network.note("failed", str(error))
-            self._world.instance.end(run.run_id, DagsterRunStatus.FAILURE)
+            self._world.at(run.run_id).end(run.run_id, DagsterRunStatus.FAILURE)
         except Died:
             self._world.dead.add(run.run_id)
         else:
             self._verdicts[run.run_id] = found
-            self._world.instance.end(run.run_id, DagsterRunStatus.SUCCESS)
+            self._world.at(run.run_id).end(run.run_id, DagsterRunStatus.SUCCESS)
 
     def _evaluate(self, run: DagsterRun, wanted: CheckRun) -> dict[tuple[str, str], bool]:
         client, at = self._world.client(), run.tags[CHECK_HASH_TAG]

@@ -45,10 +45,10 @@ class Hands:
             for plan in world.plans.values()
             if not plan.foreign
             and branch_name(plan.run_id) in history.references
-            and world.instance.knows(plan.run_id)
-            and world.instance.look(plan.run_id).is_success
+            and world.at(plan.run_id).knows(plan.run_id)
+            and world.at(plan.run_id).look(plan.run_id).is_success
             # Else it would bring back what was set back, which is what the person then wants.
-            and world.instance.look(plan.run_id).tags.get(BASE_TAG) in line
+            and world.at(plan.run_id).look(plan.run_id).tags.get(BASE_TAG) in line
         ]
         if not ended:
             return

@@ -26,10 +26,10 @@ class Hearts:
         self._pause = pause
         self._hearts: dict[str, _Heart] = {}
 
-    def begin(self, branch: str, run_id: str) -> str:
+    def begin(self, branch: str, run_id: str, instance: str) -> str:
         """A process beats for a branch; the name it goes by."""
         writer = f"writer-{len(self._hearts)}-{run_id}"
-        beat = Beat(branch, writer, run_id, interval_s=INTERVAL_S)
+        beat = Beat(branch, writer, run_id, interval_s=INTERVAL_S, instance=instance)
         self._hearts[writer] = _Heart(self._now(beat))
         return writer
 

@@ -33,7 +33,7 @@ def check(world: World) -> None:
     look.every_state_of_main()
     for plan in world.plans.values():
         must(not plan.fenced, f"run {plan.run_id} was at work and was fenced {plan.fenced}")
-        if world.instance.knows(plan.run_id):
+        if not plan.foreign and world.at(plan.run_id).knows(plan.run_id):
             look.run(plan)
     foreign = [plan for plan in world.plans.values() if plan.foreign]
     theirs = {branch_name(plan.run_id) for plan in foreign}
@@ -50,6 +50,8 @@ class _Look:
         self._client = world.direct()
         self._log = [*self._client.log("main")][::-1]
         self._done: dict[str, tuple[int, Publication]] = {}
+        self._brought: dict[str, set[str]] = {}
+        """The changes of each run that were merged by hand."""
         self._changes = {
             change.id: change
             for plan in world.plans.values()
@@ -84,17 +86,20 @@ class _Look:
 
     def _merged_by_hand(self, number: int, hash_: str, run_id: str, head: str, rows: Rows) -> None:
         """Change `rows` as a branch does that somebody has merged: nobody asked the gate."""
-        must(run_id not in self._done, f"run {run_id} was merged by hand, and is on main twice")
+        brought = self._brought.setdefault(run_id, set())
+        must(run_id not in self._done or brought, f"run {run_id} was merged by hand, and is on main twice")
         self._done[run_id] = number, Publication(branch_name(run_id), run_id, run_id, "", "", (), hash_)
         for change in self._changes_up_to(head):
-            rows[change.table] = change.on_rows(rows[change.table])
+            if change.id not in brought:
+                rows[change.table] = change.on_rows(rows[change.table])
+                brought.add(change.id)
 
     def _include(self, number: int, one: Publication, rows: Rows) -> Iterator[tuple[str, str, list[Row]]]:
         """Change `rows` as the publication does; the (run, table, its rows then) that a check must have seen."""
         run_id, plans = one.run_id, self._lineage(one.run_id)
         before = self._done.get(run_id)
         # What a zombie added to a branch that was merged by hand comes with Nessie's next merge of it.
-        brought = self._brought_by_hand(run_id) if before and not before[1].verdict else set()
+        brought = self._brought.get(run_id, set())
         must(before is None or brought, f"run {run_id} is in the ledger twice")
         must(all(plan.passes for plan in plans), f"run {run_id} was published although its checks failed")
         self._done[run_id] = number, one
@@ -170,10 +175,6 @@ class _Look:
         taken = [head for run, head in self._world.hands.merged.values() if run == run_id]
         return self._changes_up_to(self._head(run_id) or next(iter(taken), None))
 
-    def _brought_by_hand(self, run_id: str) -> set[str]:
-        taken = [head for run, head in self._world.hands.merged.values() if run == run_id]
-        return {change.id for head in taken for change in self._changes_up_to(head)}
-
     def _changes_up_to(self, head: str | None) -> list[Change]:
         found = []
         for commit in self._world.server.history.first_parents(head) if head else ():
@@ -184,7 +185,7 @@ class _Look:
 
     def run(self, plan: Plan) -> None:
         """What Dagster was told of a run is what `main` shows."""
-        run = self._world.instance.look(plan.run_id)
+        run = self._world.at(plan.run_id).look(plan.run_id)
         told = run.tags.get(PUBLICATION_TAG)
         done = self._done.get(plan.run_id)
         hash_ = done[1].hash if done else None

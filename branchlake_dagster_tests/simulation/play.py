@@ -65,7 +65,7 @@ def _happened(world: World) -> Iterator[str]:
         if " from runs " in commit.message:
             yield "group commit"
     for plan in world.plans.values():
-        if plan.retries and world.instance.knows(plan.run_id):
+        if plan.retries and world.at(plan.run_id).knows(plan.run_id):
             yield "retry"
 
 

@@ -19,30 +19,27 @@ if TYPE_CHECKING:
 GRACE = timedelta(seconds=40)
 """For how long a discarded state waits for a retry: short, so that sweeps and retries meet."""
 
-HERE, THERE = "here", "there"
-"""The Dagster instance whose publishers and reapers are simulated, and another one."""
-
 LIMITS = Limits(max_age=timedelta(hours=6), orphan_grace=timedelta(hours=1))
 
 
-def reap(world: World) -> Iterator[str]:
-    """One pass; what was decided on each branch."""
+def reap(world: World, home: str) -> Iterator[str]:
+    """One pass of a Dagster instance; what was decided on each branch."""
     reaper = Reaper(
         world.client(),
-        DagsterRuns(cast(Any, world.instance)),
+        DagsterRuns(cast(Any, world.instances[home])),
         LIMITS,
         heartbeats=world.hearts,
         now=world.clock.now,
         monotonic=world.clock.monotonic,
         sleep=world.network.sleep,
-        instance=HERE,
+        instance=home,
     )
     return map(str, reaper.run())
 
 
-def sweep(world: World) -> Iterator[str]:
-    """One pass; what became of each discarded state."""
+def sweep(world: World, home: str) -> Iterator[str]:
+    """One pass of a Dagster instance; what became of each discarded state."""
     files = cast(TableFiles, SimulatedTableFiles(world.warehouse))
-    runs = DagsterRuns(cast(Any, world.instance))
-    sweeper = Sweeper(world.client(), files, runs.holders, grace=GRACE, now=world.clock.now, instance=HERE)
+    runs = DagsterRuns(cast(Any, world.instances[home]))
+    sweeper = Sweeper(world.client(), files, runs.holders, grace=GRACE, now=world.clock.now, instance=home)
     return map(str, sweeper.run())

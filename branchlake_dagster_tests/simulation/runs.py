@@ -36,6 +36,10 @@ _PHYSICAL = (
 """A lake with maintenance: the same rows in other files, and rows taken out without touching those."""
 
 
+HERE, THERE = "here", "there"
+"""Two Dagster instances on one lake, each with publishers and reapers of its own."""
+
+
 class End(StrEnum):
     """How the process of a run ends."""
 
@@ -66,6 +70,8 @@ class Plan:
     """A table of which it first gives an earlier state another name, and appends to that."""
     forgotten: bool = False
     """A foreign run that ours had made: its record was deleted while it works on."""
+    home: str = HERE
+    """The Dagster instance that runs it."""
     foreign: bool = False
     """Of another Dagster instance, without heartbeats: ours does not know it."""
     parent: str | None = None
@@ -98,6 +104,7 @@ class Plan:
         if self.restores:
             told.append(f"| restores {self.restores}")
         flags = {
+            f"runs {self.home}": self.home != HERE,
             "foreign": self.foreign,
             "forgotten": self.forgotten,
             "blocked": not self.passes,

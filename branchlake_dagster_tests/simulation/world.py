@@ -14,6 +14,7 @@ from unittest.mock import patch
 from dagster import DagsterRunStatus
 
 from branchlake_dagster.branching import sweep as sweeping
+from branchlake_dagster.branching.discard import discarded_name
 from branchlake_dagster.branching.run_branch import branch_name, main_with_history
 from branchlake_dagster.lakehouse.errors import BranchlakeError
 from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
@@ -35,7 +36,16 @@ from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
 from branchlake_dagster_tests.simulation.network import Network
 from branchlake_dagster_tests.simulation.publisher import NotedPublisher
 from branchlake_dagster_tests.simulation.reaper import reap, sweep
-from branchlake_dagster_tests.simulation.runs import NAMESPACE, TABLES, Mood, Plan, draw, table_key
+from branchlake_dagster_tests.simulation.runs import (
+    HERE,
+    NAMESPACE,
+    TABLES,
+    THERE,
+    Mood,
+    Plan,
+    draw,
+    table_key,
+)
 from branchlake_dagster_tests.simulation.scheduler import Clock, Died, Scheduler
 from branchlake_dagster_tests.simulation.storage import Storage, StorageAwayError
 from branchlake_dagster_tests.simulation.tables import Row, SimulatedTables, State, Warehouse, table_content
@@ -67,7 +77,9 @@ class World:
         self.faults = Faults(random, rate=random.choice((0.0, 0.05, 0.15, 0.3)), kinds=kinds)
         self.network = Network(self.server, self.faults, self.scheduler, self.clock)
         self.storage = Storage(Random(f"storage {seed}"), self.scheduler)
-        self.instance = SimulatedInstance(now=self.clock.now, pause=self.storage.pause)
+        self.instances = {
+            home: SimulatedInstance(now=self.clock.now, pause=self.storage.pause) for home in (HERE, THERE)
+        }
         self.hands = Hands(Random(f"hands {seed}"))
         self.hearts = Hearts(self.clock, self.scheduler.pause)
         self.warehouse = Warehouse()
@@ -80,11 +92,33 @@ class World:
         for _ in range(random.randint(2, 7)):
             plan = draw(random, mood, self.plans)
             self.plans[plan.run_id] = plan
+        self._settle_down(Random(f"homes {seed}"))
+        self.homes = {plan.run_id: plan.home for plan in self.plans.values()}
+        """The Dagster instance of each run, of those that repeat checks too."""
         self.initial: dict[str, list[Row]] = {}
         """The rows of the tables that were there before all of it."""
         if random.random() < 0.8:
             main_with_history(self.direct())
             self._furnish()
+
+    def _settle_down(self, random: Random) -> None:
+        """Let some runs belong to another Dagster instance."""
+        if random.random() < 0.75:
+            return
+        for plan in self.plans.values():
+            if plan.parent:
+                plan.home = self.plans[plan.parent].home
+            elif not plan.foreign and random.random() < 0.4:
+                plan.home = THERE
+
+    def at(self, run_id: str) -> SimulatedInstance:
+        """The Dagster instance that has a run."""
+        return self.instances[self.homes[run_id]]
+
+    @property
+    def inhabited(self) -> list[str]:
+        """The Dagster instances that have runs."""
+        return [HERE, THERE] if THERE in self.homes.values() else [HERE]
 
     def _furnish(self) -> None:
         """Give `main` some of the tables."""
@@ -117,11 +151,14 @@ class World:
         """A client of nobody's, without faults."""
         return NessieClient("", transport=DirectTransport(self.server))
 
-    def reconciler(self, log: MainLog | None = None) -> Reconciler:
-        """The real one, on simulated neighbours; `log` is what its process has read of `main` before."""
+    def reconciler(self, home: str, log: MainLog | None = None) -> Reconciler:
+        """The real one of a Dagster instance, on simulated neighbours.
+
+        `log` is what its process has read of `main` before.
+        """
         client = self.client()
         tables = SimulatedTables(self.warehouse, self.scheduler.pause)
-        instance, graph = cast(Any, self.instance), cast(Any, None)
+        instance, graph = cast(Any, self.instances[home]), cast(Any, None)
         clock = self.clock.monotonic
         publisher = NotedPublisher(client, tables, self.plans, log or MainLog())
         return Reconciler(
@@ -130,40 +167,40 @@ class World:
 
     def publish_now(self, run_id: str) -> None:
         """A run publishes itself as its last act."""
-        outcome = self.reconciler().publish_now(self.instance.look(run_id))
+        outcome = self.reconciler(self.homes[run_id]).publish_now(self.at(run_id).look(run_id))
         self.network.note("published itself", str(outcome))
         if outcome and outcome.action in (Action.BLOCKED, Action.REFUSED):
             raise NotPublished(outcome.detail, run_id=run_id)
 
     # -- actors ----------------------------------------------------------------------------------------
 
-    def _publisher(self, ticks: int, budget_s: float) -> None:
+    def _publisher(self, home: str, ticks: int, budget_s: float) -> None:
         log = MainLog()
         for _ in range(ticks):
             self.network.sleep(1.0)
-            self._guarded(partial(self._publish, log, budget_s))
+            self._guarded(partial(self._publish, home, log, budget_s))
 
-    def _publish(self, log: MainLog | None = None, budget_s: float = math.inf) -> list[Outcome]:
+    def _publish(self, home: str, log: MainLog | None = None, budget_s: float = math.inf) -> list[Outcome]:
         outcomes = []
-        for outcome in self.reconciler(log).run(budget_s=budget_s):
+        for outcome in self.reconciler(home, log).run(budget_s=budget_s):
             self.network.note("outcome", str(outcome))
             if outcome.check_run:
-                self.checks.launch(outcome.check_run)
+                self.checks.launch(outcome.check_run, home)
             outcomes.append(outcome)
         return outcomes
 
-    def _reaper(self, passes: int) -> None:
+    def _reaper(self, home: str, passes: int) -> None:
         for _ in range(passes):
             self.network.sleep(1.0)
-            self._guarded(self._reap)
-            self._guarded(self._sweep)
+            self._guarded(partial(self._reap, home))
+            self._guarded(partial(self._sweep, home))
 
-    def _reap(self) -> None:
-        for told in reap(self):
+    def _reap(self, home: str) -> None:
+        for told in reap(self, home):
             self.network.note("outcome", told)
 
-    def _sweep(self) -> None:
-        for told in sweep(self):
+    def _sweep(self, home: str) -> None:
+        for told in sweep(self, home):
             self.network.note("swept", told)
 
     def _monitor(self) -> None:
@@ -174,7 +211,7 @@ class World:
 
     def _bury(self) -> None:
         for run_id in sorted(self.dead):
-            self.instance.end(run_id, DagsterRunStatus.FAILURE)
+            self.at(run_id).end(run_id, DagsterRunStatus.FAILURE)
         self.dead.clear()
 
     def _guarded(self, work: Callable[[], object]) -> None:
@@ -200,13 +237,15 @@ class World:
                 self.scheduler.run()  # then all of them are waiting, and the publishers meet each other
                 self._bury()
                 publishers += 1
-            for i in range(publishers):
-                spawn(
-                    f"publisher{i}",
-                    partial(self._publisher, random.randint(1, 4), random.choice((math.inf, 10.0))),
-                )
-            for i in range(random.randint(0, 2)):
-                spawn(f"reaper{i}", partial(self._reaper, 2))
+            for home in self.inhabited:
+                for i in range(publishers):
+                    budget_s = random.choice((math.inf, 10.0))
+                    spawn(
+                        f"publisher{i} {home}",
+                        partial(self._publisher, home, random.randint(1, 4), budget_s),
+                    )
+                for i in range(random.randint(0, 2)):
+                    spawn(f"reaper{i} {home}", partial(self._reaper, home, 2))
             spawn("monitor", self._monitor)
             if random.random() < 0.2:
                 spawn("somebody", partial(self.hands.meddle, self))
@@ -221,21 +260,24 @@ class World:
     def _settle(self) -> None:
         self._bury()
         for _ in range(_QUIET_AFTER):
-            outcomes = self._publish()
+            outcomes = [outcome for home in self.inhabited for outcome in self._publish(home)]
             self.clock.advance(5.0)
             self.scheduler.run()  # the checks that were asked for
             if all(outcome.action is Action.UNKNOWN_RUN for outcome in outcomes):
-                self._reap()
+                for home in self.inhabited:
+                    self._reap(home)
                 self.clock.advance(24 * 3600.0)
-                self._sweep()
+                for home in self.inhabited:
+                    self._sweep(home)
                 if not self._waiting():
                     return
         raise AssertionError(f"never quiet: {self._waiting()}, {[str(outcome) for outcome in outcomes]}")
 
     def _waiting(self) -> set[str]:
-        """The branches of our runs: the reaper may have given one back to the publishers."""
+        """The branches of our runs, discarded ones too: the reaper gives those of passed runs back."""
         ours = {branch_name(plan.run_id) for plan in self.plans.values() if not plan.foreign}
-        return ours & self.server.history.references.keys()
+        names = ours | {discarded_name(branch) for branch in ours}
+        return names & self.server.history.references.keys()
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:

@@ -15,7 +15,6 @@ from branchlake_dagster.lakehouse.errors import BranchlakeError, ReferenceNotFou
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable, Namespace, Put
 from branchlake_dagster_tests.simulation.changes import Change, Kind
 from branchlake_dagster_tests.simulation.instance import SimulatedInstance
-from branchlake_dagster_tests.simulation.reaper import HERE, THERE
 from branchlake_dagster_tests.simulation.runs import NAMESPACE, End, Plan, table_key
 from branchlake_dagster_tests.simulation.scheduler import Died
 from branchlake_dagster_tests.simulation.tables import Row, State, table_content
@@ -25,6 +24,9 @@ if TYPE_CHECKING:
 
 CHANGE = "simulation.change"
 """On a branch's commit: the id of the change it makes."""
+
+ELSEWHERE = "elsewhere"
+"""A Dagster instance that is not simulated, but for its runs."""
 
 _PATIENCE = 40
 _TURNS_ASLEEP = 8
@@ -39,7 +41,8 @@ class Writer:
         self._world = world
         self._plan = plan
         self._client = world.client()
-        self._runs = SimulatedInstance(now=world.clock.now) if plan.foreign else world.instance
+        self._runs = SimulatedInstance(now=world.clock.now) if plan.foreign else world.instances[plan.home]
+        self._maker = ELSEWHERE if plan.foreign and not plan.forgotten else plan.home
         self._heart = ""
         self._wrote = 0.0
         instance = cast(Any, self._runs)
@@ -56,7 +59,7 @@ class Writer:
         if not self._launched():
             return
         plan, hearts = self._plan, self._world.hearts
-        self._heart = "" if plan.foreign else hearts.begin(branch_name(plan.run_id), plan.run_id)
+        self._heart = "" if plan.foreign else hearts.begin(branch_name(plan.run_id), plan.run_id, plan.home)
         try:
             self._work()
         except Died:
@@ -72,12 +75,12 @@ class Writer:
         run = DagsterRun("job", run_id=plan.run_id, status=DagsterRunStatus.STARTED)
         if plan.parent:
             for _ in range(_PATIENCE):
-                if world.instance.knows(plan.parent) and world.instance.look(plan.parent).is_finished:
+                if self._runs.knows(plan.parent) and self._runs.look(plan.parent).is_finished:
                     break
                 world.network.sleep(1.0)
             else:
                 return False
-            run = _again(run, world.instance.look(plan.parent), retry=plan.retries)
+            run = _again(run, self._runs.look(plan.parent), retry=plan.retries)
         self._runs.add(run)
         return True
 
@@ -159,7 +162,7 @@ class Writer:
             message=str(change),
             properties={
                 CHANGE: change.id,
-                INSTANCE: THERE if self._plan.foreign and not self._plan.forgotten else HERE,
+                INSTANCE: self._maker,
             },
         )
         self._plan.written.append(change.id)
@@ -189,7 +192,7 @@ class Writer:
             expected_hash=at,
             operations=[Put(key, table_content(content_id, location, state))],
             message=f"restore {key}",
-            properties={INSTANCE: HERE},
+            properties={INSTANCE: self._maker},
         )
 
     def _note_fence(self) -> None:
