@@ -182,7 +182,10 @@ class Reconciler:
         inside: bool,
     ) -> list[Outcome]:
         """What becomes of the runs of a state that waits for its checks; none of those that it loses."""
-        if mine and whole and len(mine) < len(state.members):
+        if not mine:
+            # Another instance's or code location's. To wait for it could be for ever: it may be gone.
+            return []
+        if whole and len(mine) < len(state.members):
             self._recheck.release(state)
             return []
         pending = self._recheck.at_work(state)
