@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dagster import DagsterInstance
 
-from branchlake_dagster.branching.run_tags import REASON_TAG, UNTOLD, VERDICT_TAG, place_of, shortened
+from branchlake_dagster.branching.run_tags import (
+    NEXT_ATTEMPT_TAG,
+    NONE,
+    REASON_TAG,
+    UNTOLD,
+    VERDICT_TAG,
+    place_of,
+    shortened,
+)
 
 
 def tell_ended(instance: DagsterInstance, run_id: str, branch: str, *, verdict: str, reason: str) -> bool:
@@ -20,5 +28,6 @@ def tell_ended(instance: DagsterInstance, run_id: str, branch: str, *, verdict: 
     if told not in UNTOLD or told == verdict:
         return False
     instance.report_engine_event(f"Not published: {reason.rstrip('.')}.", run)
-    instance.add_run_tags(run_id, {VERDICT_TAG: verdict, REASON_TAG: shortened(reason)})
+    aside = {NEXT_ATTEMPT_TAG: NONE} if NEXT_ATTEMPT_TAG in run.tags else {}
+    instance.add_run_tags(run_id, {VERDICT_TAG: verdict, REASON_TAG: shortened(reason), **aside})
     return True

@@ -6,7 +6,7 @@ commits of one plan cannot both succeed, because each changes keys that the othe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -52,8 +52,10 @@ class Committer:
         self._tables = tables
         self._log = log
 
-    def publish(self, batch: Sequence[Candidate]) -> dict[str, Result | Exception]:
-        """Plan and commit until `main` holds still in between.
+    def publish(
+        self, batch: Sequence[Candidate], *, alive: Callable[[], None] = lambda: None
+    ) -> dict[str, Result | Exception]:
+        """Plan and commit until `main` holds still in between; `alive` may object before each commit.
 
         What is wrong with one candidate is its own result; raised is what concerns all of them.
         """
@@ -63,6 +65,11 @@ class Committer:
             plan, results = self._planned(batch, seen)
             if not plan.accepted:
                 return results
+            try:
+                alive()
+            except BranchlakeError:
+                plan.discard()
+                raise
             hash_ = self.send(plan, MAIN)
             if hash_ is not None:
                 done = {one.branch: Published(hash_, rebased=tables) for one, tables in plan.accepted.items()}
@@ -111,6 +118,15 @@ class Committer:
         with _files_of(batch[0]):
             fits = not results and plan.add_state(changes)
         return plan, results, fits
+
+    def merged(self, source: str, *, base: str) -> Published | None:
+        """The merge by hand of the state `source`, which was made from `base`; None: there is none."""
+        at = self._client.reference(MAIN).hash
+        try:
+            merges = self._log.merges(self._client, base=base, at=at)
+        except BaseNotOnMain:
+            return None
+        return Published(merges[source], now=False, by_hand=True) if source in merges else None
 
     def _planned(
         self, batch: Iterable[Candidate], seen: ContentsAt, *, checked: bool = False
@@ -174,13 +190,16 @@ class Committer:
                 message=message(entries),
                 properties={**properties(entries), **more},
             ).hash
-        except NessieConflict:
-            plan.discard()
         except NessieOutcomeUnknown:
             # The files stay: the commit may be there, or still come. The ledger tells at the next attempt;
             # should it come after that, the keys have changed under it.
             return None
-        return None
+        except NessieConflict:
+            plan.discard()
+            return None
+        except Exception:
+            plan.discard()  # it certainly did not happen
+            raise
 
 
 @contextmanager

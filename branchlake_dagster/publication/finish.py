@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from dagster import DagsterInstance
@@ -50,12 +51,12 @@ class Finisher:
             # Its rows are there, and this must not read as though they were not.
             why = refused.reason() if refused else one.why or one.verdict.summary()
             merged = f"{why.rstrip('.')}. But somebody merged its branch into main by hand, as {done.hash}"
-            return self._unpublished(one, merged, Action.REFUSED if refused else one.action, until)
+            return self._unpublished(one, merged, Action.REFUSED if refused else one.action)
         if done is not None:
             return self._told(one, done, until)
         if refused:
-            return self._unpublished(one, refused.reason(), Action.REFUSED, until)
-        return self._unpublished(one, one.why, one.action, until)
+            return self._unpublished(one, refused.reason(), Action.REFUSED)
+        return self._unpublished(one, one.why, one.action)
 
     def _published(self, one: Judged) -> Published | None:
         """What `main` has of a run that this pass did not publish."""
@@ -78,8 +79,9 @@ class Finisher:
             end(self._client, one.branch, keep_data=True)
         return self._outcome(one, Action.PUBLISHED, detail, done.hash, tables)
 
-    def _unpublished(self, one: Judged, why: str | None, action: Action, until: float) -> Outcome:
-        self._announce(one, until, why=why)
+    def _unpublished(self, one: Judged, why: str | None, action: Action) -> Outcome:
+        # A few examples are told, and always all of them: the branch goes now, and nobody comes again.
+        self._announce(one, math.inf, why=why)
         if not self._keep_hours:
             end(self._client, one.branch, keep_data=False)
         return self._outcome(one, action, why or one.verdict.summary(), None, ())

@@ -91,9 +91,12 @@ class _Publishing(Executor):
                 hint="The reasons stand in the run's tags and on the assets' pages.",
             )
         if outcome.action is not Action.PUBLISHED:
-            yield DagsterEvent.engine_event(
-                plan_context, f"Left to the publication sensor: {outcome.detail}", EngineEventData({})
+            left = (
+                "Nothing to publish"
+                if outcome.action is Action.DISCARDED
+                else "Left to the publication sensor"
             )
+            yield DagsterEvent.engine_event(plan_context, f"{left}: {outcome.detail}", EngineEventData({}))
 
     def _publish(self, context: PlanOrchestrationContext) -> Outcome | None:
         job = context.job

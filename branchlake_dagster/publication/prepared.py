@@ -70,7 +70,11 @@ class PreparedStates:
         accepted = list(plan.accepted)
         name = publication_branch(accepted[0].run_id)
         self.forget(name)
-        self._client.create_branch(name, from_ref=MAIN, from_hash=plan.onto)
+        try:
+            self._client.create_branch(name, from_ref=MAIN, from_hash=plan.onto)
+        except Exception:
+            plan.discard()
+            raise
         tables = tuple(sorted({table for rebased in plan.accepted.values() for table in rebased}))
         hash_ = self._committer.send(plan, name, {REBASED: ",".join(tables)})
         if hash_ is None:
@@ -125,6 +129,10 @@ class PreparedStates:
             )
             for one in batch
         }
+
+    def merged_by_hand(self, prepared: Prepared) -> Published | None:
+        """The merge by somebody who did not wait for the checks; None: there is none."""
+        return self._committer.merged(prepared.hash, base=prepared.onto)
 
     def forget(self, name: str) -> None:
         """Delete the branch of a prepared state, if there is one."""

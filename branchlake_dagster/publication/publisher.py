@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 
 from branchlake_dagster.lakehouse.errors import (
@@ -60,15 +60,20 @@ class Publisher:
         self._committer = Committer(client, tables, self._log)
         self.states = PreparedStates(client, self._committer)
 
-    def publish(self, candidates: Sequence[Candidate]) -> dict[str, Result | Exception]:
+    def publish(
+        self, candidates: Sequence[Candidate], *, alive: Callable[[], None] = lambda: None
+    ) -> dict[str, Result | Exception]:
         """The result for each candidate by branch; an error where there is none yet.
+
+        `alive` is called right before a commit is sent, and raises when it must not be: a commit needs no
+        run branch, so that of a run which was fenced meanwhile would be accepted.
 
         Safe to call again after any failure. An error that `may_pass` means "again", and what fails of one
         candidate, by an error of any class, does not hold up another.
         """
         results: dict[str, Result | Exception] = {}
         for group in groups(candidates):
-            results |= self._guarded(self._group, group)
+            results |= self._guarded(partial(self._group, alive=alive), group)
         return results
 
     def _guarded(
@@ -95,7 +100,9 @@ class Publisher:
         at = self._client.reference(MAIN).hash
         return self._log.published(self._client, branch, base=base_hash, head=head_hash, at=at)
 
-    def _group(self, group: Sequence[Candidate]) -> Mapping[str, Result | Exception]:
+    def _group(
+        self, group: Sequence[Candidate], *, alive: Callable[[], None]
+    ) -> Mapping[str, Result | Exception]:
         """Candidates that share keys. One alone is merged if it can be."""
         only = group[0]
         # Nessie 0.99 merges a rename as a deletion: the table was lost. A commit of ours carries it over.
@@ -106,7 +113,7 @@ class Publisher:
         found: dict[str, Result | Exception] = {}
         waiting = iter(group)
         while batch := list(islice(waiting, GROUP)):
-            found |= self._guarded(self._committer.publish, batch)
+            found |= self._guarded(partial(self._committer.publish, alive=alive), batch)
         return found
 
     # -- one merge -------------------------------------------------------------------------------------

@@ -155,6 +155,9 @@ class Plan:
         Commits that were transplanted by hand leave no other trace; replaying them doubled every row.
         """
         found = False
+        for entry in candidate.changes:
+            if entry.to_content is None and entry.key in self.contents:
+                return False  # what the run dropped is still there
         for key, before, after in _written_tables(candidate):
             now = self.contents.get(key)
             if now == before or not isinstance(now, IcebergTable):

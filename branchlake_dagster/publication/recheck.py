@@ -15,6 +15,7 @@ from dagster import DagsterInstance, RunRecord, RunsFilter
 from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGraph
 
 from branchlake_dagster.branching.run_tags import CHECK_HASH_TAG, CHECK_REF_TAG, CHECKS_FOR_TAG
+from branchlake_dagster.lakehouse.errors import may_pass
 from branchlake_dagster.publication.candidate import Candidate, NeedsChecks, Published, Refused
 from branchlake_dagster.publication.evidence import RunEvidence, collect
 from branchlake_dagster.publication.outcome import CheckRun
@@ -64,12 +65,30 @@ class Recheck:
 
     def prepare(self, members: Mapping[Candidate, RunEvidence]) -> dict[str, Answer]:
         """Make a state of all `members`, oldest first, and ask for its checks; the answers by branch."""
-        prepared, results = self._states.prepare(list(members))
+        try:
+            prepared, results = self._states.prepare(list(members))
+        except Exception as error:
+            if len(members) == 1 or may_pass(error):
+                raise
+            return self._prepare_first(members)
         later = Waits("collides with a run whose state is being checked")
         answers: dict[str, Answer] = {**_all(members, later), **results}
         if prepared is not None:
             within = {one: told for one, told in members.items() if one.branch in prepared.members}
             answers |= self._ask(prepared, within, attempt=0)
+        return answers
+
+    def _prepare_first(self, members: Mapping[Candidate, RunEvidence]) -> dict[str, Answer]:
+        """A state of one of them alone, because somebody spoils that of all; whom it spoils, has the error."""
+        answers: dict[str, Answer] = {}
+        for one, evidence in members.items():
+            if any(isinstance(answer, Waits) for answer in answers.values()):
+                answers[one.branch] = Waits("waits for a run that is checked alone")
+                continue
+            try:
+                answers |= self.prepare({one: evidence})
+            except Exception as error:  # noqa: BLE001 - it concerns this run alone
+                answers[one.branch] = error
         return answers
 
     def at_work(self, prepared: Prepared) -> str | None:
@@ -87,6 +106,9 @@ class Recheck:
 
     def advance(self, prepared: Prepared, members: Mapping[Candidate, RunEvidence]) -> dict[str, Answer]:
         """What becomes of a state that nobody checks now and of its runs, `members`; answers by branch."""
+        if (merged := self._states.merged_by_hand(prepared)) is not None:
+            self._states.forget(prepared.branch)
+            return _all(members, merged)
         wanted = _checks(members.values(), prepared)
         if not wanted:
             return self._publish(prepared, members)  # the code asks for none any more

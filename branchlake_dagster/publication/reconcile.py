@@ -161,7 +161,11 @@ class Reconciler:
         waiting = {one.branch.name: one for one in ended}
         for state in self._recheck.under_way():
             mine = [waiting[name] for name in state.members if name in waiting]
-            for outcome in self._checked(state, mine, reserved, whole=whole, inside=inside):
+            try:
+                outcomes = self._checked(state, mine, reserved, whole=whole, inside=inside)
+            except Exception as error:  # noqa: BLE001 - it concerns the runs of this state, not the others
+                outcomes = [self._troubles.note(one.branch.name, one.run, error) for one in mine]
+            for outcome in outcomes:
                 waiting.pop(outcome.branch)
                 yield outcome
         rest = iter(waiting.values())
@@ -219,7 +223,13 @@ class Reconciler:
         yield from (one for one in found if isinstance(one, Outcome))
         judged = [one for one in found if isinstance(one, Judged)]
         ready = [one for one in judged if one.candidate and not one.known]
-        results = self._publisher.publish([one.candidate for one in ready if one.candidate])
+        candidates = [one.candidate for one in ready if one.candidate]
+        results = (
+            # The run may have been taken for dead while its process stood still.
+            self._publisher.publish(candidates, alive=lambda: self._not_fenced(candidates))
+            if inside
+            else self._publisher.publish(candidates)
+        )
         answers = [(one, results.get(one.branch.name, one.known)) for one in judged]
         unchecked = [one for one, answer in answers if isinstance(answer, NeedsChecks)]
         settled = [pair for pair in answers if not isinstance(pair[1], NeedsChecks)]
@@ -252,6 +262,10 @@ class Reconciler:
         return outcomes
 
     # -- one run ---------------------------------------------------------------------------------------
+
+    def _not_fenced(self, candidates: Sequence[Candidate]) -> None:
+        for one in candidates:
+            self._client.reference(one.branch)
 
     def _look(self, one: Ended, *, inside: bool) -> Outcome | Judged:
         held = self._troubles.holds(one.branch.name, one.run)

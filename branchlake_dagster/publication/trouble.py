@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 
 from dagster import DagsterInstance, DagsterRun, RunsFilter
 from dagster._core.events import EngineEventData
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import InterfaceError, OperationalError
 
 from branchlake_dagster.branching.pin import unpin
 from branchlake_dagster.branching.run_tags import (
@@ -21,7 +21,6 @@ from branchlake_dagster.branching.run_tags import (
     BRANCH_TAG,
     NEXT_ATTEMPT_TAG,
     NONE,
-    PUBLICATION_TAG,
     REASON_TAG,
     SET_ASIDE,
     VERDICT_TAG,
@@ -29,9 +28,17 @@ from branchlake_dagster.branching.run_tags import (
     opened_by,
     shortened,
 )
-from branchlake_dagster.lakehouse.errors import BranchlakeError, ReferenceNotFound, may_pass
+from branchlake_dagster.lakehouse.errors import (
+    BranchlakeError,
+    NessieError,
+    NessieUnauthorized,
+    ReferenceNotFound,
+    may_pass,
+)
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.publication.candidate import Published
+from branchlake_dagster.publication.committer import PublicationContended
 from branchlake_dagster.publication.ending import drop
 from branchlake_dagster.publication.main_log import BaseNotOnMain, MainLog
 from branchlake_dagster.publication.outcome import Action, Outcome
@@ -40,6 +47,7 @@ ATTEMPTS = 8
 """Passes after which a run is set aside: at twice the pause each time, ten minutes."""
 
 _FIRST_PAUSE = timedelta(seconds=5)
+_PAUSE = timedelta(minutes=1)
 _log = logging.getLogger(__name__)
 
 
@@ -70,33 +78,51 @@ class Troubles:
         return Outcome(branch, run.run_id, Action.WAITING, f"tried again at {due}: {why}")
 
     def note(self, branch: str, run: DagsterRun, error: Exception) -> Outcome:
-        """The outcome of an attempt that broke. Counted is only what does not pass by itself."""
+        """The outcome of an attempt that broke. Counted is only what does not pass by itself.
+
+        What concerns everybody (Nessie or Dagster's database away, a race) is not even noted. Other trouble
+        that may pass (a store that refuses, a token) is, and takes a pause: old runs that broke slowly at
+        every tick left no time for the others.
+        """
         text = said(error)
-        if may_pass(error) or isinstance(error, DBAPIError):
+        if _everybodys(error):
+            return Outcome(branch, run.run_id, Action.TRY_AGAIN, text)
+        if may_pass(error):
+            due = (self._now() + _PAUSE).isoformat(timespec="seconds")
+            self._tell(run, {NEXT_ATTEMPT_TAG: due, REASON_TAG: shortened(text)})
             return Outcome(branch, run.run_id, Action.TRY_AGAIN, text)
         own = opened_by(run.tags, run.run_id)
         before = run.tags.get(ATTEMPTS_TAG, "") if own else ""
         attempts = (int(before) if before.isdigit() else 0) + 1
-        due = self._now() + _FIRST_PAUSE * 2 ** (attempts - 1)
+        due = self._now() + _FIRST_PAUSE * 2 ** (min(attempts, ATTEMPTS) - 1)
         aside = attempts >= ATTEMPTS
         tags = {
             ATTEMPTS_TAG: str(attempts),
             NEXT_ATTEMPT_TAG: SET_ASIDE if aside else due.isoformat(timespec="seconds"),
             REASON_TAG: shortened(text),
         }
-        try:
-            if aside:
-                self._instance.report_engine_event(
-                    f"Set aside after {attempts} attempts to publish it: {text} Its branch {branch} is kept."
-                    f" `branchlake set-aside retry {run.run_id}` tries again, `end` discards it.",
-                    run,
-                    EngineEventData({}),
-                )
-            self._instance.add_run_tags(run.run_id, tags)
-        except Exception as failure:  # noqa: BLE001 - it is tried again either way; the other runs go on
-            _log.warning("Run %s could not be told of its trouble: %s", run.run_id, said(failure))
+        kept = f" Its branch {branch} is kept." if run.is_success and branch != MAIN else ""
+        event = (
+            f"Set aside after {attempts} attempts to judge, publish or tell it: {text}{kept}"
+            f" `branchlake set-aside retry {run.run_id}` tries again, `end` gives it up."
+        )
+        self._tell(run, tags, event if aside else None)
         told = f"set aside after {attempts} attempts: {text}" if aside else text
         return Outcome(branch, run.run_id, Action.TRY_AGAIN, told)
+
+    def _tell(self, run: DagsterRun, tags: Mapping[str, str], event: str | None = None) -> None:
+        try:
+            if event:
+                self._instance.report_engine_event(event, run, EngineEventData({}))
+            self._instance.add_run_tags(run.run_id, dict(tags))
+        except Exception as failure:  # noqa: BLE001 - it is tried again either way; the other runs go on
+            _log.warning("Run %s could not be told of its trouble: %s", run.run_id, said(failure))
+
+
+def _everybodys(error: Exception) -> bool:
+    if isinstance(error, NessieError):
+        return may_pass(error) and not isinstance(error, NessieUnauthorized)
+    return isinstance(error, PublicationContended | OperationalError | InterfaceError)
 
 
 def set_aside(instance: DagsterInstance) -> Iterator[DagsterRun]:
@@ -109,27 +135,41 @@ def set_aside(instance: DagsterInstance) -> Iterator[DagsterRun]:
 def give_up(client: NessieClient, instance: DagsterInstance, run: DagsterRun) -> str:
     """Discard the branch of a run that is set aside, and tell the run; what was done, in a sentence.
 
-    What was published of it all the same (the attempt that broke may have come that far) is told instead.
+    A run that is on `main` all the same (the attempt that broke may have come that far) is left to the next
+    pass, which tells it as that. What an unbranched run wrote to `main` stays there.
     """
     branch = run.tags[BRANCH_TAG]
-    base, head, done = base_hash_of(run.tags, branch), None, None
-    with contextlib.suppress(ReferenceNotFound):
-        found = client.reference(branch)
-        head = found.hash
-        drop(client, found, keep_data=False)
-    if base is not None:
-        with contextlib.suppress(BaseNotOnMain):
-            at = client.reference(MAIN).hash
-            done = MainLog().published(client, branch, base=base, head=head, at=at)
-    text = "Given up by hand: its branch was discarded, nothing of it was published."
-    tags = {VERDICT_TAG: "blocked", REASON_TAG: shortened(f"{text} {run.tags.get(REASON_TAG, '')}".rstrip())}
-    if done is not None:
-        text = f"Given up by hand, but main has it: published as {done.hash}."
-        tags = {VERDICT_TAG: "passed", PUBLICATION_TAG: done.hash, REASON_TAG: NONE}
+    text = "Given up by hand: nothing of it was published, and its branch was discarded."
+    if branch == MAIN:
+        text = "Given up by hand: it wrote to main directly, and what it wrote stays."
+    else:
+        if (done := _landed(client, run, branch)) is not None:
+            retry(instance, run)
+            return f"Run {run.run_id} is on main, as {done.hash}: the next tick of the sensor tells it."
+        with contextlib.suppress(ReferenceNotFound):
+            if not drop(client, client.reference(branch), keep_data=False):
+                return f"Run {run.run_id}: its branch is being written to. Try it once more."
+    reason = f"{text} {run.tags.get(REASON_TAG, '')}".rstrip()
     instance.report_engine_event(text, run, EngineEventData({}))
-    instance.add_run_tags(run.run_id, {**tags, NEXT_ATTEMPT_TAG: NONE})
-    unpin(client, branch)
+    tags = {VERDICT_TAG: "blocked", REASON_TAG: shortened(reason), NEXT_ATTEMPT_TAG: NONE}
+    instance.add_run_tags(run.run_id, tags)
+    if branch != MAIN:
+        unpin(client, branch)
     return f"Run {run.run_id}: {text}"
+
+
+def _landed(client: NessieClient, run: DagsterRun, branch: str) -> Published | None:
+    base = base_hash_of(run.tags, branch)
+    head = None
+    with contextlib.suppress(ReferenceNotFound):
+        head = client.reference(branch).hash
+    if base is None:
+        return None
+    try:
+        at = client.reference(MAIN).hash
+        return MainLog().published(client, branch, base=base, head=head, at=at)
+    except BaseNotOnMain:
+        return None
 
 
 def retry(instance: DagsterInstance, run: DagsterRun) -> None:

@@ -24,6 +24,9 @@ from branchlake_dagster.publication.trouble import Troubles
 from branchlake_dagster.settings import Settings
 
 _FINISHED = [DagsterRunStatus.SUCCESS, DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED]
+_AT_MOST = 100
+"""In one pass; the newest first, as Dagster lists them."""
+
 MANUAL = "Manual validation needed: the run wrote to main directly, so what it wrote is visible already"
 
 
@@ -36,13 +39,17 @@ def settle_unbranched(
     location: str | None = None,
 ) -> Iterator[Outcome]:
     """Judge the finished unbranched runs that nobody has judged yet."""
+    troubles = Troubles(instance)
     waiting = RunsFilter(tags={UNBRANCHED_TAG: "true", VERDICT_TAG: PENDING}, statuses=_FINISHED)
-    for run in instance.get_runs(waiting):
+    for run in instance.get_runs(waiting, limit=_AT_MOST):
         if opened_by(run.tags, run.run_id) and other_location(run, location) is None:
+            if (held := troubles.holds(MAIN, run)) is not None:
+                yield held
+                continue
             try:
                 yield _settle(client, instance, run, graph, settings)
             except Exception as error:  # noqa: BLE001 - it concerns this run, not the others
-                yield Troubles(instance).note(MAIN, run, error)
+                yield troubles.note(MAIN, run, error)
 
 
 def _settle(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from branchlake_dagster.lakehouse.nessie import NessieClient
 from branchlake_dagster.publication.candidate import Candidate, Result
@@ -21,8 +21,10 @@ class NotedPublisher(Publisher):
         super().__init__(client, tables, log)
         self._plans = plans
 
-    def publish(self, candidates: Sequence[Candidate]) -> dict[str, Result | Exception]:
+    def publish(
+        self, candidates: Sequence[Candidate], *, alive: Callable[[], None] = lambda: None
+    ) -> dict[str, Result | Exception]:
         """As the publisher does."""
         for candidate in candidates:
             self._plans[candidate.run_id].heads.add(candidate.head_hash)
-        return super().publish(candidates)
+        return super().publish(candidates, alive=alive)
