@@ -82,7 +82,8 @@ class LossyProxy:
         with self._lock:
             left = list(self._open)
         for one in left:
-            _break(one)
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)  # its thread wakes up and closes it
 
     # -- connections -----------------------------------------------------------------------------------
 

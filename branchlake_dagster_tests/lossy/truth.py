@@ -9,6 +9,7 @@ from typing import Any
 
 import dagster as dg
 
+from branchlake_dagster.branching.beats import HeartbeatStore
 from branchlake_dagster.branching.run_tags import NONE, PUBLICATION_TAG, VERDICT_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.ledger import Publication, publications
@@ -43,6 +44,10 @@ class World:
             *self._verdicts(),
             *self._tellings(),
             *(f"{name} is left in Nessie" for name in leftovers(self.lake.nessie)),
+            *(
+                f"a heartbeat on {beat.branch} is left"
+                for beat in HeartbeatStore.of(self.lake.settings).all()
+            ),
         ]
 
     def rows(self, table: str) -> list[dict[str, Any]]:
