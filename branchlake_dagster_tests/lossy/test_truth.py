@@ -48,7 +48,7 @@ def problems(
 
 
 ONE = [{"token": "a"}]
-PARTS = {"dagster/partition": "p0"}
+PARTS: dict[str, Any] = {"dagster/partition": "p0"}
 
 
 def test_a_right_world_has_no_problems() -> None:
