@@ -20,7 +20,8 @@ def fate(run: dg.DagsterRun) -> str:
         return "published"
     told = run.tags.get(REASON_TAG, NONE)
     # One that publishes itself fails when it is not published.
-    by_gate = run.is_success or (run.job_name == "inside" and not told.startswith((NONE, "the run ended")))
+    by_itself = (NONE, "the run ended", "its branch was ended")
+    by_gate = run.is_success or (run.job_name == "inside" and not told.startswith(by_itself))
     return "refused or blocked" if by_gate else "failed"
 
 
