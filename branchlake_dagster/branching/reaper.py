@@ -251,6 +251,7 @@ class Reaper:
             publishers=publishers,
             reports=self._reports(holder, seen.dead(branch.name)),
             begun=seen.begun(branch.name),
+            told=holder.told,
             made=made,
         )
         action, reason = decide(facts, self._limits)

@@ -51,8 +51,8 @@ class Facts:
 
     `writers` and `publishers` are the pulses of those who beat on it. `reports` tells that the run still
     writes events, although its writer is dead: its steps are processes of their own. `begun`: a publisher
-    pinned the branch and has not told yet how it ended; it may be on `main` already. `made` is asked where
-    Dagster does not know the run.
+    pinned the branch and has not told yet how it ended; it may be on `main` already. `told`: one has told its
+    verdict. `made` is asked where Dagster does not know the run.
     """
 
     state: RunState
@@ -62,6 +62,7 @@ class Facts:
     publishers: frozenset[Pulse] = frozenset()
     reports: bool = False
     begun: bool = False
+    told: bool = False
     made: Origin = UNTOLD
     """Who made the branch, where its run is not known."""
 
@@ -112,7 +113,7 @@ def decide(facts: Facts, limits: Limits) -> tuple[Action, str]:
     if facts.begun and facts.state is not RunState.MISSING:
         return Action.KEEP, "its publication was begun, and the publisher has not told how it ended"
     if facts.state is RunState.UNPUBLISHED:
-        return _unpublished(facts.since_end, limits.keep_failed)
+        return _unpublished(facts, limits.keep_failed)
     if facts.state is RunState.AWAITING_PUBLICATION:
         waits = f" for {_hours(facts.since_end)}" if facts.since_end is not None else ""
         return Action.KEEP, f"its run waits for the publisher{waits}"
@@ -141,7 +142,11 @@ def decide_publication(
     return Action.DELETE, "the branch that it was prepared for is gone"
 
 
-def _unpublished(since_end: timedelta | None, keep: timedelta) -> tuple[Action, str]:
+def _unpublished(facts: Facts, keep: timedelta) -> tuple[Action, str]:
+    since_end = facts.since_end
+    if not keep and not facts.told:
+        # The reaper came before the publisher, and its word is what the run will show.
+        return Action.DISCARD, "its run has failed, so it is not published"
     if not keep:
         return Action.DISCARD, "its run was not published and only the clean-up was missed"
     if since_end is None or since_end < keep:

@@ -71,6 +71,19 @@ def test_heartbeats_of_writers(
     assert told in reason
 
 
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        (False, "its run has failed, so it is not published"),
+        (True, "its run was not published and only the clean-up was missed"),
+    ],
+)
+def test_a_failed_run_that_the_reaper_meets_before_the_publisher_is_told_the_truth(
+    told: bool, reason: str
+) -> None:
+    assert decide(Facts(UNPUBLISHED, HOUR, told=told), LIMITS) == (DISCARD, reason)
+
+
 def test_a_run_that_still_reports_is_not_dead() -> None:
     facts = Facts(ACTIVE, HOUR, writers=frozenset({DEAD}), reports=True)
     assert decide(facts, LIMITS) == (KEEP, "one of its writers is dead, but the run still reports")

@@ -658,7 +658,7 @@ def test_the_reap_job_deletes_what_was_missed_and_says_so(
         (output,) = [e for e in done.all_events if e.is_successful_output]
         told = {key: value.value for key, value in output.step_output_data.metadata.items()}
         assert told["deleted"] >= 1
-        assert f"- {missed}: discarded, its run was not published" in told["branches"]
+        assert f"- {missed}: discarded, its run has failed, so it is not published" in told["branches"]
         assert f"- {orphan}: kept, no run of that id is known" in told["branches"]
         assert missed not in p.branches()
         assert orphan in p.branches()
