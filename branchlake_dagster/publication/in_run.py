@@ -91,12 +91,9 @@ class _Publishing(Executor):
                 hint="The reasons stand in the run's tags and on the assets' pages.",
             )
         if outcome.action is not Action.PUBLISHED:
-            left = (
-                "Nothing to publish"
-                if outcome.action is Action.DISCARDED
-                else "Left to the publication sensor"
-            )
-            yield DagsterEvent.engine_event(plan_context, f"{left}: {outcome.detail}", EngineEventData({}))
+            nothing = outcome.action is Action.DISCARDED
+            text = f"{'Nothing to publish' if nothing else 'Left to the publication sensor'}: {outcome.detail}"
+            yield DagsterEvent.engine_event(plan_context, text, EngineEventData({}))
 
     def _publish(self, context: PlanOrchestrationContext) -> Outcome | None:
         job = context.job

@@ -79,7 +79,7 @@ class Recheck:
         return answers
 
     def _prepare_first(self, members: Mapping[Candidate, RunEvidence]) -> dict[str, Answer]:
-        """A state of one of them alone, because somebody spoils that of all; whom it spoils, has the error."""
+        """A state of one of them alone, because one spoils that of all; that one has the error."""
         answers: dict[str, Answer] = {}
         for one, evidence in members.items():
             if any(isinstance(answer, Waits) for answer in answers.values()):
