@@ -92,7 +92,9 @@ class _Publishing(Executor):
             )
         if outcome.action is not Action.PUBLISHED:
             nothing = outcome.action is Action.DISCARDED
-            text = f"{'Nothing to publish' if nothing else 'Left to the publication sensor'}: {outcome.detail}"
+            text = (
+                f"{'Nothing to publish' if nothing else 'Left to the publication sensor'}: {outcome.detail}"
+            )
             yield DagsterEvent.engine_event(plan_context, text, EngineEventData({}))
 
     def _publish(self, context: PlanOrchestrationContext) -> Outcome | None:

@@ -132,7 +132,7 @@ def test_a_check_run_that_dies_is_asked_for_again_and_then_refused(
         p.settle(first)
         keys = []
         with monkeypatch.context() as patch:
-            patch.setattr(LakehouseResource, "catalog", lambda _: 1 / 0)
+            patch.setattr(LakehouseResource, "own_catalog", lambda _: 1 / 0)
             for _ in range(3):
                 asked = p.settle(second)
                 assert asked.check_run is not None

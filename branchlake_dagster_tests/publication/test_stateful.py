@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from uuid import UUID
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -26,7 +27,13 @@ from branchlake_dagster.publication.evidence import AssetRules, Evaluation, RunE
 from branchlake_dagster.publication.gate import judge
 from branchlake_dagster.publication.publisher import Publisher
 from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
-from branchlake_dagster_tests.simulation.tables import SimulatedTables, State, Warehouse, table_content
+from branchlake_dagster_tests.simulation.tables import (
+    SimulatedTables,
+    State,
+    Warehouse,
+    replacing,
+    table_content,
+)
 from branchlake_dagster_tests.simulation.transport import DirectTransport
 
 NAMESPACE = ContentKey(["lake"])
@@ -100,7 +107,7 @@ class Lake(RuleBasedStateMachine):
 
     @rule(target=at_work, reads=st.none() | st.frozensets(TABLES))
     def start(self, reads: frozenset[str] | None) -> Run:
-        run = Run(f"r{len(self.runs)}", len(self.model.published), reads=reads)
+        run = Run(str(UUID(int=len(self.runs), version=4)), len(self.model.published), reads=reads)
         base = self.client.reference("main").hash
         self.client.create_branch(branch_name(run.run_id), from_ref="main", from_hash=base)
         self.runs[run.run_id], self.bases[run.run_id] = run, base
@@ -128,10 +135,13 @@ class Lake(RuleBasedStateMachine):
         content = seen.contents.get(key)
         state = self.warehouse.state(content) if isinstance(content, IcebergTable) else State()
         gone = (
-            tuple(f for f in state.files if f.partition == f"part={part}") if mode is not Mode.APPEND else ()
+            tuple(f for f in state.files if self.warehouse.rows[f.path][0][0] == part)
+            if mode is not Mode.APPEND
+            else ()
         )
         file = self.warehouse.data_file([(part, token, token)])
-        step = Step(self.warehouse.number(), mode, (file,), gone, run_id=run.run_id)
+        recorded = replacing(part) if mode is Mode.REPLACE_PARTITIONS else None
+        step = Step(self.warehouse.number(), mode, (file,), gone, run_id=run.run_id, recorded=recorded)
         after = self.warehouse.stepped(state, step)
         put = Put(key, table_content(content and content.content_id, self.warehouse.store(after), after))
         first = [] if NAMESPACE in seen.contents else [Put(NAMESPACE, Namespace(None, NAMESPACE))]
