@@ -51,7 +51,7 @@ class _Look:
         self._log = [*self._client.log("main")][::-1]
         self._done: dict[str, tuple[int, Publication]] = {}
         self._brought: dict[str, set[str]] = {}
-        """The changes of each run that were merged by hand."""
+        """The changes of each run that are on main, by publication or by hand."""
         self._changes = {
             change.id: change
             for plan in world.plans.values()
@@ -87,8 +87,8 @@ class _Look:
     def _merged_by_hand(self, number: int, hash_: str, run_id: str, head: str, rows: Rows) -> None:
         """Change `rows` as a branch does that somebody has merged: nobody asked the gate."""
         brought = self._brought.setdefault(run_id, set())
-        must(run_id not in self._done or brought, f"run {run_id} was merged by hand, and is on main twice")
-        self._done[run_id] = number, Publication(branch_name(run_id), run_id, run_id, "", "", (), hash_)
+        merged = number, Publication(branch_name(run_id), run_id, run_id, "", "", (), hash_)
+        self._done.setdefault(run_id, merged)  # else it brings what a zombie has added to what was published
         for change in self._changes_up_to(head):
             if change.id not in brought:
                 rows[change.table] = change.on_rows(rows[change.table])
@@ -99,8 +99,8 @@ class _Look:
         run_id, plans = one.run_id, self._lineage(one.run_id)
         before = self._done.get(run_id)
         # What a zombie added to a branch that was merged by hand comes with Nessie's next merge of it.
-        brought = self._brought.get(run_id, set())
-        must(before is None or brought, f"run {run_id} is in the ledger twice")
+        brought = self._brought.setdefault(run_id, set())
+        must(before is None or not before[1].verdict, f"run {run_id} is in the ledger twice")
         must(all(plan.passes for plan in plans), f"run {run_id} was published although its checks failed")
         self._done[run_id] = number, one
         left_out = set(plans[-1].written) - {change.id for change in self._written(run_id)}
@@ -113,6 +113,7 @@ class _Look:
         for change in self._written(run_id):
             if change.id not in brought:
                 rows[change.table] = change.on_rows(rows[change.table])
+                brought.add(change.id)
         if any(plan.whole for plan in plans):
             for name in {change.table for change in self._written(run_id)}:
                 yield run_id, name, sorted(rows[name])
@@ -193,6 +194,10 @@ class _Look:
         hands = self._world.hands
         if told in hands.undone:
             return  # it was on main when it was told; it may have come back by hand
+        if told in hands.merged and hands.merged[told][0] == plan.run_id:
+            return  # somebody has merged it more than once, with what a zombie added in between
+        if told is None and done and hands.undone:
+            return  # refused for what was then set back, while another publisher still had it in hand
         if told is None and hash_ in hands.merged:
             return  # merged by hand although it was blocked, or refused in a race with that
         must(told == hash_, f"run {plan.run_id} is told to be published as {told}, and main has {hash_}")
@@ -214,7 +219,7 @@ class _Look:
             change
             for number, one in self._done.values()
             if number > since
-            for change in self._written(one.run_id)
+            for change in (self._changes[id_] for id_ in self._brought[one.run_id])
         ]
         plans = self._ancestry(plan.run_id)
         reads = {name for one in plans for name in one.reads or ()}
