@@ -194,8 +194,8 @@ class _Look:
         hands = self._world.hands
         if told in hands.undone:
             return  # it was on main when it was told; it may have come back by hand
-        if told in hands.merged and hands.merged[told][0] == plan.run_id:
-            return  # somebody has merged it more than once, with what a zombie added in between
+        if hash_ in hands.merged and told in {entry.commit.hash for entry in self._log}:
+            return  # merged more than once, or with what a zombie added: main has it there all the same
         if told is None and done and hands.undone:
             return  # refused for what was then set back, while another publisher still had it in hand
         if told is None and hash_ in hands.merged:

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,8 +216,14 @@ _BUGS = {
     "branches are deleted wherever they stand": (NessieClient, "delete_branch", _delete_now),
     "the listing is taken for the end": (Judge, "look", _look_at_listing),
     "what is judged is not pinned": (judging, "pin", lambda client, branch: (branch.hash, False)),
-    "no lookup": (Committer, "_landed", lambda self, candidate, at: None),
-    "merges by hand are not looked for": (MainLog, "published", _without_hands),
+    "no lookup": (
+        (Committer, "_landed", lambda self, candidate, at: None),
+        (TableChange, "there", lambda self, other: None),
+    ),
+    "merges by hand are not looked for": (
+        (MainLog, "published", _without_hands),
+        (MainLog, "merges", lambda self, client, **_: {}),
+    ),
     "roll-backs are not looked for": (MainLog, "published", _without_roll_backs),
     "one run's error ends the pass": (Reconciler, "_look", _unguarded_look),
     "an unknown outcome is a failure": (Committer, "send", _discarding_send),
@@ -234,7 +240,7 @@ _BUGS = {
     "another instance's branches are reaped": (Makers, "of", lambda *_, **__: Origin(Maker.HERE)),
     "the sweep looks at one key only": (sweep_plan, "made_on", _everything_named),
 }
-"""What to put in whose place."""
+"""What to put in whose place; several where one alone is caught by another defence."""
 
 _FOUND_AS = {
     "branches are deleted wherever they stand": "was at work and was fenced",
@@ -262,8 +268,10 @@ _FOUND_AS = {
 
 @contextmanager
 def _bug(name: str) -> Iterator[None]:
-    owner, attribute, wrong = _BUGS[name]
-    with patch.object(owner, attribute, wrong):
+    found: Any = _BUGS[name]
+    with ExitStack() as stack:
+        for wrong in found if isinstance(found[0], tuple) else (found,):
+            stack.enter_context(patch.object(*wrong))
         yield
 
 
