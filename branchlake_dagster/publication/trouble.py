@@ -31,7 +31,6 @@ from branchlake_dagster.branching.run_tags import (
 from branchlake_dagster.lakehouse.errors import (
     BranchlakeError,
     NessieError,
-    NessieUnauthorized,
     ReferenceNotFound,
     may_pass,
 )
@@ -80,8 +79,8 @@ class Troubles:
     def note(self, branch: str, run: DagsterRun, error: Exception) -> Outcome:
         """The outcome of an attempt that broke. Counted is only what does not pass by itself.
 
-        What concerns everybody (Nessie or Dagster's database away, a race) is not even noted. Other trouble
-        that may pass (a store that refuses, a token) is, and takes a pause: old runs that broke slowly at
+        What concerns everybody (Nessie or its token, Dagster's database, a race) is not even noted. Other
+        trouble that may pass (a store that refuses) is, and takes a pause: old runs that broke slowly at
         every tick left no time for the others.
         """
         text = said(error)
@@ -121,7 +120,7 @@ class Troubles:
 
 def _everybodys(error: Exception) -> bool:
     if isinstance(error, NessieError):
-        return may_pass(error) and not isinstance(error, NessieUnauthorized)
+        return may_pass(error)
     return isinstance(error, PublicationContended | OperationalError | InterfaceError)
 
 

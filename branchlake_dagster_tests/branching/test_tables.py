@@ -21,7 +21,7 @@ def spec(metadata: dict[str, object], *, partitioned: bool = False, path: tuple[
 def test_the_key_names_the_table() -> None:
     assert spec({}).identifier == ("a", "b")
     assert spec({}, path=("only",)).identifier == ("lake", "only")
-    assert spec({}).spark_name == "`nessie`.`a`.`b`"
+    assert spec({}).spark_name == "nessie.`a`.`b`"
 
 
 def test_defaults_follow_the_partitions() -> None:
