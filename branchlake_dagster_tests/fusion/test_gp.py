@@ -312,7 +312,8 @@ def test_real_snapshots():
         parsed = read_catalogue(content, path.name)
         # 0.16 s on the machine where this was written; a loop over records takes several seconds.
         assert time.perf_counter() - begin < 2
-        assert 16_000 < parsed.elements.height < 16_200
+        # Snapshots of other weeks hold other numbers of objects: each of its own is read.
+        assert parsed.elements.height == gzip.decompress(content).count(b"\n1 ") > 15_000
         assert parsed.rejected.height == 0
     again = read(write_tle(parsed.elements)).elements
     assert again.drop("line_number").equals(parsed.elements.drop("line_number"))
