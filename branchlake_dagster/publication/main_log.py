@@ -15,10 +15,10 @@ from branchlake_dagster.lakehouse.errors import BranchlakeError, ReferenceNotFou
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import LogEntry
 from branchlake_dagster.publication.candidate import Published
-from branchlake_dagster.publication.ledger import Publication, publications_in
+from branchlake_dagster.publication.ledger import publications_in
 
 _MOST = 200_000
-"""Commits that are remembered; about 200 bytes each."""
+"""Commits that are remembered; about 200 bytes each, 320 with a publication."""
 
 
 class BaseNotOnMain(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -44,8 +44,8 @@ class MainLog:
         self._places: dict[str, int] = {}
         self._whole = False
         """Whether the oldest one is the first commit there is."""
-        self._publications: dict[str, tuple[int, Publication]] = {}
-        """By branch."""
+        self._publications: dict[str, int] = {}
+        """Places by branch."""
         self._merged: dict[str, int] = {}
         """Places by the hash that a merge took in; of merges that are no publications."""
 
@@ -58,9 +58,9 @@ class MainLog:
         """
         with self._lock:
             start, end = self._span(client, base, at)
-            place, publication = self._publications.get(branch, (start, None))
-            if publication is not None and start < place <= end:
-                return Published(publication.hash, now=False)
+            place = self._publications.get(branch, start)
+            if start < place <= end:
+                return Published(self._chain[place - self._low], now=False)
             taken = self._merged.get(head or "", start)
             if start < taken <= end:
                 return Published(self._chain[taken - self._low], now=False, by_hand=True)
@@ -139,7 +139,7 @@ class MainLog:
     def _note(self, entry: LogEntry, place: int) -> None:
         self._places[entry.commit.hash] = place
         ours = publications_in(entry)
-        self._publications |= {one.branch: (place, one) for one in ours}
+        self._publications |= {one.branch: place for one in ours}
         if not ours:
             self._merged |= dict.fromkeys(entry.commit.parent_hashes[1:], place)
 
@@ -149,7 +149,7 @@ class MainLog:
         last = self._places[after]
         while self._low + len(self._chain) - 1 > last:
             del self._places[self._chain.pop()]
-        self._publications = {name: one for name, one in self._publications.items() if one[0] <= last}
+        self._publications = {name: place for name, place in self._publications.items() if place <= last}
         self._merged = {source: place for source, place in self._merged.items() if place <= last}
 
     def _trim(self, *, keep: int) -> None:
@@ -160,5 +160,5 @@ class MainLog:
             del self._places[self._chain.popleft()]
             self._low += 1
         self._whole = False
-        self._publications = {name: one for name, one in self._publications.items() if one[0] > self._low}
+        self._publications = {name: place for name, place in self._publications.items() if place > self._low}
         self._merged = {source: place for source, place in self._merged.items() if place > self._low}

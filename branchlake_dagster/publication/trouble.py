@@ -72,8 +72,11 @@ class Troubles:
         why = run.tags.get(REASON_TAG, "")
         if due == SET_ASIDE:
             return Outcome(branch, run.run_id, Action.SET_ASIDE, why)
-        if self._now() >= datetime.fromisoformat(due):
-            return None
+        try:
+            if self._now() >= datetime.fromisoformat(due):
+                return None
+        except (ValueError, TypeError):
+            return None  # somebody wrote the tag by hand
         return Outcome(branch, run.run_id, Action.WAITING, f"tried again at {due}: {why}")
 
     def note(self, branch: str, run: DagsterRun, error: Exception) -> Outcome:

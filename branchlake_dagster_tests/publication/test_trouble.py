@@ -234,6 +234,14 @@ def test_an_error_of_the_whole_group_is_divided(
         p.settle(bad)
 
 
+@pytest.mark.parametrize("due", ["later", "2999-01-01T00:00:00", ""])
+def test_a_tag_that_somebody_wrote_holds_up_nobody(lakehouse: Lakehouse, namespace: str, due: str) -> None:
+    with project(lakehouse, appending(namespace)) as p:
+        run_id = p.run()
+        p.instance.add_run_tags(run_id, {NEXT_ATTEMPT_TAG: due})
+        assert one_pass(p)[run_id].action is Action.PUBLISHED
+
+
 def test_a_storage_that_cannot_note_the_trouble_stops_nobody(
     three: tuple[Project, str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
