@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from urllib.parse import quote, unquote
 
 import pyarrow as pa
-from pyarrow.fs import FileSelector, FileType, LocalFileSystem
+from pyarrow.fs import FileInfo, FileSelector, FileType, LocalFileSystem
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
 from branchlake_dagster.lakehouse.errors import BranchlakeError, Transient
@@ -121,7 +121,7 @@ class HeartbeatStore:
         A file that is damaged or cannot be read concerns its own branch only.
         """
         try:
-            infos = self._files.get_file_info(FileSelector(self.root, recursive=True, allow_not_found=True))
+            infos = self._listed()
             paths = [i.path for i in infos if i.type is FileType.File and i.path.endswith(".json")]
             with ThreadPoolExecutor(_READERS) as pool:
                 return tuple(beat for beat in pool.map(self._read, paths) if beat is not None)
@@ -130,6 +130,15 @@ class HeartbeatStore:
                 f"The heartbeats in {self.root} cannot be read: {type(error).__name__}.",
                 hint="Nobody can say which writers are alive; nothing is cleaned up until they can be read.",
             ) from error
+
+    def _listed(self) -> list[FileInfo]:
+        everything = FileSelector(self.root, recursive=True, allow_not_found=True)
+        try:
+            return cast(list[FileInfo], self._files.get_file_info(everything))
+        except FileNotFoundError:
+            # PyArrow lists, then asks whether the folder exists: one that the first writer makes between
+            # the two is "not found" although `allow_not_found` says that nothing is wrong. It is there now.
+            return cast(list[FileInfo], self._files.get_file_info(everything))
 
     def _read(self, path: str) -> Beat | None:
         try:

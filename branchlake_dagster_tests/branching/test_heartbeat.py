@@ -11,6 +11,7 @@ from pathlib import Path
 import boto3
 import pytest
 from moto.server import ThreadedMotoServer
+from pyarrow.fs import FileSelector, LocalFileSystem
 
 from branchlake_dagster.branching.beats import Beat, HeartbeatStore, HeartbeatsUnreadable
 from branchlake_dagster.branching.heartbeat import Heartbeat, SharedHeartbeats, beating, first_beat
@@ -73,6 +74,29 @@ def test_a_beat_is_one_small_json_file_per_writer(store: HeartbeatStore, tmp_pat
     store.remove("run-1", "host-2-def")
     assert store.all() == ()
     assert not (tmp_path / "_branchlake/heartbeats/run-1").exists()
+
+
+def test_a_folder_made_while_it_is_listed_is_listed_again(
+    store: HeartbeatStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyArrow found no folder, asked whether there is one, and there was: the first writer had made it."""
+    store.write(BEAT)
+
+    class Racing:
+        def __init__(self, files: LocalFileSystem) -> None:
+            self.files, self.asked = files, 0
+
+        def get_file_info(self, selector: FileSelector) -> object:
+            self.asked += 1
+            if self.asked == 1:
+                raise FileNotFoundError(f"Cannot list directory '{selector.base_dir}'")
+            return self.files.get_file_info(selector)
+
+        def open_input_stream(self, path: str) -> object:
+            return self.files.open_input_stream(path)
+
+    monkeypatch.setattr(store, "_files", Racing(LocalFileSystem()))
+    assert [beat.counter for beat in store.all()] == [1]
 
 
 def test_a_branch_name_may_hold_slashes(store: HeartbeatStore, tmp_path: Path) -> None:
