@@ -5,7 +5,7 @@ from pathlib import Path
 
 import dagster as dg
 
-from branchlake_dagster.fusion.definitions import (
+from branchlake_dagster.fusion.graph.definitions import (
     fusion_assets,
     fusion_checks,
     fusion_jobs,
@@ -13,7 +13,7 @@ from branchlake_dagster.fusion.definitions import (
     fusion_sensors,
 )
 from branchlake_dagster.fusion.sources import GpSource
-from branchlake_dagster.publication.machinery import branchlake_definitions
+from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
 from branchlake_dagster.settings import Settings
 
 GP_DIR = "BRANCHLAKE_GP_DIR"

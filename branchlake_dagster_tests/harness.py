@@ -9,14 +9,14 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.branching.resource import LakehouseResource
-from branchlake_dagster.lakehouse.errors import BranchlakeError
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.publication.ledger import Publication, publications
-from branchlake_dagster.publication.machinery import branchlake_definitions
-from branchlake_dagster.publication.outcome import Outcome
-from branchlake_dagster.publication.reconcile import Reconciler
+from branchlake_dagster.publication.ledger.publications import Publication, publications
+from branchlake_dagster.publication.reconcile.outcome import Outcome
+from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
 
 
 @dataclass

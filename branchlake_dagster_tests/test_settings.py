@@ -2,7 +2,7 @@ import pytest
 from pydantic import ValidationError
 
 from branchlake_dagster.lakehouse.embedded.servers import Endpoints
-from branchlake_dagster.lakehouse.spark import connect_url
+from branchlake_dagster.lakehouse.spark.session import connect_url
 from branchlake_dagster.settings import Settings
 
 

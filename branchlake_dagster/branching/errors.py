@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from branchlake_dagster.lakehouse.errors import BranchlakeError, Terminal
+from branchlake_dagster.errors import BranchlakeError, Terminal
 
 # ruff: noqa: N818 - outcomes, named as in lakehouse/errors.py
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from pydantic import ValidationError
 
-from branchlake_dagster.lakehouse.errors import BranchlakeError
+from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.settings import Settings
 
 
@@ -56,7 +56,7 @@ def fetch() -> None:
 @main.command()
 def up() -> None:
     """Start the embedded servers if they do not run, and prepare Dagster's home."""
-    from branchlake_dagster.cli.home import dagster_home
+    from branchlake_dagster.cli.local.home import dagster_home
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 
     settings = Settings()
@@ -102,10 +102,10 @@ def reap(dry_run: bool, names: tuple[str, ...]) -> None:
     """
     from dagster import DagsterInstance
 
-    from branchlake_dagster.cli.home import dagster_home
+    from branchlake_dagster.cli.local.home import dagster_home
     from branchlake_dagster.cli.reaping import show
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-    from branchlake_dagster.publication.reaping import end_named, reap_branches, sweep_discarded
+    from branchlake_dagster.publication.cleanup.reaping import end_named, reap_branches, sweep_discarded
 
     settings = Settings()
     dagster_home(settings)
@@ -160,7 +160,7 @@ def demo(as_json: bool, catalogue: tuple[str, ...], more: tuple[str, ...]) -> No
 
     --catalogue FILE… takes real TLE or OMM files (.gz too); without it 2,000 objects are simulated.
     """
-    from branchlake_dagster.cli.demo import run_demo, show
+    from branchlake_dagster.cli.local.demo import run_demo, show
 
     result = run_demo(Settings(), [*catalogue, *more], say=say)
     click.echo(json.dumps(result.as_dict(), indent=2)) if as_json else show(result)
@@ -177,7 +177,7 @@ def bench() -> None:
 @click.option("--rounds", default=3, show_default=True, help="Runs of the small asset; the median counts.")
 def lifecycle(as_json: bool, rounds: int) -> None:
     """From launch to visible on main, split into phases."""
-    from branchlake_dagster.cli.bench_lifecycle import measure, show
+    from branchlake_dagster.cli.bench.lifecycle import measure, show
 
     found = measure(Settings(), rounds=rounds, say=say)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)
@@ -191,7 +191,7 @@ def lifecycle(as_json: bool, rounds: int) -> None:
 @click.option("--commits", default=50_000, show_default=True, help="Commits on main since a base.")
 def publication(as_json: bool, rounds: int, branches: int, waiting: int, commits: int) -> None:
     """Branch, publication, rebase and clean-up, beside Nessie's bare calls."""
-    from branchlake_dagster.cli.bench_publication import measure, show
+    from branchlake_dagster.cli.bench.publication import measure, show
 
     sizes = {"rounds": rounds, "branches": branches, "waiting": waiting, "commits": commits}
     found = measure(Settings(), **sizes, say=say)

@@ -9,8 +9,8 @@ from datetime import timedelta
 from rich.console import Console
 from rich.table import Table
 
-from branchlake_dagster.branching.reaping_rules import Reaping
-from branchlake_dagster.branching.sweep import Sweeping
+from branchlake_dagster.branching.reaping.rules import Reaping
+from branchlake_dagster.branching.sweeping.sweeper import Sweeping
 
 _WIDE = 200
 """Columns when nobody watches: a line per branch, for grep."""

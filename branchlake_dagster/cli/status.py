@@ -10,18 +10,18 @@ from dagster import DagsterInstance
 from rich.console import Console
 from rich.table import Table
 
-from branchlake_dagster.branching.beats import HeartbeatStore, HeartbeatsUnreadable
-from branchlake_dagster.branching.claims import claims
-from branchlake_dagster.branching.discard import DISCARDED_TAGS
-from branchlake_dagster.branching.makers import Makers, instance_id
-from branchlake_dagster.branching.pulse import glance
-from branchlake_dagster.branching.run_branch import run_id_of
-from branchlake_dagster.branching.table_files import TableFiles
-from branchlake_dagster.cli.home import dagster_home
+from branchlake_dagster.branching.branch.owner import claims
+from branchlake_dagster.branching.branch.run_branch import run_id_of
+from branchlake_dagster.branching.fencing.discard import DISCARDED_TAGS
+from branchlake_dagster.branching.liveness.failure_detector import glance
+from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore, HeartbeatsUnreadable
+from branchlake_dagster.branching.reaping.origin import Makers, instance_id
+from branchlake_dagster.branching.table.files import TableFiles
+from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.ledger import publications
-from branchlake_dagster.publication.reconcile import RUN_BRANCHES
+from branchlake_dagster.publication.ledger.publications import publications
+from branchlake_dagster.publication.reconcile.reconciler import RUN_BRANCHES
 from branchlake_dagster.settings import Settings
 
 _LAST = 5

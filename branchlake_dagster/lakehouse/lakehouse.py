@@ -11,7 +11,7 @@ from pyiceberg.typedef import Identifier
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers, Endpoints
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.spark import open_session
+from branchlake_dagster.lakehouse.spark.session import open_session
 from branchlake_dagster.settings import Settings
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from pandera.pyspark import DataFrameModel
 from pyspark.sql import DataFrame
 from pyspark.sql.types import LongType
 
-from branchlake_dagster.branching.session import BranchSparkResource
-from branchlake_dagster.branching.tables import table_metadata
+from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
+from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.checks import pandera_checks
 
 APPEND = table_metadata(write_mode="append", require_checks=False)

@@ -15,13 +15,14 @@ import pytest
 from click.testing import CliRunner
 from pyspark.sql import DataFrame, SparkSession
 
-from branchlake_dagster.branching.session import BranchSparkResource
+from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
 from branchlake_dagster.cli import main
-from branchlake_dagster.lakehouse.errors import BranchlakeError, NessieUnauthorized
+from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.outcome import Action
-from branchlake_dagster.publication.reaping import reap_branches, sweep_discarded
-from branchlake_dagster.publication.reconcile import Reconciler
+from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized
+from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_discarded
+from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster_tests.harness import project
 
 from . import leaks

@@ -11,16 +11,16 @@ from click.testing import CliRunner
 from dagster._core.definitions.reconstruct import ReconstructableRepository
 from pyiceberg.catalog import load_catalog
 
-from branchlake_dagster.branching.discard import discarded_name
-from branchlake_dagster.branching.run_branch import branch_name
-from branchlake_dagster.branching.run_tags import PUBLICATION_TAG
+from branchlake_dagster.branching.branch.run_branch import branch_name
+from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG
+from branchlake_dagster.branching.fencing.discard import discarded_name
 from branchlake_dagster.cli import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.outcome import Action, Outcome
-from branchlake_dagster.publication.reaping import reap_branches, sweep_discarded
-from branchlake_dagster_tests.branching.test_retry import Flaky, retry
+from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_discarded
+from branchlake_dagster.publication.reconcile.outcome import Action, Outcome
+from branchlake_dagster_tests.branching.resources.test_retry import Flaky, retry
 from branchlake_dagster_tests.harness import Project, project
-from branchlake_dagster_tests.publication import in_run_project
+from branchlake_dagster_tests.publication.runtime import publish_at_end_project
 
 from .assets import appending, checked, serializable, sparked
 from .conftest import Bearer
@@ -96,7 +96,7 @@ def test_serializable_runs(lake: Lakehouse, namespace: str) -> None:
 
 def test_publishing_inside_the_run(lake: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRANCHLAKE_TEST_N", "7")
-    repository = ReconstructableRepository.for_module(in_run_project.__name__, "defs")
+    repository = ReconstructableRepository.for_module(publish_at_end_project.__name__, "defs")
     job = repository.get_reconstructable_job("publishing_job")
     with dg.instance_for_test() as instance, dg.execute_job(job, instance=instance) as result:
         run = instance.get_run_by_id(result.run_id)

@@ -12,17 +12,17 @@ from dagster._core.definitions.reconstruct import ReconstructableRepository
 from pyiceberg.catalog import load_catalog
 from pyspark.sql import DataFrame, SparkSession
 
-from branchlake_dagster.branching.run_branch import branch_name
-from branchlake_dagster.branching.session import BranchSparkResource
+from branchlake_dagster.branching.branch.run_branch import branch_name
+from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
 from branchlake_dagster.cli import main
-from branchlake_dagster.lakehouse.errors import NessieUnauthorized
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.outcome import Action
-from branchlake_dagster.publication.reaping import reap_branches, sweep_discarded
-from branchlake_dagster.publication.reconcile import Reconciler
-from branchlake_dagster_tests.branching.test_retry import Flaky, retry
+from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized
+from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_discarded
+from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster_tests.branching.resources.test_retry import Flaky, retry
 from branchlake_dagster_tests.harness import project
-from branchlake_dagster_tests.publication import in_run_project
+from branchlake_dagster_tests.publication.runtime import publish_at_end_project
 
 from .assets import FREE, appending, checked, sparked
 from .conftest import Bearer
@@ -142,13 +142,13 @@ def test_a_run_whose_token_expires_before_it_publishes_itself(
         return publish(self, run)
 
     monkeypatch.setattr(Reconciler, "publish_now", late)
-    repository = ReconstructableRepository.for_module(in_run_project.__name__, "defs")
+    repository = ReconstructableRepository.for_module(publish_at_end_project.__name__, "defs")
     job = repository.get_reconstructable_job("publishing_job")
     with dg.instance_for_test() as instance, dg.execute_job(job, instance=instance) as result:
         (told,) = [e.message for e in result.all_events if "Left to the publication" in (e.message or "")]
         says_so(told)
         guard.full.add(TOKEN)
-        graph = in_run_project.defs.get_repository_def().asset_graph
+        graph = publish_at_end_project.defs.get_repository_def().asset_graph
         outcome = Reconciler.of(bearer(TOKEN), instance, graph).run_one(result.run_id)
         assert outcome is not None
         assert outcome.action is Action.PUBLISHED

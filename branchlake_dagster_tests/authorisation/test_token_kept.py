@@ -10,10 +10,11 @@ import dagster as dg
 import pytest
 from pydantic import SecretStr
 
-from branchlake_dagster.branching.resource import LakehouseResource
-from branchlake_dagster.branching.run_branch import RunBranch
-from branchlake_dagster.lakehouse.errors import ConfigurationError, NessieUnauthorized, NessieUnavailable
+from branchlake_dagster.branching.branch.run_branch import RunBranch
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
+from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized, NessieUnavailable
 from branchlake_dagster.settings import Settings
 
 from .guard import EXPIRED, Guard, guarding, shows

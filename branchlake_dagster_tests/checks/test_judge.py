@@ -13,10 +13,10 @@ from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from branchlake_dagster.checks import ContractError, row_predicate
-from branchlake_dagster.checks.compiler import compile_schema
-from branchlake_dagster.checks.evaluate import collect_rows
-from branchlake_dagster.checks.judge import judge
-from branchlake_dagster.checks.model import Outcome, PanderaConstraint
+from branchlake_dagster.checks.constraints.compiler import compile_schema
+from branchlake_dagster.checks.constraints.model import Outcome, PanderaConstraint
+from branchlake_dagster.checks.evaluation.evaluate import collect_rows
+from branchlake_dagster.checks.evaluation.judge import judge
 from branchlake_dagster_tests.checks.contracts import DDL, PANDERA_NAMES, EveryKind, random_rows
 
 pytestmark = pytest.mark.spark

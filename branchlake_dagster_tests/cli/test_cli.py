@@ -14,9 +14,9 @@ import dagster as dg
 import pytest
 from click.testing import CliRunner, Result
 
-from branchlake_dagster.branching.makers import INSTANCE
+from branchlake_dagster.branching.reaping.origin import INSTANCE
 from branchlake_dagster.cli import main
-from branchlake_dagster.cli.demo import BAD_SNAPSHOT, Plan, plan_for
+from branchlake_dagster.cli.local.demo import BAD_SNAPSHOT, Plan, plan_for
 from branchlake_dagster.fusion.partitions import FIRST_WINDOW, windows
 from branchlake_dagster.fusion.sensors.native import SOURCE_KINDS
 from branchlake_dagster.fusion.sources import DEFAULT_SNAPSHOT

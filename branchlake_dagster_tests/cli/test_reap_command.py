@@ -4,8 +4,8 @@ from datetime import timedelta
 
 import pytest
 
-from branchlake_dagster.branching.reaping_rules import Action, Reaping, RunState
-from branchlake_dagster.branching.sweep import Sweeping
+from branchlake_dagster.branching.reaping.rules import Action, Reaping, RunState
+from branchlake_dagster.branching.sweeping.sweeper import Sweeping
 from branchlake_dagster.cli.reaping import show
 
 REAPED = [

@@ -3,9 +3,9 @@ from datetime import UTC, datetime
 import dagster as dg
 import pytest
 
-from branchlake_dagster.fusion import definitions
 from branchlake_dagster.fusion.assets.catalogue import gp_ingest
 from branchlake_dagster.fusion.gp.records import EmptyCatalogueError
+from branchlake_dagster.fusion.graph import definitions
 from branchlake_dagster.fusion.partitions import all_kinds_of_window, windows, windows_by_kind
 from branchlake_dagster.fusion.sources import (
     DEFAULT_SNAPSHOT,

@@ -19,8 +19,12 @@ from pyiceberg.exceptions import (
 from pyiceberg.table.update import SetPropertiesUpdate
 
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
-from branchlake_dagster.lakehouse.errors import NessieOutcomeUnknown, NessieUnavailable, ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie import NessieClient
+from branchlake_dagster.lakehouse.nessie.errors import (
+    NessieOutcomeUnknown,
+    NessieUnavailable,
+    ReferenceNotFound,
+)
 from branchlake_dagster.lakehouse.nessie.model import CommitResult
 
 pytestmark = pytest.mark.integration

@@ -20,14 +20,10 @@ from pyiceberg.schema import Schema
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType
 
+from branchlake_dagster.errors import ConfigurationError, ReadOnlyReference, Unsupported
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
-from branchlake_dagster.lakehouse.errors import (
-    ConfigurationError,
-    ReadOnlyReference,
-    ReferenceNotFound,
-    Unsupported,
-)
 from branchlake_dagster.lakehouse.nessie import NessieClient
+from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
 
 pytestmark = pytest.mark.integration

@@ -17,7 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from branchlake_dagster.branching.run_branch import main_with_history
+from branchlake_dagster.branching.branch.run_branch import main_with_history
+from branchlake_dagster.errors import ConfigurationError, Transient
 from branchlake_dagster.lakehouse.embedded import java, process
 from branchlake_dagster.lakehouse.embedded.jars import (
     ICEBERG_SPARK,
@@ -35,7 +36,6 @@ from branchlake_dagster.lakehouse.embedded.process import (
     start_ticks,
 )
 from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK, EmbeddedServers, Endpoints
-from branchlake_dagster.lakehouse.errors import ConfigurationError, Transient
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
 

@@ -2,15 +2,16 @@ import pickle
 
 import pytest
 
-from branchlake_dagster.lakehouse import errors
+from branchlake_dagster import errors
+from branchlake_dagster.lakehouse.nessie import errors as nessie_errors
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, KeyConflict
 
 ALL = [
     value
-    for value in vars(errors).values()
+    for value in (vars(errors) | vars(nessie_errors)).values()
     if isinstance(value, type) and issubclass(value, errors.BranchlakeError)
 ]
-CONCRETE = [cls for cls in ALL if cls not in (errors.BranchlakeError, errors.NessieError)]
+CONCRETE = [cls for cls in ALL if cls not in (errors.BranchlakeError, nessie_errors.NessieError)]
 MARKERS = (errors.Transient, errors.Terminal, errors.OutcomeUnknown)
 
 
@@ -39,7 +40,7 @@ def test_conflicts_are_listed_with_key_and_kind() -> None:
         KeyConflict(ContentKey(["a", "t"]), "VALUE_DIFFERS", "m"),
         KeyConflict(None, "UNEXPECTED_HASH", "m"),
     ]
-    error = errors.NessieConflict("Refused.", conflicts=conflicts)
+    error = nessie_errors.NessieConflict("Refused.", conflicts=conflicts)
     assert str(error) == "Refused. Conflicts: a.t (VALUE_DIFFERS), UNEXPECTED_HASH."
     assert error.status == 409
     assert pickle.loads(pickle.dumps(error)).conflicts == tuple(conflicts)

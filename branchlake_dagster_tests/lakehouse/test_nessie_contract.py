@@ -11,14 +11,14 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from branchlake_dagster.lakehouse.errors import (
+from branchlake_dagster.lakehouse.nessie import MergeMode, NessieClient, RetryPolicy
+from branchlake_dagster.lakehouse.nessie.errors import (
     NessieAlreadyExists,
     NessieConflict,
     NessieRefused,
     NessieUnavailable,
     ReferenceNotFound,
 )
-from branchlake_dagster.lakehouse.nessie import MergeMode, NessieClient, RetryPolicy
 from branchlake_dagster.lakehouse.nessie.model import (
     CommitResult,
     ContentKey,

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from branchlake_dagster.lakehouse.errors import (
-    BranchlakeError,
-    ConfigurationError,
+from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
+from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
+from branchlake_dagster.lakehouse.nessie.errors import (
     ContentNotFound,
     NessieAlreadyExists,
     NessieConflict,
@@ -24,9 +24,7 @@ from branchlake_dagster.lakehouse.errors import (
     NessieUnavailable,
     NotNessie,
     ReferenceNotFound,
-    Terminal,
 )
-from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.lakehouse.nessie.model import (
     ContentKey,
     Delete,

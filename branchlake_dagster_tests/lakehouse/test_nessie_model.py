@@ -3,8 +3,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from branchlake_dagster.lakehouse.errors import NessieRefused
 from branchlake_dagster.lakehouse.nessie import codec
+from branchlake_dagster.lakehouse.nessie.errors import NessieRefused
 from branchlake_dagster.lakehouse.nessie.model import (
     ContentKey,
     Delete,

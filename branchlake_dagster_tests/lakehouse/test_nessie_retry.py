@@ -2,8 +2,9 @@ from collections.abc import Callable
 
 import pytest
 
-from branchlake_dagster.lakehouse.errors import (
-    BranchlakeError,
+from branchlake_dagster.errors import BranchlakeError
+from branchlake_dagster.lakehouse.nessie import RetryPolicy
+from branchlake_dagster.lakehouse.nessie.errors import (
     NessieAlreadyExists,
     NessieConflict,
     NessieOutcomeUnknown,
@@ -11,7 +12,6 @@ from branchlake_dagster.lakehouse.errors import (
     NessieUnavailable,
     ReferenceNotFound,
 )
-from branchlake_dagster.lakehouse.nessie import RetryPolicy
 
 DOWN = NessieUnavailable("down")
 LOST = NessieOutcomeUnknown("lost")

@@ -10,14 +10,14 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from branchlake_dagster.lakehouse.errors import (
+from branchlake_dagster.lakehouse.nessie import NessieClient
+from branchlake_dagster.lakehouse.nessie.errors import (
     ContentNotFound,
     NessieAlreadyExists,
     NessieConflict,
     NessieRefused,
     ReferenceNotFound,
 )
-from branchlake_dagster.lakehouse.nessie import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import (
     ContentKey,
     Delete,

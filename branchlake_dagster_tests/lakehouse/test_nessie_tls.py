@@ -15,8 +15,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from branchlake_dagster.lakehouse.errors import NessieRefused
 from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
+from branchlake_dagster.lakehouse.nessie.errors import NessieRefused
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, Delete
 
 H = "ab" * 32

@@ -2,8 +2,8 @@
 
 import pytest
 
-from branchlake_dagster.branching.reads import candidates
-from branchlake_dagster.lakehouse.plans import Scanned, parts, scanned
+from branchlake_dagster.branching.resources.read_set import candidates
+from branchlake_dagster.lakehouse.spark.plans import Scanned, parts, scanned
 
 
 def plan(*lines: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import dagster as dg
 
-from branchlake_dagster.branching.run_tags import NONE, PUBLICATION_TAG, REASON_TAG
+from branchlake_dagster.branching.branch.run_tags import NONE, PUBLICATION_TAG, REASON_TAG
 from branchlake_dagster_tests.lossy.faults import Dice, Fault
 from branchlake_dagster_tests.lossy.project import KIND
 

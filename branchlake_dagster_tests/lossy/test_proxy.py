@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from branchlake_dagster.lakehouse.errors import NessieOutcomeUnknown, NessieUnavailable
+from branchlake_dagster.lakehouse.nessie.errors import NessieOutcomeUnknown, NessieUnavailable
 from branchlake_dagster.lakehouse.nessie.transport import HttpTransport
 from branchlake_dagster_tests.lossy.faults import Dice, Draw, Fault
 from branchlake_dagster_tests.lossy.proxy import LossyProxy, lossy_proxy

@@ -9,11 +9,11 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.branching.beats import HeartbeatStore
-from branchlake_dagster.branching.run_tags import NONE, PUBLICATION_TAG, VERDICT_TAG
+from branchlake_dagster.branching.branch.run_tags import NONE, PUBLICATION_TAG, VERDICT_TAG
+from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.ledger import Publication, publications
-from branchlake_dagster.publication.told import tellings
+from branchlake_dagster.publication.automation.reports import tellings
+from branchlake_dagster.publication.ledger.publications import Publication, publications
 from branchlake_dagster_tests.lossy.daemon import leftovers, settled
 from branchlake_dagster_tests.lossy.plan import REFUSABLE, TABLES
 from branchlake_dagster_tests.lossy.project import BROKEN, KIND, NAMESPACE, SPOILT

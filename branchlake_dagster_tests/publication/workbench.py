@@ -19,14 +19,14 @@ from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType
 
+from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
-from branchlake_dagster.lakehouse.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import ContentKey
-from branchlake_dagster.publication.candidate import Candidate, Published, Refused, Result, write_set
-from branchlake_dagster.publication.publisher import Publisher
-from branchlake_dagster.publication.replay import IcebergTables
+from branchlake_dagster.publication.commit.publisher import Publisher
+from branchlake_dagster.publication.ledger.candidate import Candidate, Published, Refused, Result, write_set
+from branchlake_dagster.publication.rebase.replay import IcebergTables
 
 SCHEMA = Schema(
     NestedField(1, "day", StringType(), required=False), NestedField(2, "id", LongType(), required=False)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from dagster import DagsterRun, DagsterRunStatus
 
-from branchlake_dagster.branching.run_tags import CHECK_HASH_TAG, CHECKS_FOR_TAG
-from branchlake_dagster.lakehouse.errors import BranchlakeError
+from branchlake_dagster.branching.branch.run_tags import CHECK_HASH_TAG, CHECKS_FOR_TAG
+from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.nessie.model import IcebergTable
-from branchlake_dagster.publication.evidence import AssetRules, Evaluation, RunEvidence, Written
-from branchlake_dagster.publication.outcome import CheckRun
+from branchlake_dagster.publication.gate.evidence import AssetRules, Evaluation, RunEvidence, Written
+from branchlake_dagster.publication.reconcile.outcome import CheckRun
 from branchlake_dagster_tests.simulation.runs import Plan, table_key
 from branchlake_dagster_tests.simulation.scheduler import Died
 from branchlake_dagster_tests.simulation.tables import Row

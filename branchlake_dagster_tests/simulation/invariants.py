@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from branchlake_dagster.branching.run_branch import branch_name
-from branchlake_dagster.branching.run_tags import PUBLICATION_TAG
+from branchlake_dagster.branching.branch.run_branch import branch_name
+from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG
 from branchlake_dagster.lakehouse.nessie.model import IcebergTable
-from branchlake_dagster.publication.ledger import Publication, publications_in
+from branchlake_dagster.publication.ledger.publications import Publication, publications_in
 from branchlake_dagster_tests.simulation.changes import Change, Kind
 from branchlake_dagster_tests.simulation.runs import TABLES, Plan, table_key
 from branchlake_dagster_tests.simulation.tables import Row

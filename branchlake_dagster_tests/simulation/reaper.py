@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
-from branchlake_dagster.branching.reaper import Reaper
-from branchlake_dagster.branching.reaping_rules import Limits
-from branchlake_dagster.branching.sweep import Sweeper
-from branchlake_dagster.branching.table_files import TableFiles
-from branchlake_dagster.publication.reaping import DagsterRuns
+from branchlake_dagster.branching.reaping.reaper import Reaper
+from branchlake_dagster.branching.reaping.rules import Limits
+from branchlake_dagster.branching.sweeping.sweeper import Sweeper
+from branchlake_dagster.branching.table.files import TableFiles
+from branchlake_dagster.publication.cleanup.reaping import DagsterRuns
 from branchlake_dagster_tests.simulation.files import SimulatedTableFiles
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from itertools import count
 from typing import Any
 from zlib import crc32
 
-from branchlake_dagster.branching.replaced import Among, Replaced
+from branchlake_dagster.branching.table.replaced import Among, Replaced
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
-from branchlake_dagster.publication.changes import (
+from branchlake_dagster.publication.rebase.changes import (
     Bounds,
     Column,
     DeleteFile,
@@ -20,7 +20,7 @@ from branchlake_dagster.publication.changes import (
     Step,
     TableChange,
 )
-from branchlake_dagster.publication.replay import ReplayImpossible, Staged
+from branchlake_dagster.publication.rebase.replay import ReplayImpossible, Staged
 
 Row = tuple[str, str, str]
 """(partition, key, token). The partition is Dagster's; files are finer, see `slot`."""

@@ -20,23 +20,25 @@ from unittest.mock import patch
 
 import pytest
 
-from branchlake_dagster.branching import made, sweep_plan
-from branchlake_dagster.branching.makers import Maker, Makers, Origin
-from branchlake_dagster.lakehouse.errors import NessieConflict, NessieOutcomeUnknown
+from branchlake_dagster.branching.reaping.origin import Maker, Makers, Origin
+from branchlake_dagster.branching.sweeping import made_on_branch
+from branchlake_dagster.branching.sweeping import plan as sweep_plan
 from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
+from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, NessieOutcomeUnknown
 from branchlake_dagster.lakehouse.nessie.model import Operation, Reference, Unchanged
-from branchlake_dagster.publication import judging, rebase
-from branchlake_dagster.publication import overlap as overlapping
-from branchlake_dagster.publication.backlog import Ended
-from branchlake_dagster.publication.changes import Mode, TableChange
-from branchlake_dagster.publication.committer import Committer
-from branchlake_dagster.publication.gate import Decision, Verdict
-from branchlake_dagster.publication.judging import Judge
-from branchlake_dagster.publication.main_log import BaseNotOnMain, MainLog
-from branchlake_dagster.publication.overlap import Overlap
-from branchlake_dagster.publication.rebase import Plan
-from branchlake_dagster.publication.reconcile import Reconciler
-from branchlake_dagster.publication.replay import Staged
+from branchlake_dagster.publication.commit.committer import Committer
+from branchlake_dagster.publication.gate.verdict import Decision, Verdict
+from branchlake_dagster.publication.ledger.main_log import BaseNotOnMain, MainLog
+from branchlake_dagster.publication.rebase import overlap as overlap_rules
+from branchlake_dagster.publication.rebase import plan as commit_plan
+from branchlake_dagster.publication.rebase.changes import Mode, TableChange
+from branchlake_dagster.publication.rebase.overlap import Overlap
+from branchlake_dagster.publication.rebase.plan import Plan
+from branchlake_dagster.publication.rebase.replay import Staged
+from branchlake_dagster.publication.reconcile import assess
+from branchlake_dagster.publication.reconcile.assess import Judge
+from branchlake_dagster.publication.reconcile.backlog import Ended
+from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster_tests.simulation.faults import Fault
 from branchlake_dagster_tests.simulation.play import failures, play
 
@@ -102,7 +104,7 @@ def _discarding_send(self: Committer, plan: Plan, branch: str, *more: object) ->
 
 
 _SEND, _RUN, _OPERATIONS = Committer.send, RetryPolicy.run, Plan.operations
-_MADE_ON = made.made_on
+_MADE_ON = made_on_branch.made_on
 _DELETE, _LOOK = NessieClient.delete_branch, Judge.look
 
 
@@ -173,16 +175,16 @@ def _mapped_blindly(mine: TableChange, theirs: TableChange) -> TableChange:
     return mine
 
 
-_OVERLAP = rebase.overlap
+_OVERLAP = commit_plan.overlap
 
 
-class _OneKey(made.Made):
+class _OneKey(made_on_branch.Made):
     """What a branch made, with no other relatives than the tables of its own keys."""
 
     homes = earlier = frozenset()  # type: ignore[assignment]
 
 
-def _everything_named(log: Any, base: Mapping[Any, str], base_hash: str, files: Any) -> made.Made:
+def _everything_named(log: Any, base: Mapping[Any, str], base_hash: str, files: Any) -> made_on_branch.Made:
     """`made_on`, taking all that the branch gave a name for its own, but for the state of that key before."""
     found = _MADE_ON(log, base, base_hash, files)
     known = {
@@ -215,7 +217,7 @@ _PUBLISHED = MainLog.published
 _BUGS = {
     "branches are deleted wherever they stand": (NessieClient, "delete_branch", _delete_now),
     "the listing is taken for the end": (Judge, "look", _look_at_listing),
-    "what is judged is not pinned": (judging, "pin", lambda client, branch: (branch.hash, False)),
+    "what is judged is not pinned": (assess, "pin", lambda client, branch: (branch.hash, False)),
     "no lookup": (
         (Committer, "_landed", lambda self, candidate, at: None),
         (TableChange, "there", lambda self, other: None),
@@ -228,14 +230,14 @@ _BUGS = {
     "one run's error ends the pass": (Reconciler, "_look", _unguarded_look),
     "an unknown outcome is a failure": (Committer, "send", _discarding_send),
     "commits are repeated blindly": (RetryPolicy, "run", _always_repeated),
-    "nothing overlaps": (rebase, "overlap", lambda mine, theirs: None),
-    "a replaced partition is what its files touched": (rebase, "overlap", _by_files),
-    "deletes are not looked for": (overlapping, "_hit", lambda step, own, theirs: None),
-    "what is not carried is dropped": (overlapping, "not_carried", lambda mine, theirs: None),
-    "compactions are mapped by a guess": (rebase, "mapped", _mapped_blindly),
+    "nothing overlaps": (commit_plan, "overlap", lambda mine, theirs: None),
+    "a replaced partition is what its files touched": (commit_plan, "overlap", _by_files),
+    "deletes are not looked for": (overlap_rules, "_hit", lambda step, own, theirs: None),
+    "what is not carried is dropped": (overlap_rules, "not_carried", lambda mine, theirs: None),
+    "compactions are mapped by a guess": (commit_plan, "mapped", _mapped_blindly),
     "reads are not compared": (Plan, "_same_reads", lambda self, candidate, reads: None),
     "reads are not guarded": (Plan, "operations", _unguarded),
-    "the gate is open": (judging, "judge", lambda evidence, **_: Verdict(Decision.PASSED)),
+    "the gate is open": (assess, "judge", lambda evidence, **_: Verdict(Decision.PASSED)),
     "files of others are discarded": (Plan, "_forget", _discarded),
     "another instance's branches are reaped": (Makers, "of", lambda *_, **__: Origin(Maker.HERE)),
     "the sweep looks at one key only": (sweep_plan, "made_on", _everything_named),

@@ -13,18 +13,18 @@ from unittest.mock import patch
 
 from dagster import DagsterRunStatus
 
-from branchlake_dagster.branching import sweep as sweeping
-from branchlake_dagster.branching.discard import discarded_name
-from branchlake_dagster.branching.run_branch import branch_name, main_with_history
-from branchlake_dagster.lakehouse.errors import BranchlakeError
+from branchlake_dagster.branching.branch.run_branch import branch_name, main_with_history
+from branchlake_dagster.branching.fencing.discard import discarded_name
+from branchlake_dagster.branching.sweeping import sweeper
+from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.lakehouse.nessie.model import Namespace, Operation, Put
-from branchlake_dagster.publication import judging, recheck
-from branchlake_dagster.publication.changes import Mode, Step
-from branchlake_dagster.publication.in_run import NotPublished
-from branchlake_dagster.publication.main_log import MainLog
-from branchlake_dagster.publication.outcome import Action, Outcome
-from branchlake_dagster.publication.reconcile import Reconciler
+from branchlake_dagster.publication.ledger.main_log import MainLog
+from branchlake_dagster.publication.rebase.changes import Mode, Step
+from branchlake_dagster.publication.reconcile import assess, recheck
+from branchlake_dagster.publication.reconcile.outcome import Action, Outcome
+from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster.publication.runtime.publish_at_end import NotPublished
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.simulation import evidence
 from branchlake_dagster_tests.simulation.faults import ALL, Faults
@@ -283,9 +283,9 @@ class World:
     def _in_place(self) -> Iterator[None]:
         collect = evidence.recorded(self)
         with (
-            patch.object(judging, "collect", collect),
+            patch.object(assess, "collect", collect),
             patch.object(recheck, "collect", collect),
-            patch.object(sweeping, "ThreadPoolExecutor", InTurn),
+            patch.object(sweeper, "ThreadPoolExecutor", InTurn),
         ):
             yield
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, cast
 from dagster import DagsterRun, DagsterRunStatus
 from dagster._core.storage.tags import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 
-from branchlake_dagster.branching.makers import INSTANCE
-from branchlake_dagster.branching.retry import inherited
-from branchlake_dagster.branching.run_branch import RunBranch, branch_name
-from branchlake_dagster.lakehouse.errors import BranchlakeError, ReferenceNotFound
+from branchlake_dagster.branching.branch.run_branch import RunBranch, branch_name
+from branchlake_dagster.branching.reaping.origin import INSTANCE
+from branchlake_dagster.branching.resources.retry import inherited
+from branchlake_dagster.errors import BranchlakeError
+from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable, Namespace, Put
 from branchlake_dagster_tests.simulation.changes import Change, Kind
 from branchlake_dagster_tests.simulation.instance import SimulatedInstance

@@ -3,9 +3,9 @@
 import dagster as dg
 from pyspark.sql import DataFrame
 
-from branchlake_dagster.branching.session import BranchSparkResource
+from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
 from branchlake_dagster.checks import sql_check
-from branchlake_dagster.publication.machinery import branchlake_definitions
+from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
 
 
 @dg.asset(key=["ui", "good"])

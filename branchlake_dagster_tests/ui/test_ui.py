@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
-from branchlake_dagster.cli.dagster_dev import dagster_dev
-from branchlake_dagster.cli.home import dagster_home
+from branchlake_dagster.cli.local.dagster_dev import dagster_dev
+from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 
 pytestmark = [pytest.mark.ui, pytest.mark.integration, pytest.mark.spark, pytest.mark.timeout(420)]

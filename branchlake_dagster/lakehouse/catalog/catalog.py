@@ -24,6 +24,7 @@ from pyiceberg.table.sorting import UNSORTED_SORT_ORDER, SortOrder
 from pyiceberg.table.update import AddSnapshotUpdate, AssertCreate, TableRequirement, TableUpdate
 from pyiceberg.typedef import EMPTY_DICT, Identifier, Properties
 
+from branchlake_dagster.errors import Unsupported
 from branchlake_dagster.lakehouse.catalog import options
 from branchlake_dagster.lakehouse.catalog.namespaces import (
     NamespaceOperations,
@@ -32,8 +33,8 @@ from branchlake_dagster.lakehouse.catalog.namespaces import (
 )
 from branchlake_dagster.lakehouse.catalog.store import ReferenceStore
 from branchlake_dagster.lakehouse.catalog.views import NoViews
-from branchlake_dagster.lakehouse.errors import NessieConflict, Unsupported
 from branchlake_dagster.lakehouse.nessie import NessieClient
+from branchlake_dagster.lakehouse.nessie.errors import NessieConflict
 from branchlake_dagster.lakehouse.nessie.model import (
     Content,
     ContentKey,

@@ -18,7 +18,7 @@ from pyiceberg.typedef import EMPTY_DICT, Identifier, Properties
 from pyiceberg.types import transform_dict_value_to_str
 
 from branchlake_dagster.lakehouse.catalog.store import ReferenceStore
-from branchlake_dagster.lakehouse.errors import NessieConflict
+from branchlake_dagster.lakehouse.nessie.errors import NessieConflict
 from branchlake_dagster.lakehouse.nessie.model import (
     ContentKey,
     ContentsAt,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from branchlake_dagster.lakehouse.errors import ConfigurationError
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.nessie import NessieClient
 
 URI = "uri"

@@ -7,13 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
 
-from branchlake_dagster.lakehouse.errors import (
-    NessieConflict,
-    NessieError,
-    NessieOutcomeUnknown,
-    ReadOnlyReference,
-)
+from branchlake_dagster.errors import ReadOnlyReference
 from branchlake_dagster.lakehouse.nessie import NessieClient
+from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, NessieError, NessieOutcomeUnknown
 from branchlake_dagster.lakehouse.nessie.model import (
     ContentKey,
     ContentsAt,

@@ -9,7 +9,7 @@ from pyiceberg.catalog import MetastoreCatalog
 from pyiceberg.schema import Schema
 from pyiceberg.typedef import EMPTY_DICT, Identifier, Properties
 
-from branchlake_dagster.lakehouse.errors import Unsupported
+from branchlake_dagster.errors import Unsupported
 
 if TYPE_CHECKING:
     import pyarrow as pa

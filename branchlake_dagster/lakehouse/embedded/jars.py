@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pyspark
 
+from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Transient
 from branchlake_dagster.lakehouse.embedded.java import user_java
-from branchlake_dagster.lakehouse.errors import BranchlakeError, ConfigurationError, Transient
 
 _FREE_BYTES_NEEDED = 1 << 30
 

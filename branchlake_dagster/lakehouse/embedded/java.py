@@ -13,7 +13,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from branchlake_dagster.lakehouse.errors import ConfigurationError
+from branchlake_dagster.errors import ConfigurationError
 
 SPARK_NEEDS_JAVA = 17
 _VERSION = re.compile(r'version "(?:1\.)?(\d+)')  # Java 8 calls itself 1.8

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
 from branchlake_dagster.lakehouse.embedded.private import private_folder
-from branchlake_dagster.lakehouse.errors import BranchlakeError, ConfigurationError, Terminal
 
 LOOPBACK = "127.0.0.1"
 _MARK = "==== started"

@@ -7,12 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, Self, TypeVar
 
-from branchlake_dagster.lakehouse.errors import (
-    ContentNotFound,
-    NessieAlreadyExists,
-    ReferenceNotFound,
-)
 from branchlake_dagster.lakehouse.nessie import codec, paging
+from branchlake_dagster.lakehouse.nessie.errors import ContentNotFound, NessieAlreadyExists, ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import (
     CommitResult,
     Content,

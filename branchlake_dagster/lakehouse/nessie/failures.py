@@ -10,7 +10,8 @@ from typing import Any
 import requests
 from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
 
-from branchlake_dagster.lakehouse.errors import (
+from branchlake_dagster.lakehouse.nessie import codec
+from branchlake_dagster.lakehouse.nessie.errors import (
     ContentNotFound,
     NessieAlreadyExists,
     NessieConflict,
@@ -23,7 +24,6 @@ from branchlake_dagster.lakehouse.errors import (
     NotNessie,
     ReferenceNotFound,
 )
-from branchlake_dagster.lakehouse.nessie import codec
 from branchlake_dagster.lakehouse.nessie.model import KeyConflict
 
 _LOOK_FIRST = "Look at the reference before repeating it."

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from branchlake_dagster.lakehouse.errors import NessieRefused
+from branchlake_dagster.lakehouse.nessie.errors import NessieRefused
 from branchlake_dagster.lakehouse.nessie.pynessie_parts import (
     is_valid_hash,
     is_valid_reference_name,

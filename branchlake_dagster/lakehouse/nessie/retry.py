@@ -6,14 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from branchlake_dagster.lakehouse.errors import (
-    BranchlakeError,
+from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Transient
+from branchlake_dagster.lakehouse.nessie.errors import (
     NessieAlreadyExists,
     NessieConflict,
     NessieOutcomeUnknown,
     NotNessie,
-    OutcomeUnknown,
-    Transient,
 )
 
 T = TypeVar("T")

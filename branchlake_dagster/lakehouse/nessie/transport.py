@@ -11,8 +11,9 @@ from urllib.parse import quote, urlsplit
 
 import requests
 
-from branchlake_dagster.lakehouse.errors import ConfigurationError, NessieError
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.nessie import failures
+from branchlake_dagster.lakehouse.nessie.errors import NessieError
 from branchlake_dagster.lakehouse.nessie.pynessie_parts import TokenAuth
 
 T = TypeVar("T")

@@ -1,0 +1,71 @@
+"""Pinning what is published: the first publisher's reading of a branch holds for all that follow.
+
+Creating a reference is Nessie's compare-and-set. Without it, two publishers on either side of a zombie's
+late write judged two states of one branch, and the second was merged on top of the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from branchlake_dagster.branching.branch.reference_names import JUDGED_PREFIX, tags
+from branchlake_dagster.branching.branch.run_branch import branch_name, run_id_of
+from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.lakehouse.nessie.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
+from branchlake_dagster.lakehouse.nessie.model import Reference
+
+JUDGED_TAGS = tags(JUDGED_PREFIX)
+"""Nessie's filter for the pins."""
+
+
+def pin_name(branch: str) -> str:
+    """The tag that pins a run branch."""
+    return f"{JUDGED_PREFIX}{run_id_of(branch)}"
+
+
+def pin(client: NessieClient, branch: Reference) -> tuple[str, bool]:
+    """The hash at which the branch is published, and whether an earlier publisher has fixed it."""
+    try:
+        return client.create_tag(pin_name(branch.name), from_ref=MAIN, from_hash=branch.hash).hash, False
+    except NessieAlreadyExists:
+        return client.reference(pin_name(branch.name)).hash, True
+
+
+def pinned(client: NessieClient, branch: str) -> bool:
+    """Whether some publisher has begun with the branch."""
+    try:
+        client.reference(pin_name(branch))
+    except ReferenceNotFound:
+        return False
+    return True
+
+
+def unpin(client: NessieClient, branch: str, *, at: str | None = None) -> None:
+    """The end of it, after the branch is gone. One that is missed is left to the reaper.
+
+    `at`: where the pin most likely is, which saves asking.
+    """
+    name = pin_name(branch)
+    try:
+        if at is not None:
+            with contextlib.suppress(NessieConflict):
+                client.delete_tag(name, expected_hash=at)
+                return
+        client.delete_tag(name, expected_hash=client.reference(name).hash)
+    except (ReferenceNotFound, NessieConflict):
+        return  # another publisher was faster
+
+
+def pinned_branches(client: NessieClient, listing: str = JUDGED_TAGS) -> list[str]:
+    """The branches that some publisher has begun with, gone ones too; `listing` is Nessie's filter."""
+    found = client.references(filter=listing)
+    return [branch_name(tag.name.removeprefix(JUDGED_PREFIX)) for tag in found]
+
+
+def unpin_leftover(client: NessieClient, branch: str) -> None:
+    """Delete the pin of a branch, if the branch is gone."""
+    try:
+        client.reference(branch)
+    except ReferenceNotFound:
+        unpin(client, branch)

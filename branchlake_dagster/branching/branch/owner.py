@@ -1,0 +1,119 @@
+"""Which run a branch belongs to: the run it is named after, or a retry that continues on it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
+
+from dagster import DagsterInstance, DagsterRun, RunRecord, RunsFilter
+from dagster._core.storage.tags import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG
+
+from branchlake_dagster.branching.branch.run_branch import branch_name, run_id_of
+from branchlake_dagster.branching.branch.run_tags import BRANCH_TAG, CONTINUES_TAG, opened_by, place_of
+
+_CHUNK = 500
+"""Values in one query; SQLite takes at most 999."""
+
+
+def is_retry(run: DagsterRun) -> bool:
+    """Whether the run does only a part of its parent's work and relies on the parent's outputs for the rest.
+
+    That is a retry from failure or of chosen steps; a full re-execution has a parent too and is none.
+    """
+    partial = bool(run.step_keys_to_execute) or run.tags.get(ASSET_RESUME_RETRY_TAG) == "true"
+    return run.parent_run_id is not None and partial
+
+
+def claims(instance: DagsterInstance, branches: Collection[str]) -> dict[str, RunRecord | None]:
+    """For each run branch the record of the run it belongs to; None when Dagster knows none.
+
+    That is the newest run at work on it, else the newest of those that worked on it. A retry claims its
+    parent's branch from the moment it is created. A constant number of queries per 500 branches.
+    """
+    records = _family(instance, branches)
+    candidates: dict[str, list[RunRecord]] = {}
+    for record in records.values():
+        candidates.setdefault(_branch_of(record.dagster_run, records), []).append(record)
+    return {branch: _holder(branch, candidates.get(branch, [])) for branch in branches}
+
+
+def claimant(instance: DagsterInstance, branch: str) -> DagsterRun | None:
+    """The run that `branch` belongs to, as `claims` says."""
+    record = claims(instance, [branch])[branch]
+    return record.dagster_run if record else None
+
+
+def workers(instance: DagsterInstance, branch: str) -> tuple[DagsterRun, ...]:
+    """All runs whose work is on `branch`, oldest first: those it continues, then those that claim it."""
+    records = _family(instance, [branch])
+    found = [record for record in records.values() if _branch_of(record.dagster_run, records) == branch]
+    runs = [record.dagster_run for record in sorted(found, key=_age)]
+    while runs and (earlier := _continued(instance, runs[0])) is not None:
+        runs.insert(0, earlier)
+    return tuple(runs)
+
+
+def successors(instance: DagsterInstance, branches: Collection[str]) -> Iterator[tuple[str, DagsterRun]]:
+    """The branches whose work other runs took over, with those runs, the newest first."""
+    for part in _chunks(branches):
+        for run in instance.get_runs(RunsFilter(tags={CONTINUES_TAG: part})):
+            place = place_of(run.tags, run.run_id)
+            if place is not None and place.continues is not None:
+                yield place.continues, run
+
+
+def _continued(instance: DagsterInstance, run: DagsterRun) -> DagsterRun | None:
+    place = place_of(run.tags, run.run_id)
+    return instance.get_run_by_id(run_id_of(place.continues)) if place and place.continues else None
+
+
+def _age(record: RunRecord) -> int:
+    return record.storage_id
+
+
+def _family(instance: DagsterInstance, branches: Collection[str]) -> dict[str, RunRecord]:
+    """The runs the branches are named after, runs that opened them, and all their retries, by run id."""
+    found: dict[str, RunRecord] = {}
+    wanted = {run_id_of(branch) for branch in branches} | set(_tagged(instance, BRANCH_TAG, branches))
+    while wanted:
+        for part in _chunks(wanted):
+            for record in instance.get_run_records(RunsFilter(run_ids=part)):
+                found[record.dagster_run.run_id] = record
+        wanted = set(_tagged(instance, PARENT_RUN_ID_TAG, wanted)) - found.keys()
+    return found
+
+
+def _tagged(instance: DagsterInstance, tag: str, values: Collection[str]) -> Iterator[str]:
+    for part in _chunks(values):
+        yield from instance.get_run_ids(RunsFilter(tags={tag: part}))
+
+
+def _chunks(values: Collection[str]) -> Iterator[Sequence[str]]:
+    rest = iter(values)
+    while part := list(islice(rest, _CHUNK)):
+        yield part
+
+
+def _branch_of(run: DagsterRun, records: Mapping[str, RunRecord]) -> str:
+    """The branch a run works on: the one it opened; a retry's parent's, until it opened one; else its own."""
+    if opened_by(run.tags, run.run_id):
+        return run.tags[BRANCH_TAG]
+    parent = records.get(run.parent_run_id or "")
+    if parent is not None and is_retry(run):
+        return _branch_of(parent.dagster_run, records)
+    return branch_name(run.run_id)
+
+
+def _holder(branch: str, candidates: Sequence[RunRecord]) -> RunRecord | None:
+    at_work = [record for record in candidates if not record.dagster_run.is_finished]
+    if at_work:
+        return max(at_work, key=_age)
+    # A retry that failed before it touched the branch changed nothing about it.
+    done = [
+        record
+        for record in candidates
+        if (run := record.dagster_run).is_success
+        or opened_by(run.tags, run.run_id)
+        or branch_name(run.run_id) == branch
+    ]
+    return max(done, key=_age, default=None)

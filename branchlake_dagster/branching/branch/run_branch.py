@@ -1,0 +1,180 @@
+"""The Nessie branch of one Dagster run: made at its first touch of the lake, pinned to a base hash."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+
+from branchlake_dagster.branching.branch.run_tags import Place, base_hash_of, opened, place_of
+from branchlake_dagster.branching.errors import RunBranchGone
+from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.lakehouse.nessie.errors import (
+    NessieAlreadyExists,
+    NessieConflict,
+    NessieError,
+    NessieUnauthorized,
+    ReferenceNotFound,
+)
+from branchlake_dagster.lakehouse.nessie.model import ContentKey, Namespace, Put, Reference
+from branchlake_dagster.settings import RUN_BRANCH_PREFIX
+
+FALLING_BACK = "Nessie unavailable, falling back to direct main writes"
+"""The warning of an unbranched run (seed 000)."""
+
+_ATTEMPTS = 4
+_log = logging.getLogger(__name__)
+
+
+def branch_name(run_id: str) -> str:
+    """The branch of a run (seed 000: `run-{run_id}`)."""
+    return f"{RUN_BRANCH_PREFIX}{run_id}"
+
+
+def run_id_of(branch: str) -> str:
+    """The run a run branch belongs to."""
+    return branch.removeprefix(RUN_BRANCH_PREFIX)
+
+
+def main_with_history(client: NessieClient) -> str:
+    """The head of `main`, after giving an empty `main` its first commit.
+
+    A branch made from an empty `main` can never be merged: Nessie finds no common ancestor.
+    """
+    key = ContentKey(["branchlake"])
+    first = Namespace(None, key.elements, {"comment": "made so that branches have a common ancestor"})
+    for _ in range(_ATTEMPTS):
+        head = client.reference(MAIN).hash
+        if head != client.no_ancestor_hash:
+            return head
+        try:
+            return client.commit(
+                MAIN,
+                expected_hash=head,
+                operations=[Put(key, first)],
+                message="First commit: branches need a common ancestor",
+            ).hash
+        except NessieConflict as conflict:  # another run was first, or Nessie lost a race with itself
+            last = conflict
+    raise last
+
+
+class RunBranch:
+    """Where run `run_id` works: its branch, opened once, by whichever step touches the lake first.
+
+    `tags` are the run's tags as Dagster knows them now, `remember` writes new ones. They tell a branch
+    that was never made from one that was deleted: making the latter again would publish the rest of the
+    run as though it were all of it. `inherit` takes over the work of a run that this one retries, and
+    answers None when there is none. `direct_main`: stand on `main` when the branch cannot be made, and
+    `warn` of it.
+    """
+
+    def __init__(
+        self,
+        client: Callable[[], NessieClient],
+        run_id: str,
+        *,
+        tags: Callable[[], Mapping[str, str]],
+        remember: Callable[[Mapping[str, str]], None],
+        inherit: Callable[[], Place | None] = lambda: None,
+        direct_main: bool = False,
+        warn: Callable[[str], None] = _log.warning,
+    ) -> None:
+        self._client = client
+        self._tags = tags
+        self._remember = remember
+        self._inherit = inherit
+        self._direct_main = direct_main
+        self._warn = warn
+        self._lock = threading.Lock()
+        self._place: Place | None = None
+        self.run_id = run_id
+
+    def open(self) -> str:
+        """Make sure that the branch exists; its name. Raises RunBranchGone when it was deleted meanwhile."""
+        return self.place.branch
+
+    @property
+    def place(self) -> Place:
+        """The branch, opened if needed, and where it started."""
+        with self._lock:
+            if self._place is None:
+                self._place = self._settle(self._create)
+            assert self._place is not None  # noqa: S101 - it was created at the latest
+            return self._place
+
+    def take_over(self) -> bool:
+        """Continue the work of the run that this one retries now, if there is any; create nothing."""
+        with self._lock:
+            if self._place is None:
+                self._place = self._settle(lambda: None)
+            return self._place is not None
+
+    @property
+    def name(self) -> str:
+        """The branch's name: the run's own, or `main` for an unbranched run."""
+        return self.open()
+
+    @property
+    def base_hash(self) -> str:
+        """The hash of `main` the branch started from: the run's snapshot of the world.
+
+        Empty for an unbranched run, when Nessie could not tell.
+        """
+        return self.place.base_hash
+
+    def head(self) -> Reference:
+        """The branch as it is now. Raises RunBranchGone."""
+        return self._must_exist(self.open())
+
+    def _settle(self, otherwise: Callable[[], Place | None]) -> Place | None:
+        tags = self._tags()
+        known = self._remembered(tags)
+        if known is None:
+            place = self._inherit() or otherwise()
+            if place is None:
+                return None
+            tags = self._tags()
+            known = self._remembered(tags)  # another process of this run was faster; follow it
+            if known is None:
+                self._remember(opened(self.run_id, place, tags))
+                return place
+        self._must_exist(known.branch)
+        return known
+
+    def _remembered(self, tags: Mapping[str, str]) -> Place | None:
+        own = branch_name(self.run_id)
+        base = base_hash_of(tags, own)
+        return place_of(tags, self.run_id) or (Place(own, base) if base else None)
+
+    def _create(self) -> Place:
+        client = self._client()
+        own = branch_name(self.run_id)
+        base = ""
+        try:
+            base = main_with_history(client)
+            client.create_branch(own, from_ref=MAIN, from_hash=base)
+        except NessieAlreadyExists:
+            # Another step of this run was first, or died before it could write the tag.
+            found = client.reference(own, fetch_metadata=True)
+            return Place(own, (found.metadata and found.metadata.common_ancestor_hash) or base)
+        except NessieError as error:
+            # A Nessie that says no is not unavailable, and what it refuses must not go around the gate.
+            if not self._direct_main or isinstance(error, NessieUnauthorized):
+                raise
+            self._warn(FALLING_BACK)
+            _log.warning("Branch %s could not be made: %s", own, error)
+            return Place(MAIN, base, unbranched=True)
+        return Place(own, base)
+
+    def _must_exist(self, name: str) -> Reference:
+        try:
+            return self._client().reference(name)
+        except ReferenceNotFound as error:
+            raise RunBranchGone(
+                "The run was fenced: its branch was deleted under it; nothing of the run can be published.",
+                branch=name,
+                run_id=self.run_id,
+                hint="A retry from failure continues where it stopped; a new run starts from today's main.",
+            ) from error

@@ -1,0 +1,33 @@
+"""Telling a run that its branch has ended otherwise than by a verdict: it must not look pending for ever."""
+
+from __future__ import annotations
+
+from dagster import DagsterInstance
+
+from branchlake_dagster.branching.branch.run_tags import (
+    NEXT_ATTEMPT_TAG,
+    NONE,
+    REASON_TAG,
+    UNTOLD,
+    VERDICT_TAG,
+    place_of,
+    shortened,
+)
+
+
+def tell_ended(instance: DagsterInstance, run_id: str, branch: str, *, verdict: str, reason: str) -> bool:
+    """Show `verdict` and `reason` on a run that opened `branch` and has no verdict; whether it was shown.
+
+    It is no publisher's word: should the run pass after all, it is judged as though nothing had been said.
+    """
+    run = instance.get_run_by_id(run_id)
+    place = place_of(run.tags, run_id) if run else None
+    if run is None or place is None or place.branch != branch:
+        return False
+    told = run.tags.get(VERDICT_TAG)
+    if told not in UNTOLD or told == verdict:
+        return False
+    instance.report_engine_event(f"Not published: {reason.rstrip('.')}.", run)
+    aside = {NEXT_ATTEMPT_TAG: NONE} if NEXT_ATTEMPT_TAG in run.tags else {}
+    instance.add_run_tags(run_id, {VERDICT_TAG: verdict, REASON_TAG: shortened(reason), **aside})
+    return True

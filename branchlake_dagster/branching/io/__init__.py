@@ -1,0 +1,1 @@
+"""`NessieBranchIOManager` and its two engines: Arrow through PyIceberg, and Spark."""

@@ -1,0 +1,238 @@
+"""`NessieBranchIOManager`: assets are written to and read from the run's own branch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+from dagster import (
+    ConfigurableIOManager,
+    InputContext,
+    OutputContext,
+    PartitionsDefinition,
+)
+from pyiceberg.exceptions import NamespaceAlreadyExistsError, NoSuchTableError, TableAlreadyExistsError
+from pyiceberg.schema import Schema
+from pyiceberg.table import Table
+from pyspark.sql import DataFrame
+
+from branchlake_dagster.branching.errors import TableMissing, UnsupportedType
+from branchlake_dagster.branching.io import arrow_frames, earlier_attempts, spark_frames
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.branching.resources.read_set import merging
+from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
+from branchlake_dagster.branching.table import provenance, replaced, splitting
+from branchlake_dagster.branching.table.partitioning import partition_spec
+from branchlake_dagster.branching.table.schema import evolve, iceberg_schema, normalised
+from branchlake_dagster.branching.table.selection import Selection, select
+from branchlake_dagster.branching.table.spec import TableSpec, table_spec
+from branchlake_dagster.lakehouse.catalog import NessieCatalog
+from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized
+from branchlake_dagster.lakehouse.spark.session import telling_refusals
+
+
+class NessieBranchIOManager(ConfigurableIOManager):
+    """Stores assets as Iceberg tables on the branch of the run.
+
+    Writes and loads Spark frames (Connect and classic), pandas, PyArrow and Polars, chosen by the value's
+    type on the way in and by the annotation on the way out (none: a Spark frame). Anything but Spark
+    frames goes through PyIceberg and needs no JVM, apart from upserts. How a table is written stands in
+    the asset's metadata: see `table_metadata`. Outside a run it reads `main`.
+
+        resources={"io_manager": NessieBranchIOManager(lakehouse=lakehouse, spark=spark)}
+    """
+
+    lakehouse: LakehouseResource
+    spark: BranchSparkResource
+
+    def handle_output(self, context: OutputContext, obj: Any) -> None:
+        """Write one materialisation of an asset. `None` writes nothing (the asset used SQL itself)."""
+        definition = context.asset_partitions_def if context.has_asset_partitions else None
+        spec = self._spec(context, definition)
+        with self._fenced():
+            branch = self.lakehouse.ref()
+            catalog = self.lakehouse.own_catalog()
+            table: Table | None = None
+            if obj is not None:
+                table = self._write(context, obj, spec, definition, branch, catalog)
+            elif catalog.table_exists(spec.identifier):
+                table = catalog.load_table(spec.identifier)
+            if table is not None:
+                context.add_output_metadata(
+                    provenance.materialisation_metadata(
+                        table,
+                        spec,
+                        self.lakehouse.run_branch,
+                        partitioned=bool(spec.columns_by_dimension),
+                    )
+                )
+
+    def load_input(self, context: InputContext) -> Any:
+        """Load an upstream asset, restricted to the partitions its partition mapping chose."""
+        definition = context.asset_partitions_def if context.has_asset_partitions else None
+        spec = self._spec(context, definition)
+        kind = context.dagster_type.typing_type
+        spark = kind is None or kind is Any or (isinstance(kind, type) and issubclass(kind, DataFrame))
+        if not spark and not arrow_frames.loads(kind):
+            raise UnsupportedType(
+                f"Input {context.name!r} is annotated {kind!r}.",
+                table=spec.name,
+                hint="Annotate a pyspark, pandas, polars (or polars.LazyFrame) frame or a pyarrow.Table.",
+            )
+        with self._fenced():
+            ref = self.lakehouse.ref()
+            try:
+                table = self.lakehouse.own_catalog().load_table(spec.identifier)
+            except NoSuchTableError as error:
+                raise TableMissing(
+                    f"Asset {context.asset_key.to_user_string()} has no table there.",
+                    table=spec.name,
+                    branch=ref,
+                    hint="Materialise it and let it be published first, or select it in the same run.",
+                ) from error
+            provenance.tell_read(context, spec, ref)
+            selection = self._input_selection(context, spec, definition, table.schema())
+            if spark:
+                return spark_frames.read(self.spark.own_session(), spec, table.schema(), selection)
+            return arrow_frames.read(table, kind, selection)
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def _write(
+        self,
+        context: OutputContext,
+        obj: Any,
+        spec: TableSpec,
+        definition: PartitionsDefinition[str] | None,
+        branch: str,
+        catalog: NessieCatalog,
+    ) -> Table:
+        """The table after the write, without what earlier attempts of this step had added to it."""
+        is_spark = isinstance(obj, DataFrame)
+        if not is_spark and not arrow_frames.handles(type(obj)):
+            raise UnsupportedType(
+                f"The asset returned a {type(obj).__module__}.{type(obj).__qualname__}.",
+                table=spec.name,
+                hint="Return a Spark, pandas or Polars frame or a pyarrow.Table.",
+            )
+        if is_spark:
+            spark_frames.require_branch(obj, branch, table=spec.name)
+            wanted = normalised(spark_frames.arrow_schema(obj))
+        else:
+            obj = arrow_frames.to_arrow(obj)
+            wanted = obj.schema
+        keys = provenance.asset_partitions(context)
+        found = self._existing(catalog, spec)
+        schema = iceberg_schema(wanted) if found is None else found.schema()
+        # Before anything is made: windows that do not fit the column must leave no table behind.
+        selection = (
+            select(keys, definition, spec.columns_by_dimension, schema=schema, table=spec.name)
+            if definition is not None and spec.columns_by_dimension
+            else None
+        )
+        table = (
+            self._create(catalog, spec, definition, wanted)
+            if found is None
+            else evolve(found, wanted, name=spec.name)
+        )
+        predicate = (
+            replaced.to_text(replaced.replaced(selection, table.schema()))
+            if selection is not None and spec.write_mode == "replace_partitions"
+            else None
+        )
+        properties = self._properties(context, spec, keys, predicate)
+        table = earlier_attempts.undo_earlier(table, spec, properties)
+        if is_spark or spec.write_mode == "upsert":
+            if selection is not None and spec.write_mode == "replace_partitions":
+                table = splitting.divide(table, selection, properties)
+            frame = obj if is_spark else self.spark.own_session().createDataFrame(obj)
+            with merging(spec.identifier):
+                spark_frames.write(frame, spec, table.schema(), selection, properties)
+        else:
+            arrow_frames.write(obj, table, spec, selection, properties)
+        return earlier_attempts.settle(catalog.load_table(spec.identifier), spec, properties)
+
+    def _existing(self, catalog: NessieCatalog, spec: TableSpec) -> Table | None:
+        try:
+            return catalog.load_table(spec.identifier)
+        except NoSuchTableError:
+            return None
+
+    def _create(
+        self,
+        catalog: NessieCatalog,
+        spec: TableSpec,
+        definition: PartitionsDefinition[str] | None,
+        wanted: pa.Schema,
+    ) -> Table:
+        for depth in range(1, len(spec.identifier)):
+            with contextlib.suppress(NamespaceAlreadyExistsError):
+                catalog.create_namespace(spec.identifier[:depth])
+        schema = iceberg_schema(wanted)
+        layout = partition_spec(definition, spec.columns_by_dimension, schema, table=spec.name)
+        try:
+            return catalog.create_table(spec.identifier, schema, partition_spec=layout)
+        except TableAlreadyExistsError:  # another step of this run was first
+            return evolve(catalog.load_table(spec.identifier), wanted, name=spec.name)
+
+    def _properties(
+        self, context: OutputContext, spec: TableSpec, keys: tuple[str, ...], predicate: str | None
+    ) -> dict[str, str]:
+        run = context.step_context.dagster_run
+        return provenance.snapshot_properties(
+            spec=spec,
+            asset=context.asset_key.to_user_string(),
+            partitions=keys,
+            code_version=context.asset_spec.code_version,
+            run=self.lakehouse.run_branch,
+            root_run_id=run.root_run_id or run.run_id,
+            step=context.step_context.step.key,
+            attempt=context.step_context.previous_attempt_count + 1,
+            replaced=predicate,
+        )
+
+    # -- shared ----------------------------------------------------------------------------------------
+
+    def _spec(
+        self, context: OutputContext | InputContext, definition: PartitionsDefinition[str] | None
+    ) -> TableSpec:
+        return table_spec(
+            context.asset_key,
+            context.definition_metadata
+            if isinstance(context, OutputContext)
+            else (context.upstream_output.definition_metadata if context.upstream_output else {}),
+            default_namespace=self.lakehouse.lakehouse.settings.default_namespace,
+            partitioned=definition is not None,
+        )
+
+    def _input_selection(
+        self,
+        context: InputContext,
+        spec: TableSpec,
+        definition: PartitionsDefinition[str] | None,
+        schema: Schema,
+    ) -> Selection | None:
+        if definition is None or not spec.columns_by_dimension:
+            return None
+        keys = context.asset_partition_keys
+        if len(keys) == len(definition.get_partition_keys(dynamic_partitions_store=context.instance)):
+            return None  # all of them: the whole table, without a predicate as long as the list
+        return select(keys, definition, spec.columns_by_dimension, schema=schema, table=spec.name)
+
+    @contextlib.contextmanager
+    def _fenced(self) -> Iterator[None]:
+        """Turn any failure on a branch that is gone into RunBranchGone, whatever the engine called it.
+
+        A refusal by Nessie is NessieUnauthorized, from whichever engine.
+        """
+        try:
+            with telling_refusals():
+                yield
+        except NessieUnauthorized:
+            raise  # the branch would not be shown to us either
+        except Exception:
+            if self.lakehouse.run_branch is not None:
+                self.lakehouse.run_branch.head()
+            raise

@@ -1,0 +1,160 @@
+"""Writing Spark frames to the run's branch, Connect and classic alike: nothing here needs py4j."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import pyarrow as pa
+from pyiceberg.schema import Schema
+from pyspark.sql import DataFrame, Observation, SparkSession, Window
+from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
+from pyspark.sql.pandas.types import to_arrow_schema
+
+from branchlake_dagster.branching.errors import ForeignSession, PartitionMismatch, UpsertKeyInvalid
+from branchlake_dagster.branching.table.selection import Selection, to_sql
+from branchlake_dagster.branching.table.spec import TableSpec
+from branchlake_dagster.lakehouse.spark.quoting import quoted
+
+_SNAPSHOT_PROPERTY = "snapshot-property."
+_SESSION_PROPERTY = "spark.sql.iceberg.snapshot-property."
+_COPIES = "__branchlake_copies"
+_NOT_UNIQUE = "branchlake: upsert key not unique"
+_OUTSIDE = "branchlake: row outside the partitions"
+_settings_lock = threading.Lock()
+
+
+def arrow_schema(frame: DataFrame) -> pa.Schema:
+    """The frame's schema; analysed, not executed."""
+    return to_arrow_schema(frame.schema)
+
+
+def require_branch(frame: DataFrame, branch: str, *, table: str) -> None:
+    """Refuse a frame whose session stands elsewhere: writing it would land outside the run's branch."""
+    ref = frame.sparkSession.conf.get("spark.sql.catalog.nessie.ref", "unknown")
+    if ref != branch:
+        raise ForeignSession(
+            f"The frame belongs to a Spark session on {ref!r}.",
+            table=table,
+            branch=branch,
+            hint="Use the run's session: a parameter `spark: BranchSparkResource`, then spark.spark_session.",
+        )
+
+
+def write(
+    frame: DataFrame,
+    spec: TableSpec,
+    schema: Schema,
+    selection: Selection | None,
+    properties: Mapping[str, str],
+) -> None:
+    """Write `frame` by the spec's mode in one Spark job.
+
+    Raises PartitionMismatch, UpsertKeyInvalid; on a branch, so what they leave behind is discarded.
+    """
+    if spec.write_mode == "upsert":
+        _merge(frame, spec, schema, selection, properties)
+        return
+    observed, observation = _observe_outside(frame, schema, selection)
+    writer = observed.writeTo(spec.spark_name)
+    for key, value in properties.items():
+        writer = writer.option(f"{_SNAPSHOT_PROPERTY}{key}", value)
+    if spec.write_mode == "append":
+        writer.append()
+    elif spec.write_mode == "replace_table":
+        writer.overwrite(F.lit(True))
+    else:
+        assert selection is not None  # noqa: S101 - the mode implies partitions
+        writer.overwrite(F.expr(to_sql(selection, schema)))
+    if observation is not None and (outside := observation.get["outside"]):
+        raise _mismatch(spec, schema, selection, f"{outside} rows")
+
+
+def _observe_outside(
+    frame: DataFrame, schema: Schema, selection: Selection | None
+) -> tuple[DataFrame, Observation | None]:
+    """Count rows outside the partitions while they are written, not in a pass of its own."""
+    if selection is None:
+        return frame, None
+    observation = Observation()
+    inside = F.coalesce(F.expr(to_sql(selection, schema)), F.lit(False))
+    outside = F.coalesce(F.sum((~inside).cast("long")), F.lit(0)).alias("outside")
+    return frame.observe(observation, outside), observation
+
+
+def _merge(
+    frame: DataFrame,
+    spec: TableSpec,
+    schema: Schema,
+    selection: Selection | None,
+    properties: Mapping[str, str],
+) -> None:
+    """MERGE by the keys. A key that is null or occurs twice stops the job: Iceberg would insert both."""
+    check_keys(spec, frame.columns)
+    copies = F.count(F.lit(1)).over(Window.partitionBy(*map(quoted, spec.keys)))
+    present = " AND ".join(f"{quoted(key)} IS NOT NULL" for key in spec.keys)
+    unique = f"assert_true({_COPIES} = 1 AND {present}, '{_NOT_UNIQUE}') IS NULL"
+    # The window shuffles by the keys, which the merge's join needs anyway.
+    source = frame.withColumn(_COPIES, copies).filter(F.expr(unique))
+    if selection is not None:
+        inside = f"coalesce({to_sql(selection, schema)}, false)"
+        source = source.filter(F.expr(f"assert_true({inside}, '{_OUTSIDE}') IS NULL"))
+    source = source.drop(_COPIES).alias("incoming")
+    on = " AND ".join(f"{spec.spark_name}.{quoted(key)} = incoming.{quoted(key)}" for key in spec.keys)
+    columns = {quoted(name): F.col(f"incoming.{quoted(name)}") for name in frame.columns}
+    with _session_properties(frame.sparkSession, properties):
+        try:
+            (
+                source.mergeInto(spec.spark_name, F.expr(on))
+                .whenMatched()
+                .update(columns)
+                .whenNotMatched()
+                .insert(columns)
+                .merge()
+            )
+        except Exception as error:
+            if _NOT_UNIQUE in str(error):
+                raise UpsertKeyInvalid(
+                    f"Two rows share a key, or a key is null, in ({', '.join(spec.keys)}).",
+                    table=spec.name,
+                    hint="Keep one row per key before returning the frame.",
+                ) from error
+            if _OUTSIDE in str(error):
+                raise _mismatch(spec, schema, selection, "Rows") from error
+            raise
+
+
+def _mismatch(spec: TableSpec, schema: Schema, selection: Selection | None, rows: str) -> PartitionMismatch:
+    wanted = to_sql(selection, schema) if selection else "true"
+    return PartitionMismatch(
+        f"{rows} of the frame are outside the run's partitions.",
+        table=spec.name,
+        hint=f"The rows must satisfy {wanted}.",
+    )
+
+
+def check_keys(spec: TableSpec, columns: list[str]) -> None:
+    """Raise UpsertKeyInvalid when a key is no column."""
+    absent = [key for key in spec.keys if key not in columns]
+    if absent:
+        raise UpsertKeyInvalid(f"The frame lacks key column {', '.join(absent)}.", table=spec.name)
+
+
+@contextmanager
+def _session_properties(session: SparkSession, properties: Mapping[str, str]) -> Iterator[None]:
+    """MERGE takes no write options; Iceberg reads these from the session instead."""
+    with _settings_lock:
+        for key, value in properties.items():
+            session.conf.set(f"{_SESSION_PROPERTY}{key}", value)
+        try:
+            yield
+        finally:
+            for key in properties:
+                session.conf.unset(f"{_SESSION_PROPERTY}{key}")
+
+
+def read(session: SparkSession, spec: TableSpec, schema: Schema, selection: Selection | None) -> DataFrame:
+    """The table's rows of the selection, lazily."""
+    frame = session.table(spec.spark_name)
+    return frame if selection is None else frame.filter(to_sql(selection, schema))

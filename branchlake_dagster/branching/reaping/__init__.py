@@ -1,0 +1,1 @@
+"""Ending run branches that nobody will publish."""

@@ -1,0 +1,339 @@
+"""Reaping: ending run branches that nobody will publish (seed 000, "Orphan Branch Cleanup").
+
+Everything is looked up before the first branch is touched: when a page of the listing, the heartbeats or the
+runs cannot be read, nothing is ended. A branch is ended by the hash it was judged at, so a write in between
+keeps it. Whatever is kept has its reason.
+
+A run may end well in the moment in which its silent writer is taken for dead. So the pass looks once more
+at what is fenced, and gives the branches of passed runs back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Protocol
+
+from branchlake_dagster.branching.branch.claim import JUDGED_TAGS, pin_name, pinned_branches, unpin_leftover
+from branchlake_dagster.branching.branch.reference_names import PUBLICATION_PREFIX, branches, run_of
+from branchlake_dagster.branching.branch.run_branch import branch_name, run_id_of
+from branchlake_dagster.branching.fencing.discard import DISCARDED_TAGS, discard
+from branchlake_dagster.branching.liveness.failure_detector import Heartbeats, Pulse, glance, watch
+from branchlake_dagster.branching.liveness.heartbeat_store import Beat
+from branchlake_dagster.branching.reaping.give_back import give_passed_back
+from branchlake_dagster.branching.reaping.main_history import MainHistory
+from branchlake_dagster.branching.reaping.origin import UNTOLD, Maker, Makers, Origin
+from branchlake_dagster.branching.reaping.rules import (
+    Action,
+    Facts,
+    Holder,
+    Limits,
+    Reaping,
+    RunState,
+    decide,
+    decide_publication,
+)
+from branchlake_dagster.branching.table.files import TableFiles
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, ReferenceNotFound
+from branchlake_dagster.lakehouse.nessie.model import Reference
+from branchlake_dagster.settings import RUN_BRANCH_PREFIX
+
+OUR_BRANCHES = branches(RUN_BRANCH_PREFIX, PUBLICATION_PREFIX)
+"""Nessie's filter for the branches that the reaper looks at."""
+
+_MANY = 200
+"""More references than these are listed, fewer are asked for one by one."""
+
+
+class Runs(Protocol):
+    """What the reaper asks of Dagster, and tells it."""
+
+    def holders(self, branches: Collection[str]) -> Mapping[str, Holder]:
+        """The run of each branch; branches of unknown runs are left out."""
+
+    def reports_after(self, run_id: str, beat: Beat) -> bool:
+        """Whether the run still wrote events after its writer's last beat."""
+
+    def bury(self, run_id: str, message: str) -> None:
+        """End a run whose process is dead."""
+
+    def fenced(self, run_id: str, branch: str, reason: str) -> None:
+        """Show on a run that has no verdict that its branch was discarded, and why."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a pass knows before it touches anything. `pulses` are by branch, also of those that are gone."""
+
+    branches: Mapping[str, Reference]
+    pulses: Mapping[str, Mapping[Beat, Pulse]]
+    holders: Mapping[str, Holder]
+    moment: datetime
+    pins: frozenset[str] = frozenset()
+    """The branches, gone ones too, that were pinned before they were listed."""
+    pinned: frozenset[str] = frozenset()
+    """The branches that were pinned before or after the runs were looked up."""
+
+    def begun(self, branch: str) -> bool:
+        return branch in self.pinned and not self.holder(branch).told
+
+    def holder(self, branch: str) -> Holder:
+        return self.holders.get(branch) or Holder(run_id_of(branch), RunState.MISSING)
+
+    def known(self, branch: str) -> bool:
+        return self.holder(branch).state is not RunState.MISSING
+
+    def instances(self, branch: str) -> frozenset[str]:
+        return frozenset(beat.instance for beat in self.pulses.get(branch, {}) if beat.instance)
+
+    def dead(self, branch: str) -> list[Beat]:
+        return [beat for beat, pulse in self.pulses.get(branch, {}).items() if pulse is Pulse.DEAD]
+
+
+class Reaper:
+    """Judges the branches of the Nessie filter `listing` and ends those that the rules allow.
+
+    `fenced` is the filter for the tags of discarded branches, which come back when their run has passed,
+    `pins` for those that a publisher has begun with. `makers` tells whose a branch is of which Dagster knows
+    no run; `instance` is the id of this Dagster instance. What another one made is left to it, unless
+    `anyones`: a person has named it. With `only` nothing but these branches is looked at.
+
+    `now` is the wall clock, `monotonic` and `sleep` are for watching silent writers.
+    """
+
+    def __init__(
+        self,
+        client: NessieClient,
+        runs: Runs,
+        limits: Limits,
+        *,
+        heartbeats: Heartbeats | None,
+        now: Callable[[], datetime],
+        monotonic: Callable[[], float],
+        sleep: Callable[[float], None],
+        listing: str = OUR_BRANCHES,
+        fenced: str = DISCARDED_TAGS,
+        pins: str = JUDGED_TAGS,
+        instance: str | None = None,
+        files: TableFiles | None = None,
+        only: Collection[str] | None = None,
+        anyones: bool = False,
+    ) -> None:
+        self._client = client
+        self._runs = runs
+        self._limits = limits
+        self._heartbeats = heartbeats
+        self._now = now
+        self._monotonic = monotonic
+        self._sleep = sleep
+        self._listing = listing
+        self._fenced = fenced
+        self._pins = pins
+        self._instance = instance
+        self._makers = Makers(client, instance, files)
+        self._only = None if only is None else frozenset(only)
+        self._anyones = anyones
+
+    def run(self, *, dry_run: bool = False, dead: Collection[Beat] | None = None) -> Iterator[Reaping]:
+        """One pass. With suspects it waits once until they can be told from the dead; a dry run does not.
+
+        With `dead`, somebody has watched already: of the suspects these are dead, and no other is watched.
+
+        Raises HeartbeatsUnreadable and whatever Nessie and Dagster raise, before anything was ended.
+        """
+        seen = self._look(watching=not dry_run and dead is None, dead=dead or ())
+        decisions = [self._judge(branch, seen) for branch in seen.branches.values()]
+        ended = {branch for branch in seen.pulses if branch not in seen.branches}
+        for decision in decisions:
+            done = decision if dry_run else self._end(decision, seen.branches[decision.branch])
+            if done.delete:
+                ended.add(done.branch)
+            if not dry_run:
+                self._bury(done.branch, seen, ended)
+                if done.action is Action.DISCARD and seen.known(done.branch):
+                    self._runs.fenced(done.run_id, done.branch, done.reason)
+            yield done
+        if not dry_run:
+            # A pass that died before it told Dagster left the heartbeat of the dead behind, or a pin.
+            for branch in seen.pulses.keys() - seen.branches.keys():
+                self._bury(branch, seen, ended)
+        fenced = self._fenced
+        yield from give_passed_back(
+            self._client, self._runs.holders, listing=fenced, pinned=self._pins, dry_run=dry_run
+        )
+        if not dry_run:
+            for branch in seen.pins & (self._only or seen.pins) - (seen.branches.keys() - ended):
+                self._unpin(branch, seen)
+
+    def _look(self, *, watching: bool, dead: Collection[Beat] = ()) -> _Seen:
+        # Pins before branches: one whose branch is missing afterwards is a leftover for certain.
+        pins = frozenset(pinned_branches(self._client, self._pins))
+        branches = self._list()
+        pulses = glance(self._beats(), self._now())
+        # Of one that has beaten since it was watched the beat is another.
+        pulses |= {beat: Pulse.DEAD for beat in dead if pulses.get(beat) is Pulse.SUSPECT}
+        # Another instance's writers are watched by its own reaper.
+        suspects = [b for b, pulse in pulses.items() if pulse is Pulse.SUSPECT and self._mine(b)]
+        if self._heartbeats and suspects and watching:
+            settled = watch(self._heartbeats, suspects, monotonic=self._monotonic, sleep=self._sleep)
+            others = {b: pulse for b, pulse in pulses.items() if pulse is Pulse.ALIVE or not self._mine(b)}
+            pulses = others | dict(settled)
+            branches = self._list()
+        by_branch: dict[str, dict[Beat, Pulse]] = {}
+        for beat, pulse in pulses.items():
+            by_branch.setdefault(beat.branch, {})[beat] = pulse
+        runs = {branch_name(run_of(name)) for name in (*branches, *by_branch, *pins)}
+        holders = self._runs.holders(sorted(runs))
+        # And once more: a run that has ended pins nothing, but it may just have done so and died.
+        pinned = pins.union(pinned_branches(self._client, self._pins))
+        seen = _Seen(branches, by_branch, holders, self._now(), pins, pinned)
+        return replace(seen, branches=branches | self._with_ages(seen))
+
+    def _beats(self) -> Sequence[Beat]:
+        found = self._heartbeats.all() if self._heartbeats else ()
+        return [beat for beat in found if self._only is None or beat.branch in self._only]
+
+    def _list(self, *, metadata: bool = False) -> dict[str, Reference]:
+        if self._only is not None:
+            return self._each(self._only, metadata=metadata)
+        found = self._client.references(filter=self._listing, fetch_metadata=metadata)
+        return {ref.name: ref for ref in found}
+
+    def _each(self, names: Collection[str], *, metadata: bool) -> dict[str, Reference]:
+        found: dict[str, Reference] = {}
+        for name in sorted(names):
+            with contextlib.suppress(ReferenceNotFound):
+                found[name] = self._client.reference(name, fetch_metadata=metadata)
+        return found
+
+    def _with_ages(self, seen: _Seen) -> dict[str, Reference]:
+        """The branches whose last commit matters, with metadata: asking for that of all takes long."""
+        oldest = seen.moment - self._limits.max_age
+
+        def matters(name: str) -> bool:
+            holder = seen.holder(name)
+            young = holder.started is not None and holder.started >= oldest
+            return holder.state is RunState.MISSING or (holder.state is RunState.ACTIVE and not young)
+
+        wanted = [name for name in seen.branches if matters(branch_name(run_of(name)))]
+        # One that is gone is found gone again when it is its turn.
+        many = len(wanted) > _MANY
+        found = self._list(metadata=True) if many else self._each(wanted, metadata=True)
+        # Still at the hash of before the runs were looked up: a write since then must keep the branch.
+        both = [name for name in wanted if name in found]
+        return {name: replace(seen.branches[name], metadata=found[name].metadata) for name in both}
+
+    def _judge(self, branch: Reference, seen: _Seen) -> Reaping:
+        here = seen.pulses.get(branch.name, {})
+        publishers = frozenset(pulse for beat, pulse in here.items() if beat.kind != "run")
+        if branch.name.startswith(PUBLICATION_PREFIX):
+            run_id = branch.name.removeprefix(PUBLICATION_PREFIX)
+            waits = branch_name(run_id) in seen.branches
+            state = seen.holder(branch_name(run_id)).state
+            made = self._made(branch) if state is RunState.MISSING and not waits else UNTOLD
+            action, reason = decide_publication(publishers, run_branch_exists=waits, state=state, made=made)
+            return Reaping(branch.name, run_id, action, reason, state, instance=self._other(made))
+        writers = frozenset(pulse for beat, pulse in here.items() if beat.kind != "publisher")
+        holder = seen.holder(branch.name)
+        age = _age(branch, holder.started, seen.moment)
+        made = UNTOLD
+        if holder.state is RunState.MISSING:
+            made = self._made(branch, beating=seen.instances(branch.name))
+        facts = Facts(
+            holder.state,
+            age,
+            since_end=seen.moment - holder.ended if holder.ended else None,
+            # Of a run at work only a publisher inside the run itself can beat.
+            writers=frozenset(here.values()) if holder.state is RunState.ACTIVE else writers,
+            publishers=publishers,
+            reports=self._reports(holder, seen.dead(branch.name)),
+            begun=seen.begun(branch.name),
+            told=holder.told,
+            made=made,
+        )
+        action, reason = decide(facts, self._limits)
+        heartbeat = ", ".join(sorted(set(here.values()))) or "none"
+        other = self._other(made)
+        return Reaping(branch.name, holder.run_id, action, reason, holder.state, age, heartbeat, other)
+
+    def _mine(self, beat: Beat) -> bool:
+        """Whether the beat may be of this instance; one that names none may be anybody's."""
+        return self._anyones or not beat.instance or beat.instance == self._instance
+
+    def _made(
+        self, ref: Reference, *, base: str | None = None, beating: frozenset[str] = frozenset()
+    ) -> Origin:
+        return Origin(Maker.HERE) if self._anyones else self._makers.of(ref, base=base, beating=beating)
+
+    def _unpin(self, branch: str, seen: _Seen) -> None:
+        """Delete a pin without a branch, if it is ours: another instance's publisher may not be done."""
+        if not seen.known(branch):
+            try:
+                tag = self._client.reference(pin_name(branch), fetch_metadata=True)
+            except ReferenceNotFound:
+                return
+            base = MainHistory(self._client).base_of(tag.pinned)
+            if self._made(tag, base=base).maker is not Maker.HERE:
+                return
+        unpin_leftover(self._client, branch)
+
+    def _other(self, made: Origin) -> str:
+        return ", ".join(one for one in made.by if one != self._instance)
+
+    def _reports(self, holder: Holder, dead: Sequence[Beat]) -> bool:
+        """Whether the run writes events although a writer of it is dead: its steps are own processes."""
+        return holder.state is RunState.ACTIVE and any(
+            self._runs.reports_after(holder.run_id, beat) for beat in dead
+        )
+
+    def _end(self, decision: Reaping, branch: Reference) -> Reaping:
+        try:
+            if decision.action is Action.DISCARD:
+                discard(self._client, branch)
+            elif decision.action is Action.DELETE:
+                self._client.delete_branch(branch.name, expected_hash=branch.hash)
+        except NessieConflict:
+            return replace(decision, action=Action.KEEP, reason="it was written to while we looked")
+        except ReferenceNotFound:
+            return replace(decision, reason="somebody else deleted it meanwhile")
+        return decision
+
+    def _bury(self, branch: str, seen: _Seen, ended: Collection[str]) -> None:
+        """Tell Dagster of a run whose only writers are dead, and forget their heartbeats.
+
+        A publisher inside the run counts as its writer. If it had begun, the branch stays: when the run has
+        ended, the next publisher finds out how far it came.
+        """
+        dead = seen.dead(branch)
+        if not dead or self._heartbeats is None:
+            return
+        holder = seen.holder(branch)
+        if holder.state is RunState.ACTIVE:
+            settled = branch in ended or seen.begun(branch)
+            if not settled or len(dead) < len(seen.pulses[branch]) or self._reports(holder, dead):
+                return
+            self._runs.bury(holder.run_id, _obituary(dead))
+            if branch in ended:
+                self._runs.fenced(holder.run_id, branch, _obituary(dead))
+        for beat in dead:
+            if holder.state is not RunState.MISSING or beat.instance or branch in ended:
+                self._heartbeats.remove(beat.branch, beat.writer)
+
+
+def _obituary(dead: Sequence[Beat]) -> str:
+    writers = ", ".join(sorted(f"process {beat.pid} on {beat.host}" for beat in dead))
+    return f"Its writer is dead: no heartbeat of {writers} for {dead[0].silent_s:g} s."
+
+
+def _age(branch: Reference, started: datetime | None, now: datetime) -> timedelta | None:
+    """Time since the branch's own last commit, or since its run's start when it has none.
+
+    Nessie keeps no creation time of a branch; a branch without commits has its base's head commit.
+    """
+    metadata = branch.metadata
+    own = metadata.head_commit if metadata and metadata.commits_ahead else None
+    signs = [moment for moment in (own.commit_time if own else None, started) if moment]
+    return now - max(signs) if signs else None

@@ -1,0 +1,176 @@
+"""The lake and the run's branch as a Dagster resource."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dagster import ConfigurableResource, DagsterInstance, DagsterRun, InitResourceContext
+from pyarrow import ArrowException
+from pydantic import PrivateAttr, field_validator
+
+from branchlake_dagster.branching.branch.owner import is_retry
+from branchlake_dagster.branching.branch.run_branch import RunBranch, branch_name
+from branchlake_dagster.branching.branch.run_tags import CHECK_REF_TAG
+from branchlake_dagster.branching.errors import RetryNeedsFullRun
+from branchlake_dagster.branching.liveness.heartbeat import SharedHeartbeats, first_beat
+from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
+from branchlake_dagster.branching.reaping.origin import INSTANCE, instance_id
+from branchlake_dagster.branching.resources.read_set import ReadSet
+from branchlake_dagster.branching.resources.retry import inherited
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.lakehouse.catalog import NessieCatalog
+from branchlake_dagster.lakehouse.catalog.options import COMMIT_PROPERTY
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.settings import Settings
+
+_log = logging.getLogger(__name__)
+_heartbeats = SharedHeartbeats()
+_first_use = threading.Lock()
+
+
+class LakehouseResource(ConfigurableResource[Any]):
+    """The lake, and inside a run the run's branch of it.
+
+    Its settings come from the environment (`BRANCHLAKE_…`) and `settings` overrides single fields; a secret
+    there is a ConfigurationError, because Dagster shows a resource's configuration in its UI.
+    Outside a run (a sensor, a notebook) it stands on `main`.
+    """
+
+    settings: dict[str, Any] = {}  # noqa: RUF012 - a pydantic field, copied per instance
+
+    _lakehouse: Lakehouse | None = PrivateAttr(default=None)
+    _run_branch: RunBranch | None = PrivateAttr(default=None)
+    _reads: ReadSet | None = PrivateAttr(default=None)
+    _stands_on: str = PrivateAttr(default=MAIN)
+    _heartbeat: tuple[str, str] | None = PrivateAttr(default=None)
+    _instance: str | None = PrivateAttr(default=None)
+    _ended: Callable[[], bool] | None = PrivateAttr(default=None)
+
+    @field_validator("settings")
+    @classmethod
+    def _no_secrets(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in Settings.secrets():
+            if value.get(name) is not None:
+                # No ValueError: pydantic would print the value beside it.
+                raise ConfigurationError(
+                    f"The resource's settings hold the secret {name!r}, which Dagster would show.",
+                    hint=f"Set BRANCHLAKE_{name.upper()} in the environment instead.",
+                )
+        return value
+
+    def setup_for_execution(self, context: InitResourceContext) -> None:
+        """Bind to the run. Touches neither Nessie nor Spark: a run that uses no table gets no branch.
+
+        But for a retry: it takes its parent's work over now, because its remaining steps may use no table.
+        """
+        run, instance = context.run, context.instance
+        if run is None or instance is None or instance.get_run_by_id(run.run_id) is None:
+            return
+        self._instance = instance_id(instance)
+        self._ended = lambda: (found := instance.get_run_by_id(run.run_id)) is None or found.is_finished
+        # From the start of the process: one that dies before it touches the lake would not be missed.
+        self._beat(branch_name(run.run_id), run.run_id)
+        if CHECK_REF_TAG in run.tags:
+            # It checks a state that the publisher prepared, and writes nothing. It beats under a branch of
+            # its own, which is never made: publications wait for it, so they must learn of its death.
+            self._stands_on = run.tags[CHECK_REF_TAG]
+            return
+        self._run_branch = self._bound(run, instance, context.log)
+        self._reads = ReadSet.of_run(instance, run, lambda: self.lakehouse.nessie, self.ref)
+        if is_retry(run):
+            with contextlib.suppress(RetryNeedsFullRun):  # said again by the step that needs a table, if any
+                if self._run_branch.take_over():
+                    self.ref()
+
+    def teardown_after_execution(self, context: InitResourceContext) -> None:  # noqa: ARG002 - Dagster's signature
+        """Stop the heartbeat when no other resource of this process works on the branch."""
+        held, self._heartbeat = self._heartbeat, None
+        if held is not None:
+            _heartbeats.give_back(held, self._ended)
+
+    def _bound(self, run: DagsterRun, instance: DagsterInstance, log: logging.Logger | None) -> RunBranch:
+        run_id = run.run_id
+
+        def tags() -> Mapping[str, str]:
+            found = instance.get_run_by_id(run_id)
+            return found.tags if found else {}
+
+        def remember(new: Mapping[str, str]) -> None:
+            instance.add_run_tags(run_id, dict(new))
+
+        return RunBranch(
+            lambda: self.lakehouse.nessie,
+            run_id,
+            tags=tags,
+            remember=remember,
+            inherit=lambda: inherited(self.lakehouse.nessie, instance, run),
+            direct_main=self.lakehouse.settings.when_unavailable == "direct_main",
+            warn=(log or _log).warning,
+        )
+
+    @property
+    def lakehouse(self) -> Lakehouse:
+        """The connections of this process."""
+        if self._lakehouse is None:
+            self._lakehouse = Lakehouse(Settings(**self.settings))
+        return self._lakehouse
+
+    @property
+    def run_branch(self) -> RunBranch | None:
+        """The branch of the current run; None outside a run."""
+        return self._run_branch
+
+    @property
+    def reads(self) -> ReadSet | None:
+        """Where the run's reads are noted down; None outside a run."""
+        return self._reads
+
+    def ref(self) -> str:
+        """Where reads and writes go now: the run's branch, made if needed, or `main` outside a run."""
+        if self._run_branch is None:
+            return self._stands_on
+        place = self._run_branch.place
+        if not place.unbranched:
+            self._beat(place.branch, self._run_branch.run_id)
+        return place.branch
+
+    def _beat(self, branch: str, run_id: str) -> None:
+        with _first_use:
+            if self._heartbeat is None:
+                settings = self.lakehouse.settings
+                beat = first_beat(
+                    branch,
+                    run_id=run_id,
+                    interval_s=settings.heartbeat_interval_s,
+                    instance=self._instance or "",
+                )
+                try:
+                    store = HeartbeatStore.of(settings)
+                except (OSError, ValueError, ArrowException) as error:
+                    # Without a beat the reaper is only less patient; that must not fail the run.
+                    _log.warning("No heartbeat for %s: %s", branch, error)
+                    return
+                self._heartbeat = _heartbeats.take(store, beat)
+
+    def catalog(self) -> NessieCatalog:
+        """PyIceberg's catalogue on `ref()`. What a serializable asset loads is in its run's read set."""
+        on_load = self._reads.loaded if self._reads else None
+        return self.lakehouse.catalog(self.ref(), on_load=on_load, properties=self._maker())
+
+    def own_catalog(self) -> NessieCatalog:
+        """The same for the IO manager, which says itself what it reads (`provenance.tell_read`)."""
+        return self.lakehouse.catalog(self.ref(), properties=self._maker())
+
+    def _maker(self) -> dict[str, str] | None:
+        return {f"{COMMIT_PROPERTY}{INSTANCE}": self._instance} if self._instance else None
+
+    def session_conf(self) -> dict[str, str]:
+        """What Spark sessions of this run are to be opened with, beside the branch.
+
+        Spark's Nessie client writes no properties of ours into its commits, so the snapshots tell the maker.
+        """
+        return {f"spark.sql.iceberg.snapshot-property.{INSTANCE}": self._instance} if self._instance else {}

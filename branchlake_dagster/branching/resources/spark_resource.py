@@ -1,0 +1,108 @@
+"""The run's Spark session as a Dagster resource, configured through dagster-pyspark."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dagster import InitResourceContext
+from dagster_pyspark import PySparkResource
+from dagster_spark.utils import flatten_dict
+from pydantic import PrivateAttr
+from pyspark.sql import SparkSession
+
+from branchlake_dagster.branching.errors import ReadsUnknown
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.lakehouse.spark.plans import Scanned
+from branchlake_dagster.lakehouse.spark.reads import watch
+from branchlake_dagster.lakehouse.spark.session import is_connect
+
+
+class BranchSparkResource(PySparkResource):
+    """dagster-pyspark's session resource, with a session per run that stands on the run's branch.
+
+    `spark_config` is dagster-pyspark's (nested or dotted Spark settings, `spark.remote` included).
+    The base class calls `getOrCreate()`: two runs in one process would share a session and its branch.
+    """
+
+    lakehouse: LakehouseResource
+    spark_config: dict[str, Any] = {}  # noqa: RUF012 - a pydantic field, copied per instance
+
+    _holds: tuple[str, str] | None = PrivateAttr(default=None)
+
+    def setup_for_execution(self, context: InitResourceContext) -> None:
+        """Nothing yet: the session and the branch are made at their first use."""
+
+    def teardown_after_execution(self, context: InitResourceContext) -> None:  # noqa: ARG002 - Dagster's signature
+        """Give the session back; the last user of a run's session ends it on the server."""
+        key, self._holds, self._spark_session = self._holds, None, None
+        if key is not None:
+            _sessions.give_back(key)
+
+    @property
+    def spark_session(self) -> SparkSession:
+        """The session of this run; `spark.sql(…)` in it reads and writes the run's branch.
+
+        What a serializable asset reads with it is in its run's read set. Of a classic session that cannot
+        be known: ReadsUnknown.
+        """
+        session, reads = self.own_session(), self.lakehouse.reads
+        if reads is not None and not is_connect(session):
+            if reads.step().strict:
+                raise ReadsUnknown(
+                    "A serializable asset asks for a classic Spark session, whose reads nobody can see.",
+                    branch=self.lakehouse.ref(),
+                    hint="Use Spark Connect (session_kind=connect), load its inputs through the IO manager,"
+                    " or choose isolation snapshot.",
+                )
+            if reads.wanted():
+                reads.note(Scanned(untold=frozenset({"a classic Spark session"})))
+        return session
+
+    def own_session(self) -> SparkSession:
+        """The same for the IO manager, which says itself what it reads."""
+        if self._spark_session is None:
+            ref = self.lakehouse.ref()
+            conf = {key: str(value) for key, value in flatten_dict(self.spark_config)}  # type: ignore[no-untyped-call]
+            conf = self.lakehouse.session_conf() | conf
+            self._holds = (ref, repr(sorted(conf.items())))
+            self._spark_session = _sessions.take(self._holds, lambda: self._opened(ref, conf))
+        session: SparkSession = self._spark_session
+        return session
+
+    def _opened(self, ref: str, conf: Mapping[str, str]) -> SparkSession:
+        session = self.lakehouse.lakehouse.spark_session(ref, conf=conf)
+        reads = self.lakehouse.reads
+        if reads is not None and is_connect(session):
+            watch(session, reads.wanted, reads.note)
+        return session
+
+
+class _SharedSessions:
+    """The sessions of this process by branch and configuration, with the number of their users.
+
+    Dagster gives an asset and the IO manager a copy each of one resource; with a session each, a frame
+    read through one could not be joined with a frame of the other (SESSION_NOT_SAME).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[tuple[str, str], tuple[SparkSession, int]] = {}
+
+    def take(self, key: tuple[str, str], make: Callable[[], SparkSession]) -> SparkSession:
+        with self._lock:
+            session, users = self._open[key] if key in self._open else (make(), 0)
+            self._open[key] = (session, users + 1)
+            return session
+
+    def give_back(self, key: tuple[str, str]) -> None:
+        with self._lock:
+            session, users = self._open.pop(key)
+            if users > 1:
+                self._open[key] = (session, users - 1)
+            elif is_connect(session):
+                session.stop()  # a classic session shares its JVM with the others
+
+
+_sessions = _SharedSessions()

@@ -1,0 +1,1 @@
+"""Deleting the files that discarded branches left behind."""

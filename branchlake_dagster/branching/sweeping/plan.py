@@ -1,0 +1,265 @@
+"""Which files a discarded branch left that no other reference can reach.
+
+Dead is what the branch's own commits made since its base: metadata files, the snapshots that are new in
+them, and what each of those wrote (`made`). What stood at the base, under whatever key, is not theirs.
+Needed is what any other reference reaches, under whatever key: the same snapshots (its state was copied),
+or the same manifests and data files in snapshots of its own (they were replayed by a rebase, or merged into
+newer manifests). Dead and not needed may be deleted. In doubt a file is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from branchlake_dagster.branching.branch.reference_names import PUBLICATION_PREFIX, SWEEPING_PREFIX, is_ours
+from branchlake_dagster.branching.sweeping.made_on_branch import Borrowed, Made, made_on, related
+from branchlake_dagster.branching.table.files import FileUnreadable, TableFiles, home, plain, within
+from branchlake_dagster.errors import BranchlakeError, Transient
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.lakehouse.nessie.model import Content, ContentKey, IcebergTable, Reference
+from branchlake_dagster.settings import RUN_BRANCH_PREFIX
+
+
+class StateUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
+    """Metadata that tells which files are needed is missing or damaged, so nobody can say which are not."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Files by location with their size in bytes, in phases to be deleted one after the other.
+
+    Files of a phase are named by later ones, so a sweep that died can be planned again. `held_by` are the
+    references that need dead files; those, `foreign` ones outside of the tables' own folders and `borrowed`
+    ones that the run only added to its tables are kept.
+    """
+
+    phases: tuple[Mapping[str, int], ...] = ()
+    held_by: tuple[str, ...] = ()
+    foreign: int = 0
+    borrowed: int = 0
+
+    @property
+    def files(self) -> int:
+        """How many files go."""
+        return sum(len(phase) for phase in self.phases)
+
+    @property
+    def size(self) -> int:
+        """Their bytes."""
+        return sum(sum(phase.values()) for phase in self.phases)
+
+
+class Planner:
+    """Plans sweeps against the present references; contents and files are read once for all plans.
+
+    `references` are all branches and tags, with metadata, listed after the fence.
+    """
+
+    def __init__(self, client: NessieClient, files: TableFiles, references: Iterable[Reference]) -> None:
+        self._client = client
+        self._files = files
+        self._references = {ref.name: ref for ref in references}
+        self._tables: dict[str, dict[ContentKey, str]] = {}
+        self._by_home: dict[str, dict[str, list[str]]] = {}
+        self._reach: dict[tuple[str, frozenset[str]], tuple[frozenset[str], str | None]] = {}
+
+    def forget(self, name: str) -> None:
+        """A reference is gone; what only it reached is dead now."""
+        self._references.pop(name, None)
+
+    def plan(self, tag: Reference, base_hash: str, base_time: datetime | None) -> Plan:
+        """What may be deleted of `tag`, which left `main` at `base_hash`, committed at `base_time`.
+
+        Raises StateUnreadable.
+        """
+        try:
+            return self._plan(tag, base_hash, base_time)
+        except FileUnreadable as error:
+            raise StateUnreadable(error.message, hint="Nothing was deleted.") from error
+
+    def _plan(self, tag: Reference, base_hash: str, base_time: datetime | None) -> Plan:
+        base = self._at(f"@{base_hash}")
+        log = self._client.log(_as_listed(tag), since=base_hash, fetch_operations=True)
+        made = made_on(log, base, base_hash, self._files)
+        kin = [location for key, location in base.items() if related(key, location, made)]
+        dead, foreign, borrowed = self._dead(made, kin, base_time)
+        names_of_dead = {plain(path) for phase in dead for path in phase}
+        needed: set[str] = set()
+        holders: set[str] = set()
+        by_home = self._homes(base_hash)
+        for (key, location), names in self._others(tag, base).items():
+            old = {*by_home.get(plain(home(location)), ()), *((base[key],) if key in base else ())}
+            reached, unreadable = self._reached(location, frozenset(old))
+            if unreadable and related(key, location, made):
+                raise StateUnreadable(
+                    f"{unreadable}, and a reference needs it: {', '.join(sorted(names)[:5])}.",
+                    hint="Nothing was deleted.",
+                )
+            # Of a table elsewhere that nobody can read, no file of ours can be read either.
+            if not reached.isdisjoint(names_of_dead):
+                holders |= names
+                needed |= reached
+        free = [_keep(phase, lambda path: plain(path) not in needed) for phase in dead]
+        return Plan(tuple(free), tuple(sorted(holders)), foreign, borrowed)
+
+    # -- the dead --------------------------------------------------------------------------------------
+
+    def _dead(
+        self, made: Made, kin: Collection[str], base_time: datetime | None
+    ) -> tuple[list[dict[str, int]], int, int]:
+        """Data files; manifests; statistics and manifest lists; metadata. Then how many stay as not ours.
+
+        `kin` are the tables at the base that may share files with the branch's.
+        """
+        known, lists = self._at_base(kin)
+        data: dict[str, int] = {}
+        manifests: dict[str, int] = {}
+        rest: dict[str, int] = {}
+        foreign: set[str] = set()
+        borrowed: set[str] = set()
+        lent = Borrowed(self._files, kin, base_time)
+        places = tuple(made.places)
+        own = {number: one for number, one in made.snapshots.items() if number not in known}
+        for number, snapshot in own.items():
+            rest[snapshot.manifest_list] = self._files.size(snapshot.manifest_list)
+            for manifest in self._files.manifests(snapshot) or ():
+                if manifest.added_snapshot_id != number:
+                    continue
+                manifests[manifest.manifest_path] = manifest.manifest_length
+                entries = self._files.entries(manifest)
+                for path, size in entries.added.items() if entries else ():
+                    if not within(path, places):
+                        foreign.add(path)
+                    elif lent(path, snapshot, manifest):
+                        borrowed.add(path)
+                    else:
+                        data[path] = size
+        for metadata in made.own.values():
+            for one in (*metadata.statistics, *metadata.partition_statistics):
+                if one.snapshot_id in own:
+                    rest[one.statistics_path] = one.file_size_in_bytes
+        files = {path: self._files.size(path) for path in made.own if plain(path) not in lists}
+        phases = [data, manifests, rest, files]
+        ours = [_keep(phase, lambda path: within(path, places)) for phase in phases]
+        outside = len(foreign) + sum(map(len, phases)) - sum(map(len, ours))
+        return ours, outside, len(borrowed - data.keys())
+
+    def _at_base(self, kin: Iterable[str]) -> tuple[set[int], set[str]]:
+        """The snapshots, and the metadata files, that tables at the base know of."""
+        snapshots: set[int] = set()
+        files: set[str] = set()
+        for location in kin:
+            metadata = self._files.metadata(location)
+            if metadata is None:
+                raise FileUnreadable(f"{location} is missing, and the branch started from it.")
+            snapshots |= {snapshot.snapshot_id for snapshot in metadata.snapshots}
+            files |= {plain(location), *(plain(entry.metadata_file) for entry in metadata.metadata_log)}
+        return snapshots, files
+
+    # -- the living ------------------------------------------------------------------------------------
+
+    def _others(
+        self, tag: Reference, base: Mapping[ContentKey, str]
+    ) -> dict[tuple[ContentKey, str], set[str]]:
+        """Where tables stand at the other references, other than at the base; and at which ones."""
+        found: dict[tuple[ContentKey, str], set[str]] = {}
+        old = set(base.values())
+        for ref in self._references.values():
+            # What a sweep has claimed is dead: two half-done ones would wait for each other's lost metadata.
+            if ref.name != tag.name and not is_ours(ref.name, SWEEPING_PREFIX):
+                for key, location in self._of(ref).items():
+                    if location not in old:
+                        found.setdefault((key, location), set()).add(ref.name)
+        return found
+
+    def _reached(self, location: str, old: frozenset[str]) -> tuple[frozenset[str], str | None]:
+        """Everything a metadata file leads to, but for the snapshots that the metadata files `old` know.
+
+        And what of it cannot be read, if anything. One answer for all plans.
+        """
+        if (location, old) not in self._reach:
+            known: set[int] = set()
+            for one in old:
+                try:
+                    metadata = self._files.metadata(one)
+                except FileUnreadable:
+                    continue  # then more is read than is needed
+                known |= {snapshot.snapshot_id for snapshot in metadata.snapshots} if metadata else set()
+            found: set[str] = set()
+            why = None
+            try:
+                self._follow(location, known, found)
+            except FileUnreadable as error:
+                why = error.message.rstrip(".")
+            self._reach[location, old] = frozenset(found), why
+        return self._reach[location, old]
+
+    def _follow(self, location: str, known: set[int], found: set[str]) -> None:
+        found.add(plain(location))
+        metadata = self._files.metadata(location)
+        if metadata is None:
+            raise FileUnreadable(f"{location} is missing")
+        found |= {plain(entry.metadata_file) for entry in metadata.metadata_log}
+        found |= {
+            plain(one.statistics_path) for one in (*metadata.statistics, *metadata.partition_statistics)
+        }
+        for snapshot in metadata.snapshots:
+            if snapshot.snapshot_id in known:
+                continue
+            found.add(plain(snapshot.manifest_list))
+            manifests = self._files.manifests(snapshot)
+            if manifests is None:
+                raise FileUnreadable(f"{snapshot.manifest_list} is missing")
+            for manifest in manifests:
+                path = plain(manifest.manifest_path)
+                if path in found:
+                    continue
+                found.add(path)
+                if manifest.added_snapshot_id in known:
+                    continue
+                entries = self._files.entries(manifest)
+                if entries is None:
+                    raise FileUnreadable(f"{manifest.manifest_path} is missing")
+                found |= {plain(one) for one in entries.live}
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def _of(self, ref: Reference) -> dict[ContentKey, str]:
+        """The tables of a reference; of our own branches only those that they changed themselves."""
+        ancestor = ref.metadata.common_ancestor_hash if ref.metadata else None
+        if ancestor is None or not is_ours(ref.name, RUN_BRANCH_PREFIX, PUBLICATION_PREFIX):
+            return self._at(_as_listed(ref))
+        if ref.name not in self._tables:
+            changed = self._client.diff(f"@{ancestor}", _as_listed(ref)) if ancestor != ref.hash else ()
+            self._tables[ref.name] = _locations((entry.key, entry.to_content) for entry in changed)
+        return self._tables[ref.name]
+
+    def _at(self, ref: str) -> dict[ContentKey, str]:
+        if ref not in self._tables:
+            entries = self._client.entries(ref, fetch_content=True)
+            self._tables[ref] = _locations((entry.key, entry.content) for entry in entries)
+        return self._tables[ref]
+
+    def _homes(self, base_hash: str) -> Mapping[str, list[str]]:
+        """The tables at the base by their folders."""
+        if base_hash not in self._by_home:
+            found: dict[str, list[str]] = {}
+            for location in self._at(f"@{base_hash}").values():
+                found.setdefault(plain(home(location)), []).append(location)
+            self._by_home[base_hash] = found
+        return self._by_home[base_hash]
+
+
+def _as_listed(ref: Reference) -> str:
+    """A reference's state for Nessie, whether or not the reference is still there."""
+    return f"@{ref.hash}"
+
+
+def _locations(contents: Iterable[tuple[ContentKey, Content | None]]) -> dict[ContentKey, str]:
+    return {key: content.metadata_location for key, content in contents if isinstance(content, IcebergTable)}
+
+
+def _keep(files: Mapping[str, int], wanted: Callable[[str], bool]) -> dict[str, int]:
+    return {path: size for path, size in files.items() if wanted(path)}

@@ -1,0 +1,116 @@
+"""What each snapshot says about its origin, and what each materialisation says about its snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dagster import (
+    InputContext,
+    MetadataValue,
+    OutputContext,
+    TableColumn,
+    TableColumnConstraints,
+    TableSchema,
+)
+from pyiceberg.table import Table
+
+from branchlake_dagster.branching.branch.run_branch import RunBranch
+from branchlake_dagster.branching.table.spec import TableSpec
+
+PREFIX = "branchlake."
+_MANY = 20
+
+
+def snapshot_properties(
+    *,
+    spec: TableSpec,
+    asset: str,
+    partitions: tuple[str, ...],
+    code_version: str | None,
+    run: RunBranch | None,
+    root_run_id: str | None,
+    step: str | None = None,
+    attempt: int | None = None,
+    replaced: str | None = None,
+) -> dict[str, str]:
+    """The entries our writes add to an Iceberg snapshot's summary, all prefixed `branchlake.`.
+
+    `step` and `attempt` (from 1) tell the writes of one step's attempts from each other. `replaced` is the
+    record of the predicate that was replaced, see `branching.replaced`.
+    """
+    listed = ",".join(partitions[:_MANY]) + (
+        f",… {len(partitions)} in all" if len(partitions) > _MANY else ""
+    )
+    found = {
+        "asset": asset,
+        "write_mode": spec.write_mode,
+        "keys": ",".join(spec.keys),
+        "partition": listed,
+        "replaced": replaced,
+        "code_version": code_version,
+        "step": step,
+        "attempt": str(attempt) if attempt else None,
+    }
+    if run is not None:
+        found |= {"run_id": run.run_id, "root_run_id": root_run_id or run.run_id, "base_hash": run.base_hash}
+        found["unbranched"] = "true" if run.place.unbranched else None
+    return {f"{PREFIX}{key}": value for key, value in found.items() if value}
+
+
+def materialisation_metadata(
+    table: Table, spec: TableSpec, run: RunBranch | None, *, partitioned: bool
+) -> dict[str, Any]:
+    """Dagster's standard table metadata plus branch, base hash and snapshot id; reads no data."""
+    snapshot = table.current_snapshot()
+    summary: Mapping[str, str] = (
+        snapshot.summary.additional_properties if snapshot and snapshot.summary else {}
+    )
+    found: dict[str, Any] = {
+        "dagster/table_name": spec.name,
+        "dagster/column_schema": _column_schema(table),
+        "dagster/uri": MetadataValue.path(table.location()),
+        "dagster/storage_kind": "iceberg",
+        "dagster/row_count": MetadataValue.int(int(summary.get("total-records", 0))),
+        "branchlake/write_mode": spec.write_mode,
+    }
+    if partitioned:
+        found["dagster/partition_row_count"] = MetadataValue.int(int(summary.get("added-records", 0)))
+    if snapshot is not None:
+        # As text: the ids exceed what the browser's numbers hold.
+        found["branchlake/snapshot_id"] = MetadataValue.text(str(snapshot.snapshot_id))
+    if run is not None:
+        found["branchlake/branch"] = MetadataValue.text(run.name)
+        found["branchlake/base_hash"] = MetadataValue.text(run.base_hash)
+        if run.place.unbranched:
+            found["branchlake/unbranched"] = MetadataValue.bool(True)
+    return found
+
+
+def _column_schema(table: Table) -> TableSchema:
+    return TableSchema(
+        columns=[
+            TableColumn(
+                name=field.name,
+                type=str(field.field_type),
+                description=field.doc,
+                constraints=TableColumnConstraints(nullable=field.optional),
+            )
+            for field in table.schema().fields
+        ]
+    )
+
+
+def asset_partitions(context: OutputContext) -> tuple[str, ...]:
+    """The partition keys this output covers; empty when the asset is not partitioned."""
+    return tuple(context.asset_partition_keys) if context.has_asset_partitions else ()
+
+
+def tell_read(context: InputContext, spec: TableSpec, ref: str) -> None:
+    """Let the input's LOADED_INPUT event say which table was read and where: a run's read set.
+
+    Not by `add_input_metadata`: that also reports an observation of the upstream asset, which Dagster takes
+    for an update of an external asset, and it raises for an input of several partitions.
+    """
+    told = {"branchlake/table": MetadataValue.text(spec.name), "branchlake/ref": MetadataValue.text(ref)}
+    context._user_generated_metadata = {**context._user_generated_metadata, **told}

@@ -1,0 +1,165 @@
+"""How an asset says what its table looks like: metadata on the asset, read back as a `TableSpec`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from dagster import AssetKey
+
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.lakehouse.nessie.model import ContentKey
+from branchlake_dagster.lakehouse.spark.quoting import dotted
+
+WriteMode = Literal["replace_partitions", "replace_table", "append", "upsert"]
+Isolation = Literal["snapshot", "serializable"]
+
+WRITE_MODE = "branchlake/write_mode"
+KEYS = "branchlake/keys"
+REQUIRE_CHECKS = "branchlake/require_checks"
+ISOLATION = "branchlake/isolation"
+CHECK_SCOPE = "branchlake/scope"
+"""Key in a check spec's metadata. `rows`: the verdict is on the run's partitions alone and stays true when
+other runs publish. `table`: it is on all rows of the table and must be found again after a rebase."""
+_NO_NAME = re.compile(r"[/@#?\x00-\x1f\x7f-\x9f]")
+PARTITION_EXPR = "partition_expr"
+"""Dagster's own name for it in its database IO managers."""
+
+
+def table_metadata(
+    *,
+    write_mode: WriteMode | None = None,
+    keys: Sequence[str] = (),
+    partition_by: str | Mapping[str, str] | None = None,
+    require_checks: bool | None = None,
+    isolation: Isolation | None = None,
+) -> dict[str, Any]:
+    """Asset metadata for `@dg.asset(metadata=…)`.
+
+    `write_mode`: default `replace_partitions` when the asset is partitioned by a column, else
+    `replace_table`. `keys`: the columns an `upsert` matches on. `partition_by`: the column that holds the
+    partition, or for multi-dimensional partitions `{dimension: column}`; a time window needs a timestamp
+    or (if it is made of whole days) date column, others a string column equal to the key.
+    `require_checks`: whether a run that writes this table without any check is blocked (default: the setting
+    of that name).
+    `isolation`: with `serializable` a run is published only if nothing it read changed on `main` meanwhile;
+    the default, `snapshot`, asks that only of what it wrote.
+    """
+    found: dict[str, Any] = {}
+    if write_mode is not None:
+        found[WRITE_MODE] = write_mode
+    if keys:
+        found[KEYS] = list(keys)
+    if partition_by is not None:
+        found[PARTITION_EXPR] = partition_by if isinstance(partition_by, str) else dict(partition_by)
+    if require_checks is not None:
+        found[REQUIRE_CHECKS] = require_checks
+    if isolation is not None:
+        found[ISOLATION] = isolation
+    return found
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """Where an asset is stored and how a materialisation changes it.
+
+    `identifier` is (namespace…, table). `columns_by_dimension` maps a partition dimension to its column;
+    a one-dimensional partition has the empty string as its dimension.
+    """
+
+    identifier: tuple[str, ...]
+    write_mode: WriteMode
+    keys: tuple[str, ...] = ()
+    columns_by_dimension: Mapping[str, str] = field(default_factory=dict)
+    isolation: Isolation = "snapshot"
+
+    @property
+    def name(self) -> str:
+        """The dotted name without the catalogue, as Nessie's keys are written."""
+        return table_name(self.identifier)
+
+    @property
+    def spark_name(self) -> str:
+        """The name Spark SQL knows, catalogue included."""
+        return f"nessie.{dotted(self.identifier)}"
+
+
+def identifier_of(key: AssetKey, default_namespace: str) -> tuple[str, ...]:
+    """The table of an asset: its key path; a key without prefix goes to the default namespace.
+
+    Raises ConfigurationError for a part that is no name: it would leave the warehouse's folder, or mean
+    something to Nessie or to the engines (`table@branch`, `table#time`, a query in a path).
+    """
+    for part in key.path:
+        if part in ("", ".", "..") or _NO_NAME.search(part):
+            raise ConfigurationError(
+                f"Asset {key.to_user_string()!r} has the key part {part!r}, which can name no table.",
+                hint="It must not be empty, '.' or '..', nor hold '/', '@', '#', '?' or a control character.",
+            )
+    return tuple(key.path) if len(key.path) > 1 else (default_namespace, *key.path)
+
+
+def table_name(identifier: Sequence[str]) -> str:
+    """The dotted name of an identifier, from which `ContentKey.from_path` reads it back."""
+    return ContentKey(identifier).name
+
+
+def table_spec(
+    key: AssetKey, metadata: Mapping[str, Any], *, default_namespace: str, partitioned: bool
+) -> TableSpec:
+    """The spec of an asset from its metadata; raises ConfigurationError when that contradicts itself."""
+    identifier = identifier_of(key, default_namespace)
+    name = table_name(identifier)
+    expression = _plain(metadata.get(PARTITION_EXPR))
+    columns = _columns(expression, name)
+    keys = tuple(_plain(metadata.get(KEYS)) or ())
+    mode: Any = _plain(metadata.get(WRITE_MODE)) or ("replace_partitions" if columns else "replace_table")
+    if mode not in get_args(WriteMode):
+        raise ConfigurationError(
+            f"Unknown write mode {mode!r}.", table=name, hint=f"Use one of {', '.join(get_args(WriteMode))}."
+        )
+    isolation: Any = _plain(metadata.get(ISOLATION)) or "snapshot"
+    if isolation not in get_args(Isolation):
+        raise ConfigurationError(
+            f"Unknown isolation {isolation!r}.", table=name, hint=f"Use {' or '.join(get_args(Isolation))}."
+        )
+    if mode == "upsert" and not keys:
+        raise ConfigurationError("An upsert needs keys.", table=name, hint="table_metadata(keys=[…])")
+    if any("," in key for key in keys):
+        raise ConfigurationError(
+            f"The keys {', '.join(map(repr, keys))} hold a comma, which parts them in a snapshot's summary.",
+            table=name,
+            hint="Rename the column.",
+        )
+    if mode == "replace_partitions" and not columns:
+        raise ConfigurationError(
+            "Replacing partitions needs a partition column.",
+            table=name,
+            hint="table_metadata(partition_by=…)",
+        )
+    if partitioned and mode == "replace_table":
+        raise ConfigurationError(
+            "A partitioned asset that replaces its whole table would keep only its last partition.",
+            table=name,
+            hint="Name the column with table_metadata(partition_by=…), or choose append or upsert.",
+        )
+    return TableSpec(identifier, mode, keys, columns, isolation)
+
+
+def _plain(value: Any) -> Any:
+    """Dagster wraps metadata given on a definition; the plain value is inside."""
+    return getattr(value, "value", value)
+
+
+def _columns(expression: Any, table: str) -> Mapping[str, str]:
+    if expression is None:
+        return {}
+    if isinstance(expression, str):
+        return {"": expression}
+    if isinstance(expression, Mapping):
+        return {str(dimension): str(column) for dimension, column in expression.items()}
+    raise ConfigurationError(
+        f"partition_expr is {expression!r}.", table=table, hint="A column or {dimension: column}."
+    )

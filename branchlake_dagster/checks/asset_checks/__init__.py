@@ -1,0 +1,1 @@
+"""Contracts and SQL as Dagster asset checks: specs, checks, reports."""

@@ -1,0 +1,1 @@
+"""Contracts as constraints: what pandera declares, compiled to Spark conditions."""

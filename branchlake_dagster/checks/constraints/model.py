@@ -1,0 +1,94 @@
+"""The values that pass between the compiler, the evaluators and Dagster: constraints and outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from branchlake_dagster.errors import BranchlakeError, Terminal
+
+if TYPE_CHECKING:
+    from pandera.api.pyspark.container import DataFrameSchema
+    from pyspark.sql import Column, DataFrame
+
+MAX_EXAMPLES = 100
+"""Most example rows a check may show; they are kept in Dagster's event log, which is not a table store."""
+
+
+class ContractError(BranchlakeError, Terminal):
+    """A contract or check cannot be declared as written; the text says which part and what would do."""
+
+
+class CheckFailedToRun(BranchlakeError, Terminal):  # noqa: N818 - worded as the errors of the package are
+    """A check could not be evaluated at all: there is no verdict, and the gate blocks for want of one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraint:
+    """One promise of a contract, and one asset check in the UI.
+
+    `name` is unique within the contract and stable; `columns` are the table columns it speaks of (empty
+    when it may read any); `text` says the promise to a reader; `warn` is True when a breach publishes
+    with a warning; `optional` is True when the promise is void while the column is absent.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    text: str
+    warn: bool = False
+    optional: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemaConstraint(Constraint):
+    """Columns and types, judged from the frame's schema without reading a row."""
+
+    schema: DataFrameSchema
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowConstraint(Constraint):
+    """A condition on each row by itself.
+
+    `holds` builds the Spark condition that a good row satisfies. A null condition counts as satisfied,
+    as in SQL `CHECK` and in pandera's PySpark backend. `typed` is True when the condition only makes
+    sense while its columns have the contract's types.
+    """
+
+    holds: Callable[[DataFrame], Column]
+    typed: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniqueConstraint(Constraint):
+    """No two rows agree on `columns`; nulls are equal to each other here, as in pandera and GROUP BY."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PanderaConstraint(Constraint):
+    """A promise only pandera can judge; `schema` holds nothing but this one promise."""
+
+    schema: DataFrameSchema
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What the evaluation of one constraint found.
+
+    `failing` and `total` are row counts, None where they are not known; `examples` are failing rows as
+    column name to printed value (None is null); `note` says what a count cannot.
+    """
+
+    passed: bool
+    failing: int | None = None
+    total: int | None = None
+    examples: tuple[Mapping[str, str | None], ...] = ()
+    note: str | None = None
+
+
+def require_examples(examples: int) -> int:
+    """`examples` when it is within 1..MAX_EXAMPLES; raises `ContractError` otherwise."""
+    if not 1 <= examples <= MAX_EXAMPLES:
+        raise ContractError(f"examples={examples} is outside 1..{MAX_EXAMPLES}.")
+    return examples

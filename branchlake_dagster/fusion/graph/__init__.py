@@ -1,0 +1,1 @@
+"""The Space Domain Awareness graph as Dagster definitions: assets, checks, jobs, schedules, sensors."""

@@ -1,0 +1,133 @@
+"""What the fusion graph contributes to the code location."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import dagster as dg
+
+from branchlake_dagster.fusion.assets.catalogue import (
+    CATALOGUE,
+    ELEMENT_SETS,
+    REJECTED_RECORDS,
+    catalogue,
+    gp_ingest,
+)
+from branchlake_dagster.fusion.assets.conjunctions import CONJUNCTION_CANDIDATES, conjunction_candidates
+from branchlake_dagster.fusion.assets.observations import (
+    OBSERVATIONS,
+    SENSOR_OBSERVATIONS,
+    observations,
+    sensor_observations,
+)
+from branchlake_dagster.fusion.assets.tracks import FUSED_TRACKS, fused_tracks
+from branchlake_dagster.fusion.gp.simulated import REFERENCE_EPOCH
+from branchlake_dagster.fusion.graph.quality import fusion_checks
+from branchlake_dagster.fusion.partitions import gp_snapshots, windows
+from branchlake_dagster.fusion.sensors.native import SOURCE_KINDS
+from branchlake_dagster.fusion.sources import DEFAULT_SNAPSHOT, GpSource, snapshot_time
+
+__all__ = ["fusion_assets", "fusion_checks", "fusion_jobs", "fusion_schedules", "fusion_sensors"]
+
+MAX_CATALOGUE_AGE = timedelta(days=7)
+"""Elements older than that are kilometres off; the schedules then do nothing rather than publish fiction."""
+
+fusion_assets: list[dg.AssetsDefinition] = [
+    gp_ingest,
+    catalogue,
+    sensor_observations,
+    observations,
+    fused_tracks,
+    conjunction_candidates,
+]
+"""All assets of the graph."""
+
+catalogue_job = dg.define_asset_job(
+    "catalogue_job",
+    selection=dg.AssetSelection.assets(ELEMENT_SETS, REJECTED_RECORDS, CATALOGUE),
+    description="Ingest one GP snapshot and bring the catalogue up to date.",
+)
+observations_job = dg.define_asset_job(
+    "observations_job",
+    selection=dg.AssetSelection.assets(SENSOR_OBSERVATIONS, OBSERVATIONS),
+    description="Simulate and normalise the observations of one source kind in one window.",
+)
+window_job = dg.define_asset_job(
+    "window_job",
+    selection=dg.AssetSelection.assets(FUSED_TRACKS, CONJUNCTION_CANDIDATES),
+    description="Fuse one window's observations into tracks and screen it for conjunctions.",
+)
+fusion_jobs = [catalogue_job, observations_job, window_job]
+"""Three jobs, because a run has one partition definition and later ones read what earlier ones published."""
+
+
+def stale_catalogue(instance: dg.DagsterInstance, now: datetime) -> str | None:
+    """Why windows at ``now`` cannot be computed from the registered snapshots; None when they can."""
+    names = instance.get_dynamic_partitions("gp_snapshots")
+    if not names:
+        return "no GP snapshot is registered"
+    newest = max(snapshot_time(name) or REFERENCE_EPOCH for name in names)
+    if now - newest > MAX_CATALOGUE_AGE:
+        age = f"more than {MAX_CATALOGUE_AGE.days} days old"
+        return f"the newest GP snapshot is of {newest:%Y-%m-%d %H:%M}Z, {age}"
+    return None
+
+
+@dg.schedule(
+    job=observations_job,
+    cron_schedule="5 * * * *",
+    execution_timezone="UTC",
+    default_status=dg.DefaultScheduleStatus.RUNNING,
+)
+def hourly_observations(context: dg.ScheduleEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
+    """The last full hour's observations, one run per source kind, all at once: they write one table."""
+    if reason := stale_catalogue(context.instance, context.scheduled_execution_time):
+        return dg.SkipReason(f"Nothing to observe: {reason}.")
+    window = _last_window(context)
+    return [
+        dg.RunRequest(
+            run_key=f"{window}/{kind}",
+            partition_key=dg.MultiPartitionKey({"window": window, "source_kind": kind}),
+        )
+        for kind in SOURCE_KINDS
+    ]
+
+
+@dg.schedule(
+    job=window_job,
+    cron_schedule="20 * * * *",
+    execution_timezone="UTC",
+    default_status=dg.DefaultScheduleStatus.RUNNING,
+)
+def hourly_window(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
+    """The last full hour's tracks and conjunctions, after its observations of all kinds."""
+    if reason := stale_catalogue(context.instance, context.scheduled_execution_time):
+        return dg.SkipReason(f"Nothing to fuse: {reason}.")
+    window = _last_window(context)
+    return dg.RunRequest(run_key=window, partition_key=window)
+
+
+def _last_window(context: dg.ScheduleEvaluationContext) -> str:
+    hour = context.scheduled_execution_time.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
+    return (hour - timedelta(hours=1)).strftime(windows.fmt)
+
+
+fusion_schedules = [hourly_observations, hourly_window]
+"""Running by default, and idle until a current GP snapshot is registered."""
+
+
+@dg.sensor(minimum_interval_seconds=30, default_status=dg.DefaultSensorStatus.RUNNING)
+def gp_snapshot_files(context: dg.SensorEvaluationContext, gp: GpSource) -> dg.SensorResult | dg.SkipReason:
+    """Registers each file of the GP folder (without one: a simulated snapshot) as a partition to launch.
+
+    It starts no run: whether an old file should be ingested is a person's decision.
+    """
+    wanted = list(gp.files()) or [DEFAULT_SNAPSHOT]
+    known = set(context.instance.get_dynamic_partitions("gp_snapshots"))
+    new = [name for name in wanted if name not in known]
+    if not new:
+        return dg.SkipReason(f"All {len(wanted)} GP snapshots are registered.")
+    return dg.SensorResult(dynamic_partitions_requests=[gp_snapshots.build_add_request(new)])
+
+
+fusion_sensors = [gp_snapshot_files]

@@ -1,0 +1,1 @@
+"""Spark sessions at a reference, and what their plans read."""

@@ -1,0 +1,158 @@
+"""Spark sessions that stand on one Nessie reference.
+
+The session carries the reference (`spark.sql.catalog.nessie.ref`), so user code never names a branch and
+two runs in one process stay apart: each has a session of its own, never `getOrCreate()`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.lakehouse.embedded.jars import NESSIE_SERVER
+from branchlake_dagster.lakehouse.embedded.process import LOOPBACK
+from branchlake_dagster.lakehouse.embedded.servers import (
+    EmbeddedServers,
+    Endpoints,
+    catalog_conf,
+    s3_environment,
+)
+from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized
+from branchlake_dagster.lakehouse.nessie.failures import REFUSED_HINT
+from branchlake_dagster.settings import Settings
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_SERVER_SIDE = ("spark.sql.extensions",)
+_CATALOG = "spark.sql.catalog."
+_REFUSALS = ("NessieNotAuthorizedException", "NessieForbiddenException")
+_classic_start = threading.Lock()
+
+
+def open_session(
+    settings: Settings, endpoints: Endpoints, *, ref: str, conf: Mapping[str, str]
+) -> SparkSession:
+    """A new session at `ref`; `conf` (for instance from dagster-pyspark) wins over our defaults.
+
+    Connect: 15 ms against a running server. Classic: the first one in a process starts a JVM (11-18 s),
+    later ones share it but not its settings.
+    """
+    settled = {**catalog_conf(settings, endpoints.nessie_uri, ref=ref), **_authentication(endpoints), **conf}
+    if settings.session_kind == "classic":
+        return _open_classic(settings, settled)
+    return _open_connect(endpoints, settled)
+
+
+def connect_url(remote: str, token: str | None) -> str:
+    """A Spark Connect URL with the token among its parameters, unless it names one itself."""
+    if not token or "token=" in remote:
+        return remote
+    separator = ";" if ";" in remote else "/;"
+    return f"{remote.rstrip('/')}{separator}token={token}"
+
+
+def is_connect(session: SparkSession) -> bool:
+    """Whether this is a Spark Connect session."""
+    return type(session).__module__.startswith("pyspark.sql.connect")
+
+
+@contextmanager
+def telling_refusals() -> Iterator[None]:
+    """Turn what Spark's own Nessie client calls not authorised or forbidden into NessieUnauthorized.
+
+    Without the text: the JVM passes on what the server says, and a server may echo the token.
+    """
+    try:
+        yield
+    except Exception as error:
+        if refusal := _refusal_in(str(error)):
+            raise refusal from None
+        raise
+
+
+def _refusal_in(text: str) -> NessieUnauthorized | None:
+    kind = next((name for name in _REFUSALS if name in text), None)
+    return (
+        NessieUnauthorized(f"Nessie refused what Spark asked of it ({kind}).", hint=REFUSED_HINT)
+        if kind
+        else None
+    )
+
+
+def _tell_refusals(session: SparkSession) -> None:
+    """Let a Connect session raise NessieUnauthorized in users' code too.
+
+    Before pyspark handles the error: it logs its text first, which would end in the step's log.
+    """
+    client = cast("Any", session).client
+    handle: Callable[[Exception], NoReturn] = client._handle_error
+
+    def telling(error: Exception) -> NoReturn:
+        # The server's exception class stands in a trailer of the call.
+        trailer = getattr(error, "trailing_metadata", None)
+        if refusal := _refusal_in(str(trailer()) if trailer else ""):
+            raise refusal from None
+        handle(error)
+
+    client._handle_error = telling
+
+
+def _open_connect(endpoints: Endpoints, conf: dict[str, str]) -> SparkSession:
+    from pyspark.sql import SparkSession
+
+    remote = conf.pop("spark.remote", None) or endpoints.spark_remote
+    if remote is None:
+        raise ConfigurationError("No Spark Connect server is known.", hint="Set BRANCHLAKE_SPARK_REMOTE.")
+    url = connect_url(remote, endpoints.spark_token)
+    session: SparkSession = SparkSession.builder.remote(url).create()
+    _tell_refusals(session)
+    for key, value in conf.items():
+        if key not in _SERVER_SIDE:
+            session.conf.set(key, value)
+    return session
+
+
+def _open_classic(settings: Settings, conf: dict[str, str]) -> SparkSession:
+    from pyspark.sql import SparkSession
+
+    with _classic_start:
+        # pyspark refuses a classic session while these point to a Connect server.
+        for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED"):
+            os.environ.pop(name, None)
+        os.environ.update(s3_environment(settings))
+        jars = EmbeddedServers(settings).fetch_jars()
+        paths = ",".join(str(path) for jar, path in jars.items() if jar is not NESSIE_SERVER)
+        of_process = {
+            "spark.jars": paths,
+            "spark.ui.enabled": "false",
+            "spark.driver.memory": settings.spark_driver_memory,
+            "spark.sql.warehouse.dir": str(settings.state_dir / "spark" / "warehouse"),
+        }
+        if settings.spark_master.startswith("local"):
+            of_process |= {
+                "spark.driver.bindAddress": LOOPBACK,
+                "spark.driver.host": LOOPBACK,
+                "spark.sql.shuffle.partitions": str(max(2, os.cpu_count() or 2)),
+            }
+        # Not the catalogue's: as settings of the process they would be every session's, the branch included.
+        of_process |= {key: value for key, value in conf.items() if not key.startswith(_CATALOG)}
+        builder = SparkSession.builder.master(settings.spark_master).appName("branchlake")
+        session = builder.config(map=dict(of_process)).getOrCreate().newSession()
+    for key, value in conf.items():
+        # Spark does not know a catalogue's settings and so calls them not modifiable; setting them works.
+        if key.startswith(_CATALOG) or session.conf.isModifiable(key):
+            session.conf.set(key, value)
+    return session
+
+
+def _authentication(endpoints: Endpoints) -> dict[str, str]:
+    """The bearer token for Spark's own Nessie client, set per session so that no command line shows it."""
+    if endpoints.nessie_token is None:
+        return {}
+    prefix = "spark.sql.catalog.nessie.authentication"
+    return {f"{prefix}.type": "BEARER", f"{prefix}.token": endpoints.nessie_token}

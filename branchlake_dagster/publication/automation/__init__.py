@@ -1,0 +1,1 @@
+"""Launching work when something was published."""

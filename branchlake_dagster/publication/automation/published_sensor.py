@@ -1,0 +1,217 @@
+"""A sensor that reads `main`'s log and requests a run per publication, in the order of the log.
+
+Where `on_publication()` asks "is there anything new?" and serves several publications with one run, this
+one misses none and merges none. It also follows assets of other code locations, because it reads the lake.
+
+No postponed annotations here: Dagster compares the annotation of `context` with the class itself.
+"""
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from dagster import (
+    AssetKey,
+    AssetSelection,
+    DagsterInstance,
+    DefaultSensorStatus,
+    RepositoryDefinition,
+    RunRequest,
+    SensorDefinition,
+    SensorEvaluationContext,
+    SensorResult,
+    SkipReason,
+    partition_loading_context,
+    sensor,
+)
+from dagster._core.definitions.asset_key import CoercibleToAssetKey
+from dagster._core.definitions.target import ExecutableDefinition
+
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.branching.table.spec import identifier_of, table_name
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
+from branchlake_dagster.lakehouse.nessie.model import LogEntry
+from branchlake_dagster.publication.automation.written import written_on
+from branchlake_dagster.publication.ledger.publications import Publication, publications_in
+
+AFTER_PUBLICATION_TAG = "branchlake/after_publication"
+"""On a requested run: the commit on `main` that it follows."""
+AFTER_RUN_TAG = "branchlake/after_run"
+"""On a requested run: the run that was published."""
+
+COMMITS_PER_TICK = 100
+"""Dagster ends an evaluation after 60 s; the next tick goes on where this one stopped."""
+
+
+@dataclass(frozen=True)
+class PublishedAssets:
+    """A publication that touched watched assets, and which partitions of them (None: no partitions).
+
+    A set is empty when this Dagster instance does not know the run that was published.
+    """
+
+    publication: Publication
+    partitions: Mapping[AssetKey, Set[str | None]]
+
+
+_Answer = Callable[[PublishedAssets], Sequence[RunRequest] | str]
+"""The requests for a publication, or why there are none."""
+
+
+def published_sensor(
+    name: str,
+    *,
+    assets: Sequence[CoercibleToAssetKey] | AssetSelection,
+    job: ExecutableDefinition | None = None,
+    jobs: Sequence[ExecutableDefinition] | None = None,
+    request: Callable[[PublishedAssets], RunRequest | SkipReason | None] | None = None,
+    minimum_interval_seconds: int = 3,
+    default_status: DefaultSensorStatus = DefaultSensorStatus.STOPPED,
+    description: str | None = None,
+) -> SensorDefinition:
+    """A sensor that launches `job` for each publication that touched a table of `assets`.
+
+    `assets`: keys, also of other code locations, or a selection of this one's. A partitioned job gets one
+    run per published partition, if all `assets` have its very partitions; otherwise give `request`, which
+    is called with each publication and says what to launch (one of `jobs`, if there are several). A
+    request without a `run_key` gets the publication's id, so that nothing is launched twice.
+
+    The first tick starts at the present end of `main`'s log. The sensor needs the resource `lakehouse`.
+    Dagster looks for due sensors every 5 s, so 3 s between two ticks means at every look.
+    Raises ConfigurationError, here or in each tick, when it cannot know what to launch.
+    """
+    if not isinstance(assets, AssetSelection) and not assets:
+        raise ConfigurationError(f"The sensor {name} watches no asset.", hint="Name some: assets=[…].")
+    if request is None and job is None:
+        raise ConfigurationError(
+            f"The sensor {name} does not know what to launch.", hint="Give it a job, or request and jobs."
+        )
+
+    @sensor(
+        name=name,
+        job=job,
+        jobs=jobs,
+        minimum_interval_seconds=minimum_interval_seconds,
+        default_status=default_status,
+        description=description or "Launches a run for each publication of the watched assets.",
+    )
+    def follow(context: SensorEvaluationContext, lakehouse: LakehouseResource) -> SensorResult:
+        repository = context.repository_def
+        assert repository is not None  # noqa: S101 - the daemon always evaluates within a code location
+        lake = lakehouse.lakehouse
+        keys = _keys(assets, repository)
+        answer = _answer_of(request) if request else _launch(job, keys, repository, context.instance)
+        tables = {table_name(identifier_of(key, lake.settings.default_namespace)): key for key in keys}
+        step = _read(lake.nessie, context.cursor)
+        requests: list[RunRequest] = []
+        told = [step.note] if step.note else []
+        for publication in (one for entry in step.entries for one in publications_in(entry)):
+            touched = [tables[table] for table in publication.tables if table in tables]
+            if touched:
+                written = written_on(context.instance, publication.branch)
+                event = PublishedAssets(publication, {key: written.get(key, frozenset()) for key in touched})
+                found = answer(event)
+                requests += [] if isinstance(found, str) else found
+                told += [found] if isinstance(found, str) else []
+        for line in told:
+            context.log.info(line)
+        why = " ".join(told) or f"{len(step.entries)} commits on main since, none of them for these assets."
+        return SensorResult(
+            run_requests=requests, cursor=step.cursor, skip_reason=None if requests else SkipReason(why)
+        )
+
+    return follow
+
+
+def _keys(
+    assets: Sequence[CoercibleToAssetKey] | AssetSelection, repository: RepositoryDefinition
+) -> Sequence[AssetKey]:
+    if isinstance(assets, AssetSelection):
+        return sorted(assets.resolve(repository.asset_graph))
+    return [AssetKey.from_coercible(asset) for asset in assets]
+
+
+# -- main's log ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Commits in the order they were made, the cursor after them, and what is odd about it."""
+
+    entries: Sequence[LogEntry]
+    cursor: str
+    note: str = ""
+
+
+def _read(client: NessieClient, cursor: str | None) -> _Step:
+    head = client.reference(MAIN)
+    if cursor is None:
+        return _Step((), head.hash, f"Starts at main's present commit {head.hash[:12]}.")
+    if cursor == head.hash:
+        return _Step((), cursor)
+    try:
+        entries = list(client.log(head.pinned, since=cursor))
+    except ReferenceNotFound:
+        return _Step(
+            (),
+            head.hash,
+            f"main's log no longer holds commit {cursor[:12]}: its history was rewritten. What was published "
+            f"meanwhile is not known. Starts anew at {head.hash[:12]}.",
+        )
+    taken = entries[::-1][:COMMITS_PER_TICK]
+    return _Step(taken, taken[-1].commit.hash if taken else cursor)
+
+
+# -- what to launch ------------------------------------------------------------------------------------
+
+
+def _answer_of(request: Callable[[PublishedAssets], RunRequest | SkipReason | None]) -> _Answer:
+    """The user's function, its request with a run key."""
+
+    def answer(event: PublishedAssets) -> Sequence[RunRequest] | str:
+        found = request(event)
+        if isinstance(found, RunRequest):
+            key = found.run_key or event.publication.publication_id
+            return [found.with_replaced_attrs(run_key=key)]
+        return (found.skip_message if found else None) or f"Nothing after run {event.publication.run_id}."
+
+    return answer
+
+
+def _launch(
+    job: ExecutableDefinition | None,
+    keys: Sequence[AssetKey],
+    repository: RepositoryDefinition,
+    instance: DagsterInstance,
+) -> _Answer:
+    """A request for the job; for a partitioned one a request per published partition that still exists."""
+    assert job is not None  # noqa: S101 - a sensor without `request` has one
+    partitions, graph = repository.get_job(job.name).partitions_def, repository.asset_graph
+    others = [
+        key.to_user_string()
+        for key in keys
+        if not graph.has(key) or graph.get(key).partitions_def != partitions
+    ]
+    if partitions is not None and others:
+        raise ConfigurationError(
+            f"The job {job.name} is partitioned otherwise than {', '.join(others)}.",
+            hint="Say what to launch with published_sensor(request=…). Of an asset of another code location "
+            "an AssetSpec can tell the partitions.",
+        )
+
+    def answer(event: PublishedAssets) -> Sequence[RunRequest] | str:
+        one = event.publication
+        tags = {AFTER_PUBLICATION_TAG: one.hash, AFTER_RUN_TAG: one.run_id}
+        if partitions is None:
+            return [RunRequest(one.publication_id, job_name=job.name, tags=tags)]
+        wanted = {key for keys in event.partitions.values() for key in keys if key is not None}
+        with partition_loading_context(dynamic_partitions_store=instance):
+            there = partitions.filter_valid_partition_keys(wanted)
+        return [
+            RunRequest(f"{one.publication_id}:{key}", job_name=job.name, partition_key=key, tags=tags)
+            for key in sorted(there)
+        ] or f"No partition to launch after run {one.run_id}: not known here, or deleted since."
+
+    return answer

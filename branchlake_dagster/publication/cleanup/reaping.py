@@ -1,0 +1,284 @@
+"""The reaper at work: its rules applied with Dagster's knowledge of runs, as a job, a schedule and a command.
+
+No postponed annotations here: Dagster compares the annotation of `context` with the class itself.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import TypeVar
+
+from dagster import (
+    DagsterEventType,
+    DagsterInstance,
+    DefaultScheduleStatus,
+    JobDefinition,
+    MetadataValue,
+    OpExecutionContext,
+    RunRecord,
+    ScheduleDefinition,
+    job,
+    op,
+)
+
+from branchlake_dagster.branching.branch.owner import claims, successors
+from branchlake_dagster.branching.branch.reference_names import (
+    DISCARDED_PREFIX,
+    PUBLICATION_PREFIX,
+    SWEEPING_PREFIX,
+    is_ours,
+)
+from branchlake_dagster.branching.branch.run_tags import FENCED, judged, opened_by, published_as
+from branchlake_dagster.branching.fencing.report_end import tell_ended
+from branchlake_dagster.branching.liveness.heartbeat_store import Beat, HeartbeatStore
+from branchlake_dagster.branching.reaping.origin import instance_id
+from branchlake_dagster.branching.reaping.reaper import Reaper
+from branchlake_dagster.branching.reaping.rules import Action, Holder, Limits, Reaping, RunState
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.branching.sweeping.sweeper import TAGS, Sweeper, Sweeping
+from branchlake_dagster.branching.table.files import TableFiles
+from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.settings import RUN_BRANCH_PREFIX, Settings
+
+T = TypeVar("T")
+_NOTED = {DagsterEventType.STEP_FAILURE, DagsterEventType.STEP_UP_FOR_RETRY}
+
+
+class RunsUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
+    """Dagster's storage does not answer, so nobody can say which branches are in use."""
+
+
+class NotOurs(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """A reference that was to be ended has no name of ours."""
+
+
+class DagsterRuns:
+    """The runs of a Dagster instance as the reaper sees them."""
+
+    def __init__(self, instance: DagsterInstance) -> None:
+        self._instance = instance
+
+    def holders(self, branches: Collection[str]) -> Mapping[str, Holder]:
+        """The run of each branch with its state; raises RunsUnreadable."""
+        try:
+            records = claims(self._instance, branches)
+            found = {branch: _holder(branch, record) for branch, record in records.items() if record}
+            waiting = [b for b, one in found.items() if one.state is RunState.AWAITING_PUBLICATION]
+            continued = {branch for branch, _ in successors(self._instance, waiting)}
+        except Exception as error:
+            # Whatever the storage raises (SQL, gRPC, HTTP): without an answer nothing may be deleted.
+            raise RunsUnreadable(
+                f"Dagster's storage could not be asked for runs: {type(error).__name__}.",
+                hint="Without its answer nothing is deleted.",
+            ) from error
+        return {branch: replace(one, continued=branch in continued) for branch, one in found.items()}
+
+    def reports_after(self, run_id: str, beat: Beat) -> bool:
+        """Whether the run's executor outlived the writer of `beat`, as it does when steps are processes.
+
+        It noted the failure of a step after that beat, or wrote anything when the writer was silent already.
+        """
+        if beat.written_at is None:
+            return False
+        last = beat.written_at.timestamp()
+        return (self._newest(run_id, None) > last + beat.silent_s) or self._newest(run_id, _NOTED) > last
+
+    def _newest(self, run_id: str, kinds: set[DagsterEventType] | None) -> float:
+        try:
+            page = self._instance.get_records_for_run(run_id, of_type=kinds, limit=1, ascending=False)
+        except Exception as error:
+            raise RunsUnreadable(
+                f"The events of a run could not be read: {type(error).__name__}.",
+                run_id=run_id,
+                hint="Nothing was deleted.",
+            ) from error
+        return page.records[0].timestamp if page.records else 0.0
+
+    def bury(self, run_id: str, message: str) -> None:
+        """Report a run as failed that Dagster still takes for running."""
+        run = self._instance.get_run_by_id(run_id)
+        if run is not None and not run.is_finished:
+            self._instance.report_run_failed(run, message)
+
+    def fenced(self, run_id: str, branch: str, reason: str) -> None:
+        """Show on a run that has no verdict that its branch was discarded, and why."""
+        tell_ended(self._instance, run_id, branch, verdict=FENCED, reason=f"its branch was ended: {reason}")
+
+
+def _holder(branch: str, record: RunRecord) -> Holder:
+    run = record.dagster_run
+    own = opened_by(run.tags, run.run_id)
+    told = own and judged(run.tags, branch)
+    if not run.is_finished:
+        state = RunState.ACTIVE
+    elif own and published_as(run.tags, branch):
+        state = RunState.PUBLISHED
+    elif run.is_success and not told:
+        state = RunState.AWAITING_PUBLICATION
+    else:
+        state = RunState.UNPUBLISHED
+    ended = datetime.fromtimestamp(record.end_time, UTC) if record.end_time else None
+    return Holder(run.run_id, state, record.create_timestamp, ended, told)
+
+
+def reap_branches(
+    lake: Lakehouse,
+    instance: DagsterInstance,
+    *,
+    dry_run: bool = False,
+    now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    monotonic: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+    only: Collection[str] | None = None,
+) -> Iterator[Reaping]:
+    """One pass of the reaper over the lake, with Dagster's knowledge of runs.
+
+    `only` are branches that a person has named, whoever made them.
+    """
+    reaper = _reaper(
+        lake, instance, only=only, anyones=only is not None, now=now, monotonic=monotonic, sleep=sleep
+    )
+    return reaper.run(dry_run=dry_run)
+
+
+def _reaper(
+    lake: Lakehouse,
+    instance: DagsterInstance,
+    *,
+    only: Collection[str] | None = None,
+    anyones: bool = False,
+    now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    monotonic: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Reaper:
+    settings = lake.settings
+    return Reaper(
+        lake.nessie,
+        DagsterRuns(instance),
+        limits_of(settings),
+        heartbeats=HeartbeatStore.of(settings),
+        now=now,
+        monotonic=monotonic,
+        sleep=sleep,
+        instance=instance_id(instance),
+        files=TableFiles(settings.file_io_properties()),
+        only=only,
+        anyones=anyones,
+    )
+
+
+def end_dead(lake: Lakehouse, instance: DagsterInstance, dead: Collection[Beat]) -> Iterator[Reaping]:
+    """End the branches and runs of writers that were watched and are dead; look at nothing else."""
+    branches = {beat.branch for beat in dead}
+    return _reaper(lake, instance, only=branches).run(dead=dead)
+
+
+def sweep_discarded(
+    lake: Lakehouse,
+    instance: DagsterInstance,
+    *,
+    dry_run: bool = False,
+    now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    only: str | None = None,
+) -> Iterator[Sweeping]:
+    """Delete the files of branches that were discarded longer ago than `discard_grace_h`.
+
+    `only` is a tag that a person has named, whoever made it.
+    """
+    settings = lake.settings
+    return Sweeper(
+        lake.nessie,
+        TableFiles(settings.file_io_properties()),
+        DagsterRuns(instance).holders,
+        grace=timedelta(hours=settings.discard_grace_h),
+        now=now,
+        instance=instance_id(instance),
+        listing=TAGS if only is None else f"refType == 'TAG' && ref.name == '{only}'",
+        anyones=only is not None,
+    ).run(dry_run=dry_run)
+
+
+def end_named(
+    lake: Lakehouse, instance: DagsterInstance, names: Collection[str], *, dry_run: bool = False
+) -> tuple[list[Reaping], list[Sweeping]]:
+    """End these branches and sweep these tags, whichever Dagster instance made them: a person has said so.
+
+    What beats, waits for its verdict, is younger than its grace or needed elsewhere stays all the same.
+    Raises NotOurs, before anything is done, for a name that no machinery of ours has given.
+    """
+    for name in names:
+        if not is_ours(name, RUN_BRANCH_PREFIX, PUBLICATION_PREFIX, DISCARDED_PREFIX, SWEEPING_PREFIX):
+            raise NotOurs(
+                f"{name} is no branch or tag of a run.",
+                branch=name,
+                hint="Delete it with Nessie's own tools, if it is yours.",
+            )
+    wanted = {name for name in names if is_ours(name, RUN_BRANCH_PREFIX, PUBLICATION_PREFIX)}
+    reaped = list(reap_branches(lake, instance, dry_run=dry_run, only=wanted)) if wanted else []
+    swept = [
+        sweep_discarded(lake, instance, dry_run=dry_run, only=name) for name in names if name not in wanted
+    ]
+    return reaped, [one for each in swept for one in each]
+
+
+def limits_of(settings: Settings) -> Limits:
+    """The reaper's patience as it is set."""
+    return Limits(
+        max_age=timedelta(hours=settings.orphan_max_age_h),
+        orphan_grace=timedelta(minutes=settings.orphan_grace_min),
+        keep_failed=timedelta(hours=settings.keep_failed_hours),
+    )
+
+
+def reap_job() -> JobDefinition:
+    """The job `reap_branches`: one pass over branches, then over discarded states; told as metadata."""
+
+    @op(description="Ends run branches that nobody will publish, and deletes what long discarded ones left.")
+    def reap_branches_op(context: OpExecutionContext, lakehouse: LakehouseResource) -> None:
+        lake = lakehouse.lakehouse
+        reaped = _logged(context, reap_branches(lake, context.instance))
+        swept = _logged(context, sweep_discarded(lake, context.instance))
+        deleted = [one for one in reaped if one.delete]
+        kept = [one for one in reaped if one.action is Action.KEEP]
+        context.add_output_metadata(
+            {
+                "deleted": MetadataValue.int(len(deleted)),
+                "kept": MetadataValue.int(len(kept)),
+                "files_deleted": MetadataValue.int(sum(one.files for one in swept)),
+                "bytes_freed": MetadataValue.int(sum(one.size for one in swept)),
+                "branches": _bullets(reaped) or MetadataValue.md("no run branches"),
+                "discarded": _bullets(swept) or MetadataValue.md("nothing discarded"),
+            }
+        )
+
+    @job(name="reap_branches", description="Clean-up of abandoned run branches.")
+    def reap_branches_job() -> None:
+        reap_branches_op()
+
+    return reap_branches_job
+
+
+def _logged(context: OpExecutionContext, decisions: Iterator[T]) -> list[T]:
+    told = []
+    for one in decisions:
+        context.log.info(str(one))
+        told.append(one)
+    return told
+
+
+def _bullets(lines: Sequence[object], most: int = 500) -> MetadataValue | None:
+    more = [f"- and {len(lines) - most} more, in the run's log"] if len(lines) > most else []
+    return MetadataValue.md("\n".join([*(f"- {one}" for one in lines[:most]), *more])) if lines else None
+
+
+def reap_schedule(reaper: JobDefinition, settings: Settings) -> ScheduleDefinition:
+    """Runs `reaper` every `reap_interval_min` minutes."""
+    minutes = settings.reap_interval_min
+    return ScheduleDefinition(
+        name="reap_branches_schedule",
+        job=reaper,
+        cron_schedule="0 * * * *" if minutes == 60 else f"*/{minutes} * * * *",
+        default_status=DefaultScheduleStatus.RUNNING,
+    )

@@ -1,0 +1,1 @@
+"""The publisher: passed branches become visible on `main` in one atomic commit."""

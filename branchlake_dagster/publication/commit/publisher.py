@@ -1,0 +1,181 @@
+"""Publishing: making passed branches visible on `main`, each wholly, exactly once, whatever is lost.
+
+A branch whose keys nobody else touched is merged: one call. Where `main` has moved under a table, or the
+run asked for serializable isolation, or several candidates want the same table, one commit is planned on
+`main`'s present hash and sent expecting that hash. Both can be repeated after a lost reply: Nessie
+recognises a merge that it has, and a commit is looked for in the ledger before it is planned again. Two
+commits of one plan cannot both succeed, because each changes keys that the other expects unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import islice
+
+from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, ReferenceNotFound, may_pass
+from branchlake_dagster.lakehouse.nessie.model import ContentKey, DiffEntry, Namespace
+from branchlake_dagster.publication.commit.committer import Committer
+from branchlake_dagster.publication.commit.publication_branch import PreparedStates
+from branchlake_dagster.publication.ledger.candidate import Candidate, Published, Result
+from branchlake_dagster.publication.ledger.main_log import BaseNotOnMain, MainLog
+from branchlake_dagster.publication.ledger.publications import Publication, message, properties
+from branchlake_dagster.publication.rebase.replay import IcebergTables, Tables
+
+GROUP = 32
+"""Most publications in one commit: bounds what is planned again when `main` moves meanwhile."""
+
+
+class PublicationUnexplained(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like the other outcomes
+    """`main` is said to hold the candidate, and its log does not know it."""
+
+
+@lru_cache(maxsize=8)
+def _main_log(uri: str) -> MainLog:  # noqa: ARG001 - the key
+    """One reading of a lake's log for all passes of this process."""
+    return MainLog()
+
+
+def publisher_of(lake: Lakehouse) -> Publisher:
+    """The publisher of a lake's Iceberg tables."""
+    client = lake.nessie
+    return Publisher(client, IcebergTables(lake.catalog()), _main_log(client.uri))
+
+
+class Publisher:
+    """Publishes candidates. Several publishers may run at once, in one process or many."""
+
+    def __init__(self, client: NessieClient, tables: Tables, log: MainLog | None = None) -> None:
+        self._client = client
+        self._log = log or MainLog()
+        self._committer = Committer(client, tables, self._log)
+        self.states = PreparedStates(client, self._committer)
+
+    def publish(
+        self, candidates: Sequence[Candidate], *, alive: Callable[[], None] = lambda: None
+    ) -> dict[str, Result | Exception]:
+        """The result for each candidate by branch; an error where there is none yet.
+
+        `alive` is called right before a commit is sent, and raises when it must not be: a commit needs no
+        run branch, so that of a run which was fenced meanwhile would be accepted.
+
+        Safe to call again after any failure. An error that `may_pass` means "again", and what fails of one
+        candidate, by an error of any class, does not hold up another.
+        """
+        results: dict[str, Result | Exception] = {}
+        for group in groups(candidates):
+            results |= self._guarded(partial(self._group, alive=alive), group)
+        return results
+
+    def _guarded(
+        self,
+        publish: Callable[[Sequence[Candidate]], Mapping[str, Result | Exception]],
+        batch: Sequence[Candidate],
+    ) -> Mapping[str, Result | Exception]:
+        """What `publish` says of a batch; when it fails for a reason that stays, each one is tried alone."""
+        try:
+            return publish(batch)
+        except Exception as error:  # noqa: BLE001 - it becomes the outcome of those whom it concerns
+            if len(batch) == 1 or may_pass(error):
+                return dict.fromkeys((one.branch for one in batch), error)
+        found: dict[str, Result | Exception] = {}
+        for one in batch:
+            found |= self._guarded(publish, [one])
+        return found
+
+    def known(self, branch: str, base_hash: str, head_hash: str | None = None) -> Published | None:
+        """How a branch that was made from `base_hash` is on `main` already; None: it is not.
+
+        With `head_hash` a merge by somebody else counts too. Raises BaseNotOnMain.
+        """
+        at = self._client.reference(MAIN).hash
+        return self._log.published(self._client, branch, base=base_hash, head=head_hash, at=at)
+
+    def _group(
+        self, group: Sequence[Candidate], *, alive: Callable[[], None]
+    ) -> Mapping[str, Result | Exception]:
+        """Candidates that share keys. One alone is merged if it can be."""
+        only = group[0]
+        # Nessie 0.99 merges a rename as a deletion: the table was lost. A commit of ours carries it over.
+        if len(group) == 1 and not only.serializable and not only.renames:
+            merged = self._merge(only.branch, only.head_hash, only.publication())
+            if merged is not None:
+                return {only.branch: merged}
+        found: dict[str, Result | Exception] = {}
+        waiting = iter(group)
+        while batch := list(islice(waiting, GROUP)):
+            found |= self._guarded(partial(self._committer.publish, alive=alive), batch)
+        return found
+
+    # -- one merge -------------------------------------------------------------------------------------
+
+    def _merge(self, branch: str, head_hash: str, publication: Publication) -> Published | None:
+        """Merge a branch into `main`; None when `main` changed one of its keys since, or lost its base."""
+        try:
+            result = self._client.merge(
+                from_name=branch,
+                from_hash=head_hash,
+                into=MAIN,
+                # Any hash of main will do: Nessie compares from the common ancestor. This one is at hand, and
+                # the server refuses it when main was rolled back below it: a merge would bring back what
+                # was rolled back.
+                expected_hash=publication.base_hash,
+                message=message([publication]),
+                properties=properties([publication]),
+            )
+        except NessieConflict:
+            # Of a dropped namespace Nessie tells by an error, as it does when it lost a race with itself.
+            return None
+        except ReferenceNotFound:
+            try:
+                self.known(branch, publication.base_hash)
+            except BaseNotOnMain:
+                return None
+            raise  # the branch itself is gone
+        if result.applied:
+            return Published(result.target_hash)
+        if not result.successful:
+            return None
+        found = self.known(branch, publication.base_hash, head_hash)
+        found = found or self._within_a_merge(publication.base_hash, head_hash)
+        if found is None:
+            raise PublicationUnexplained(
+                "Nessie says that main holds this branch, but main's log has no merge of it.",
+                branch=publication.branch,
+                run_id=publication.run_id,
+                hint="Look at main's log for who merged it; if its rows are there, delete the branch.",
+            )
+        return found
+
+    def _within_a_merge(self, base_hash: str, head_hash: str) -> Published | None:
+        """The merge by hand of a later state: a zombie had written to the branch after it was judged."""
+        at = self._client.reference(MAIN).hash
+        for source, merge in self._log.merges(self._client, base=base_hash, at=at).items():
+            with contextlib.suppress(ReferenceNotFound):  # made from another commit of main
+                later = self._client.log(f"@{source}", since=base_hash)
+                if any(entry.commit.hash == head_hash for entry in later):
+                    return Published(merge, now=False, by_hand=True)
+        return None
+
+
+def groups(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
+    """Candidates that change a common key together, in their order."""
+    groups: list[tuple[set[ContentKey], list[Candidate]]] = []
+    for candidate in candidates:
+        # Two branches that made one namespace do not collide: a merge takes either.
+        keys = {entry.key for entry in candidate.changes if not _is_namespace(entry)}
+        members = [candidate]
+        for group in [group for group in groups if group[0] & keys]:
+            groups.remove(group)
+            keys |= group[0]
+            members = [*group[1], *members]
+        groups.append((keys, members))
+    return [members for _, members in groups]
+
+
+def _is_namespace(entry: DiffEntry) -> bool:
+    return isinstance(entry.to_content or entry.from_content, Namespace)

@@ -1,0 +1,1 @@
+"""The quality gate: evidence from Dagster, and the verdict on it."""

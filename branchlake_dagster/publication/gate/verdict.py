@@ -1,0 +1,134 @@
+"""The quality gate: from evidence to a verdict, closed wherever evidence is missing. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from branchlake_dagster.publication.gate.evidence import CheckName, Evaluation, RunEvidence
+
+
+class Decision(StrEnum):
+    """What the gate says of a run."""
+
+    PASSED = "passed"
+    PASSED_WITH_WARNINGS = "passed_with_warnings"
+    BLOCKED = "blocked"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The decision, why it blocks, what it warns of, and how many checks passed out of those looked at."""
+
+    decision: Decision
+    reasons: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    checks_passed: int = 0
+    checks_total: int = 0
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the run may not be published."""
+        return self.decision is Decision.BLOCKED
+
+    def summary(self) -> str:
+        """One line: decision, check counts, reasons or warnings."""
+        told = "; ".join(self.reasons or self.warnings)
+        return f"{self.decision} ({self.checks_passed}/{self.checks_total} checks)" + (
+            f": {told}" if told else ""
+        )
+
+
+def judge(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
+    """The verdict on a run.
+
+    Blocked by: the run did not succeed; a planned check without an evaluation (crashed, skipped); a
+    failed check of severity ERROR; a check older than the data it speaks of; a check that is defined on a
+    written asset and was left out, wholly or for a partition written; a written asset that demands checks
+    and has none; and, with `strict_tables`, a changed table that is no materialised asset's (nothing could
+    have checked it); and a serializable asset of which nobody can say all that it has read.
+    """
+    if not evidence.succeeded:
+        return Verdict(Decision.BLOCKED, ("the run did not succeed",))
+    reasons = [*_missing(evidence), *_failed(evidence), *_stale(evidence), *_left_out(evidence)]
+    reasons += _untold(evidence)
+    if strict_tables:
+        reasons += _unexplained(evidence)
+    warnings = tuple(
+        _sentence(name, partition, result)
+        for (name, partition), result in sorted(evidence.evaluations.items(), key=repr)
+        if not result.passed and not result.blocks
+    )
+    passed = sum(result.passed for result in evidence.evaluations.values())
+    total = len(evidence.evaluations) + len(list(_missing(evidence)))
+    if reasons:
+        return Verdict(Decision.BLOCKED, tuple(dict.fromkeys(reasons)), warnings, passed, total)
+    decision = Decision.PASSED_WITH_WARNINGS if warnings else Decision.PASSED
+    return Verdict(decision, (), warnings, passed, total)
+
+
+def _missing(evidence: RunEvidence) -> Iterator[str]:
+    for name, partition in sorted(evidence.planned, key=repr):
+        # A check over all partitions of a run reports once, without one.
+        if (name, partition) not in evidence.evaluations and (name, None) not in evidence.evaluations:
+            yield f"check {_label(name, partition)} was planned and never evaluated"
+
+
+def _failed(evidence: RunEvidence) -> Iterator[str]:
+    for (name, partition), result in sorted(evidence.evaluations.items(), key=repr):
+        if not result.passed and result.blocks:
+            yield _sentence(name, partition, result)
+
+
+def _stale(evidence: RunEvidence) -> Iterator[str]:
+    for (name, partition), result in sorted(evidence.evaluations.items(), key=repr):
+        for (asset, written_partition), written in evidence.written.items():
+            same = asset == name[0] and (partition is None or written_partition in (None, partition))
+            # Within one step the events' order is Dagster's, not the asset's.
+            if same and written.step != result.step and written.order > result.order:
+                yield f"check {_label(name, partition)} ran before {asset} was written for the last time"
+
+
+def _left_out(evidence: RunEvidence) -> Iterator[str]:
+    seen = evidence.planned | evidence.evaluations.keys()
+    names = {name for name, _ in seen}
+    for asset, rules in sorted(evidence.rules.items()):
+        partitions = sorted({part for written, part in evidence.written if written == asset}, key=repr)
+        for check in sorted(rules.checks):
+            name = (asset, check)
+            if name not in names:
+                yield f"check {_label(name, None)} was left out of the run"
+            elif (name, None) not in seen:
+                for partition in partitions:
+                    if partition is not None and (name, partition) not in seen:
+                        yield f"check {_label(name, partition)} was left out of the run"
+        if rules.demands_checks and not any(name[0] == asset for name in names):
+            yield (
+                f"asset {asset} has no check (add one, or allow it with table_metadata(require_checks=False))"
+            )
+
+
+def _untold(evidence: RunEvidence) -> Iterator[str]:
+    if evidence.serializable and evidence.untold:
+        yield (
+            f"serializable asset {', '.join(sorted(evidence.serializable))} may have read more than is known:"
+            f" {', '.join(sorted(evidence.untold))}"
+        )
+
+
+def _unexplained(evidence: RunEvidence) -> list[str]:
+    known = {rules.table for rules in evidence.rules.values()}
+    return [
+        f"table {table} was changed, but no materialised asset is stored there"
+        for table in sorted(evidence.write_set - known)
+    ]
+
+
+def _sentence(name: CheckName, partition: str | None, result: Evaluation) -> str:
+    told = f": {result.description}" if result.description else ""
+    return f"check {_label(name, partition)} failed{told}"
+
+
+def _label(name: CheckName, partition: str | None) -> str:
+    return f"{name[1]} on {name[0]}" + (f" [{partition}]" if partition else "")

@@ -1,0 +1,1 @@
+"""What was published: `main`'s log in Nessie, and what is on its way there."""

@@ -1,0 +1,239 @@
+"""Whether a run's change to a table can be replayed on what `main` has become meanwhile. Pure functions.
+
+Replaying is allowed where the result is what running the run afterwards would have given, as far as its
+files can tell; whatever they cannot tell is refused (DESIGN §6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from branchlake_dagster.publication.rebase.carried import not_carried
+from branchlake_dagster.publication.rebase.changes import (
+    Bounds,
+    DeleteFile,
+    File,
+    Layout,
+    Mode,
+    Step,
+    TableChange,
+)
+
+_NEVER = {
+    Mode.UNKNOWN: "its history does not lead back to the run's base",
+    Mode.OLD_LAYOUT: "files of an older partition spec were touched",
+    Mode.ROW_DELETES: "the run wrote delete files (merge-on-read), which cannot be replayed",
+    Mode.DELETION_VECTORS: "the run wrote deletion vectors (format version 3), which cannot be replayed",
+    Mode.REPLACE_TABLE: "the run replaced the whole table",
+}
+_THEIRS = {
+    Mode.UNKNOWN: "its history does not lead back to the run's base (rolled back, or replaced)",
+    Mode.OLD_LAYOUT: _NEVER[Mode.OLD_LAYOUT],
+}
+_DETAILS = "columns' documentation, identifier fields or defaults"
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Why a change cannot be replayed: in words, in which partitions, and against whose steps."""
+
+    why: str
+    partitions: tuple[str, ...] = ()
+    runs: tuple[str, ...] = ()
+
+
+def overlap(mine: TableChange, theirs: TableChange) -> Overlap | None:
+    """None when `mine` may be replayed after `theirs`; both are changes of one table since one base."""
+    if why := _layouts(mine, theirs):
+        return Overlap(why, runs=_runs(theirs.steps))
+    own: set[str] = set()
+    for step in mine.steps:
+        if found := _step(step, own, theirs):
+            return found
+        own |= {file.path for file in step.added}
+    if why := not_carried(mine, theirs):
+        return Overlap(why, runs=_runs(theirs.steps))
+    return None
+
+
+def _step(step: Step, own: Set[str], theirs: TableChange) -> Overlap | None:
+    """One step of the run's; `own` are the paths of the files that its earlier steps added."""
+    everyone = _runs(theirs.steps)
+    mode = Mode.ROW_DELETES if step.deletes and step.mode not in _NEVER else step.mode
+    if mode in _NEVER:
+        return Overlap(_NEVER[mode], runs=everyone)
+    if mode is Mode.APPEND:
+        return None  # whatever main did, appending after it is what running later would have done
+    for other in theirs.steps:
+        if other.mode in (Mode.UNKNOWN, Mode.OLD_LAYOUT):
+            return Overlap(f"main's change cannot be compared: {_THEIRS[other.mode]}", runs=everyone)
+    if gone := _gone(step, theirs):
+        return gone
+    if hit := _hit(step, own, theirs):
+        return hit
+    # The same rows in other files are no change of rows; which files the run removed was asked above.
+    others = [other for other in theirs.steps if other.mode is not Mode.COMPACT]
+    if mode is Mode.COMPACT:
+        return None
+    if found := _replaced(step, others):
+        return found
+    if step.recorded is not None or not any(other.touched or other.deletes for other in others):
+        return None
+    shared = {name: [other for other in others if name in other.partitions] for name in step.partitions}
+    shared = {name: steps for name, steps in shared.items() if steps}
+    if mode is Mode.UPSERT:
+        return _upserted(step, shared, others, theirs.after)
+    if not shared:
+        return None
+    why = "both sides changed the same partitions" if any(shared) else "both sides changed its rows"
+    return Overlap(why, tuple(sorted(shared)), _runs([s for steps in shared.values() for s in steps]))
+
+
+def _upserted(
+    step: Step, shared: Mapping[str, Sequence[Step]], others: Sequence[Step], now: Layout
+) -> Overlap | None:
+    """An upsert is apart from others by partition, if the key has it, or by the bounds of a key column."""
+    names = {column.name for column in now.columns}
+    if lost := [key for key in step.keys if key not in names]:
+        why = f"its key column {lost[0]} was renamed or dropped, so the keys cannot be compared"
+        return Overlap(why, tuple(sorted(shared)), _runs(others))
+    by_partition = now.partition_columns and now.partition_columns <= {*step.keys}
+    if (not shared and by_partition) or _disjoint(step, others):
+        return None
+    meeting = [other for steps in shared.values() for other in steps]
+    why = "both sides may have changed the same keys"
+    return Overlap(why, tuple(sorted(shared)), _runs(meeting or others))
+
+
+def _replaced(step: Step, others: Sequence[Step]) -> Overlap | None:
+    """What either side replaced as a predicate, which its files do not tell."""
+    mine = step.recorded
+    for other in others:
+        theirs = other.replaced
+        if mine is not None and theirs is not None:
+            if mine.meets(theirs):
+                return Overlap("both sides replaced the same partitions", _named(step, other), _runs([other]))
+        elif mine is not None:
+            held = {file.partition for file in other.touched if file.may_hold(mine)}
+            held |= {one.partition for one in other.deletes if one.may_hold(mine)}
+            if held:
+                why = "main changed partitions that the run replaced"
+                return Overlap(why, _named(step, other, held), _runs([other]))
+        elif theirs is not None:
+            held = {file.partition for file in step.touched if file.may_hold(theirs)}
+            if held:
+                why = "main replaced partitions that the run changed"
+                return Overlap(why, _named(other, step, held), _runs([other]))
+    return None
+
+
+def _named(step: Step, other: Step, held: Set[str] = frozenset()) -> tuple[str, ...]:
+    """For people: the Dagster partitions that both sides name, else the step's own, else the files'."""
+    both = {name for name in set(step.named) & set(other.named) if not name.startswith("…")}
+    return tuple(sorted(both or set(step.named) or set(other.named) or held))
+
+
+def _hit(step: Step, own: Set[str], theirs: TableChange) -> Overlap | None:
+    """Files the run removed from which `main` has deleted rows by delete files: they would come back.
+
+    Every delete file since the base applies to them, whatever else was done to the table before or after it.
+    """
+    removed = [file for file in step.removed if file.path not in own]
+    for other in theirs.steps:
+        if other.mode is Mode.COMPACT or not removed:
+            continue  # deletes written anew for the same rows
+        if hit := _which(other.deletes, removed):
+            why = (
+                "main deleted rows (deletion vectors) of files that the run replaced"
+                if other.mode is Mode.DELETION_VECTORS
+                else "main deleted rows (merge-on-read) of files that the run replaced"
+            )
+            return Overlap(why, tuple(sorted({file.partition for file in hit})), _runs([other]))
+    return None
+
+
+def _which(deletes: Sequence[DeleteFile], files: Sequence[File]) -> list[File]:
+    """The files that one of the delete files may hit. Most of those name one file, or one partition."""
+    one_file = {one.paths[0] for one in deletes if one.paths and one.paths[0] == one.paths[1]}
+    partitions = {one.partition for one in deletes if one.paths is None}
+    rest = [one for one in deletes if one.everywhere or (one.paths and one.paths[0] != one.paths[1])]
+    return [
+        file
+        for file in files
+        if file.path in one_file or file.partition in partitions or any(one.may_hit(file) for one in rest)
+    ]
+
+
+def _gone(step: Step, theirs: TableChange) -> Overlap | None:
+    """Files the run removed that somebody else removed too."""
+    theirs_removed = theirs.removed
+    twice = [file for file in step.removed if file.path in theirs_removed]
+    if not twice:
+        return None
+    others = [theirs_removed[file.path] for file in twice]
+    compacted = all(other.mode is Mode.COMPACT for other in others)
+    why = "files the run replaced were compacted" if compacted else "both sides replaced the same files"
+    return Overlap(why, tuple(sorted({file.partition for file in twice})), _runs(others))
+
+
+def _disjoint(step: Step, others: Sequence[Step]) -> bool:
+    """Whether the bounds of one key column prove that no key is on both sides."""
+    theirs = [file for other in others for file in other.touched]
+    return any(_apart(step.touched, theirs, key) for key in step.keys)
+
+
+def _apart(mine: Sequence[File], theirs: Sequence[File], column: str) -> bool:
+    left, right = _range(mine, column), _range(theirs, column)
+    if left is None or right is None:
+        return False
+    return all(b_high < low or high < b_low for low, high in left for b_low, b_high in right)
+
+
+def _range(files: Sequence[File], column: str) -> list[Bounds] | None:
+    found = [file.bounds(column) for file in files]
+    return None if not found or any(bounds is None for bounds in found) else list(filter(None, found))
+
+
+def _layouts(mine: TableChange, theirs: TableChange) -> str | None:
+    """Why the run's files would not be valid in the table as it is now, or its columns not be the run's."""
+    now = theirs.after
+    if mine.after.spec != now.spec:
+        if [field[1:] for field in mine.after.spec] == [field[1:] for field in now.spec]:
+            return "a column of its partition spec was renamed"
+        return "its partition spec differs"
+    if mine.before is None or theirs.before is None:
+        if not (mine.created and theirs.created):
+            return "it was dropped and created again"
+        if mine.after.columns != now.columns:
+            return "both sides created it with different columns"
+        return f"both sides created it with different {_DETAILS}" if mine.after.schema != now.schema else None
+    if mine.before.shape == mine.after.shape:
+        return _readable(mine.after, now)
+    if theirs.before.shape == now.shape and theirs.before.highest_column_id == now.highest_column_id:
+        return None
+    if mine.after.shape == now.shape:
+        return None
+    same = mine.after.columns == now.columns
+    return f"both sides changed its {_DETAILS}" if same else "both sides changed its columns"
+
+
+def _readable(written: Layout, now: Layout) -> str | None:
+    """Whether files of one layout can be read under a newer one: by id, missing columns being null."""
+    current = {column.id: column for column in now.columns}
+    known = {column.id for column in written.columns}
+    for column in written.columns:
+        if column.id not in current:
+            return f"its column {column.name} was dropped"
+        if current[column.id].type != column.type:
+            return f"its column {column.name} has changed its type"
+        if current[column.id].required and not column.required:
+            return f"its column {column.name} has become required"
+    for column in now.columns:
+        if column.id not in known and column.required:
+            return f"it has a new required column {column.name}"
+    return None
+
+
+def _runs(steps: Iterable[Step]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(step.run_id for step in steps if step.run_id))

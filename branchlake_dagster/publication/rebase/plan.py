@@ -1,0 +1,255 @@
+"""Planning one commit on `main` for several candidates: what to put, and whom to refuse and why.
+
+The plan starts from `main` at one hash. Each candidate is added wholly or not at all, on top of those
+before it: what nobody touched is taken as the run's branch has it, tables that `main` changed meanwhile
+get the run's changes replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from branchlake_dagster.lakehouse.nessie.model import (
+    Content,
+    ContentKey,
+    Delete,
+    DiffEntry,
+    IcebergTable,
+    Namespace,
+    Operation,
+    Put,
+    Unchanged,
+)
+from branchlake_dagster.publication.ledger.candidate import Candidate, NeedsChecks, Published, Refused
+from branchlake_dagster.publication.rebase.changes import Mode, TableChange
+from branchlake_dagster.publication.rebase.compacted import mapped
+from branchlake_dagster.publication.rebase.overlap import overlap
+from branchlake_dagster.publication.rebase.replay import ReplayImpossible, Staged, Tables
+
+Value = Content | Staged | None
+"""What a key holds in the plan: as some reference has it, replayed in memory, or nothing."""
+
+
+class _Stop(Exception):  # noqa: N818 - it never leaves this module
+    def __init__(
+        self, key: ContentKey, why: str, partitions: tuple[str, ...] = (), runs: tuple[str, ...] = ()
+    ):
+        super().__init__(why)
+        self.refused = Refused({key.name: why}, partitions, runs)
+
+
+@dataclass
+class Plan:
+    """A commit in the making: `main` holds `contents` (of all keys involved) at `onto`."""
+
+    onto: str
+    contents: Mapping[ContentKey, Content]
+    tables: Tables
+    accepted: dict[Candidate, tuple[str, ...]] = field(default_factory=dict)
+    """With the tables that were replayed for each."""
+    values: dict[ContentKey, Value] = field(default_factory=dict)
+    """The keys that change."""
+    writers: dict[ContentKey, str] = field(default_factory=dict)
+    """The run that changed a key last, within the plan."""
+    unchanged: set[ContentKey] = field(default_factory=set)
+
+    def add(
+        self, candidate: Candidate, reads: Mapping[ContentKey, Content], *, checked: bool = False
+    ) -> Published | Refused | NeedsChecks | None:
+        """Add a candidate; None when it is in. `reads` is its read set as it was at its base.
+
+        With `checked`, checks on whole tables will be made (or were) on the result. Published is what
+        somebody else has brought to `main` without the publisher and without a merge.
+        """
+        overlay: dict[ContentKey, Value] = {}
+        rebased: list[str] = []
+        try:
+            if self._all_there(candidate):
+                return Published(self.onto, now=False, by_hand=True)
+            self._same_reads(candidate, reads)
+            for entry in candidate.changes:
+                overlay[entry.key] = self._value(entry)
+                if isinstance(overlay[entry.key], Staged):
+                    rebased.append(entry.key.name)
+            self._has_namespaces(overlay)
+        except _Stop as stop:
+            self._forget(overlay)
+            return stop.refused
+        except Exception:
+            self._forget(overlay)
+            raise
+        replayed = {key for key, value in overlay.items() if isinstance(value, Staged)}
+        if not checked and (again := replayed & candidate.table_checks):
+            self._forget(overlay)
+            return NeedsChecks(tuple(sorted(key.name for key in again)))
+        self.accepted[candidate] = tuple(rebased)
+        for key, value in overlay.items():
+            if value != self._now(key):
+                self.values[key] = value
+                self.writers[key] = candidate.run_id
+        self.unchanged |= candidate.read_set or frozenset()
+        return None
+
+    def add_reader(self, candidate: Candidate, reads: Mapping[ContentKey, Content]) -> Refused | None:
+        """Accept a candidate whose changes come with `add_state`; refused when what it read has changed."""
+        try:
+            self._same_reads(candidate, reads)
+        except _Stop as stop:
+            return stop.refused
+        self.accepted[candidate] = ()
+        self.unchanged |= candidate.read_set or frozenset()
+        return None
+
+    def add_state(self, changes: Sequence[DiffEntry]) -> bool:
+        """Add a state that was checked as it is; False, and nothing is added, when `main` moved under it."""
+        moved = [entry for entry in changes if self._now(entry.key) != entry.from_content]
+        if not all(isinstance(entry.to_content, Namespace) and self._now(entry.key) for entry in moved):
+            return False  # a namespace that both made stays as it is
+        self.values |= {entry.key: entry.to_content for entry in changes if entry not in moved}
+        return True
+
+    def operations(self) -> list[Operation]:
+        """The commit's operations; writes the metadata files of replayed tables, all of them or none."""
+        try:
+            return self._operations()
+        except Exception:
+            self.discard()  # a store that is full would only get fuller, pass by pass
+            raise
+
+    def _operations(self) -> list[Operation]:
+        dropped = [self.contents.get(key) for key, value in self.values.items() if value is None]
+        gone = {content.content_id for content in dropped if content}
+        found: list[Operation] = []
+        for key, value in self.values.items():
+            current = self.contents.get(key)
+            if isinstance(value, Staged):
+                found.append(Put(key, self.tables.write(value, current.content_id if current else None)))
+            elif value is not None:
+                # A table made on a branch gets its id on main when it is put there; a renamed one keeps it.
+                own = value.content_id if value.content_id in gone else None
+                found.append(Put(key, replace(value, content_id=current.content_id if current else own)))
+            elif current is not None:
+                found.append(Delete(key))
+        kept = self.unchanged - self.values.keys()
+        if not found and not kept:
+            kept = {key for candidate in self.accepted for key in candidate.keys}
+        return found + [Unchanged(key) for key in sorted(kept)]
+
+    def discard(self) -> None:
+        """Delete the files that were made for a commit that certainly did not happen."""
+        self._forget(self.values)
+
+    def _forget(self, values: Mapping[ContentKey, Value]) -> None:
+        for key, value in values.items():
+            # A state that others in the plan have built upon shares its files with theirs.
+            if isinstance(value, Staged):
+                kept = self.values.get(key)
+                shared = set(kept.written) if isinstance(kept, Staged) and kept is not value else set()
+                value.written[:] = [path for path in value.written if path not in shared]
+                self.tables.discard(value)
+
+    def _all_there(self, candidate: Candidate) -> bool:
+        """Whether `main` holds the very snapshots of the run, in all its tables: nothing is left to do.
+
+        Commits that were transplanted by hand leave no other trace; replaying them doubled every row.
+        """
+        found = False
+        for entry in candidate.changes:
+            if entry.to_content is None and entry.key in self.contents:
+                return False  # what the run dropped is still there
+        for key, before, after in _written_tables(candidate):
+            now = self.contents.get(key)
+            if now == before or not isinstance(now, IcebergTable):
+                return False
+            mine = self.tables.change(key, before, after, files=False)
+            if not mine.steps or mine.there(self.tables.change(key, before, now, files=False)) != "all":
+                return False
+            found = True
+        return found
+
+    def _now(self, key: ContentKey) -> Value:
+        return self.values[key] if key in self.values else self.contents.get(key)
+
+    def _has_namespaces(self, overlay: Mapping[ContentKey, Value]) -> None:
+        for key, value in overlay.items():
+            home = ContentKey(key.parent) if key.parent else None
+            if home and value is not None and (overlay[home] if home in overlay else self._now(home)) is None:
+                raise _Stop(key, "its namespace was dropped")
+
+    def _same_reads(self, candidate: Candidate, reads: Mapping[ContentKey, Content]) -> None:
+        for key in sorted(candidate.read_set or ()):
+            if self._now(key) != reads.get(key):
+                runs = (self.writers[key],) if key in self.writers else ()
+                raise _Stop(
+                    key, "the run has read it, and it has changed since (isolation serializable)", (), runs
+                )
+
+    def _value(self, entry: DiffEntry) -> Value:
+        """What the key shall hold after the candidate, in a plan where it may hold something newer."""
+        key, before, after, now = entry.key, entry.from_content, entry.to_content, self._now(entry.key)
+        if now == before:
+            return after
+        runs = (self.writers[key],) if key in self.writers else ()
+        if isinstance(after, Namespace) and isinstance(now, Namespace):
+            if before is None or after.properties == now.properties:
+                return now  # both made it; the first one's properties stay
+            raise _Stop(key, "both sides changed the namespace's properties", (), runs)
+        if after is None and now is None:
+            return None
+        if after is None:
+            raise _Stop(key, "the run dropped or renamed it, and it has changed since", (), runs)
+        if now is None:
+            raise _Stop(key, "it was dropped or renamed", (), runs)
+        if not isinstance(after, IcebergTable) or not isinstance(now, IcebergTable | Staged):
+            raise _Stop(key, "both sides changed it, and it is not a table on both", (), runs)
+        if before is not None and not isinstance(before, IcebergTable):
+            raise _Stop(key, "it was something else at the run's base", (), runs)
+        return self._replayed(key, before, after, now, runs)
+
+    def _replayed(
+        self,
+        key: ContentKey,
+        before: IcebergTable | None,
+        after: IcebergTable,
+        now: IcebergTable | Staged,
+        runs: tuple[str, ...],
+    ) -> Staged:
+        current = self.contents.get(key)
+        if before and current and before.content_id != current.content_id:
+            raise _Stop(key, "it was dropped and created again", (), runs)
+        mine = self.tables.change(key, before, after)
+        theirs = self.tables.change(key, before, now, files=not _only_appends(mine))
+        if mine.there(theirs):
+            raise _Stop(key, "a part of the run's changes is on main already: merged by hand", (), runs)
+        mine = mapped(mine, theirs)
+        if found := overlap(mine, theirs):
+            raise _Stop(key, found.why, found.partitions, found.runs or runs)
+        if twice := _same_properties(mine, theirs):
+            raise _Stop(key, f"both sides set its property {twice}", (), runs)
+        onto = now if isinstance(now, Staged) else self.tables.open(key, now)
+        try:
+            return self.tables.replay(key, mine, after, onto)
+        except ReplayImpossible as error:
+            raise _Stop(key, error.message, (), runs) from error
+
+
+def _written_tables(
+    candidate: Candidate,
+) -> Iterator[tuple[ContentKey, IcebergTable | None, IcebergTable]]:
+    for entry in candidate.changes:
+        before = entry.from_content if isinstance(entry.from_content, IcebergTable) else None
+        if isinstance(entry.to_content, IcebergTable):
+            yield entry.key, before, entry.to_content
+
+
+def _only_appends(change: TableChange) -> bool:
+    """Then it does not matter which files `main` changed, and nobody needs to read them."""
+    return all(step.mode is Mode.APPEND for step in change.steps)
+
+
+def _same_properties(mine: TableChange, theirs: TableChange) -> str | None:
+    ours = {*mine.properties_set, *mine.properties_removed}
+    other = {*theirs.properties_set, *theirs.properties_removed}
+    same = {name for name in ours & other if mine.properties_set.get(name) != theirs.properties_set.get(name)}
+    return min(same, default=None)

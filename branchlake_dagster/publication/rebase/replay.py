@@ -1,0 +1,255 @@
+"""Repeating a run's snapshots on a newer state of their table: new metadata, the run's own data files.
+
+PyIceberg's snapshot producers write the manifests and its concurrency validation has the last word on
+whether what a step removes is still there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cachetools import LRUCache
+from pyiceberg.exceptions import ValidationException
+from pyiceberg.schema import Schema
+from pyiceberg.table import Table, Transaction
+from pyiceberg.table.locations import load_location_provider
+from pyiceberg.table.metadata import TableMetadata
+from pyiceberg.table.snapshots import Operation, Snapshot, Summary
+from pyiceberg.table.update import (
+    AddSchemaUpdate,
+    AddSnapshotUpdate,
+    RemovePropertiesUpdate,
+    SetCurrentSchemaUpdate,
+    SetPropertiesUpdate,
+    TableUpdate,
+    _apply_table_update,
+    _TableMetadataUpdateContext,
+    _update_table_metadata_log,
+)
+from pyiceberg.table.update.snapshot import _FastAppendFiles, _OverwriteFiles
+from pyiceberg.table.update.validate import _validate_data_files_exist
+
+from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.lakehouse.catalog import NessieCatalog
+from branchlake_dagster.lakehouse.catalog.catalog import table_content
+from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
+from branchlake_dagster.publication.rebase import manifests
+from branchlake_dagster.publication.rebase.changes import Mode, Step, TableChange
+
+_log = logging.getLogger(__name__)
+
+_METADATA_CACHED = 64
+
+
+class ReplayImpossible(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """Iceberg's own validation refused the replay of a change that our rules allowed."""
+
+
+@dataclass
+class Staged:
+    """A table's state in memory: `base` as some reference has it, then what was replayed on it."""
+
+    base: Table
+    table: Table
+    written: list[str] = field(default_factory=list)
+    """Files made for it, to be deleted if it is certainly not committed."""
+
+
+class Tables(Protocol):
+    """What the publisher needs of a table format. The simulation has another one than Iceberg."""
+
+    def open(self, key: ContentKey, content: IcebergTable) -> Staged:
+        """The table as `content` has it."""
+
+    def change(
+        self,
+        key: ContentKey,
+        before: IcebergTable | None,
+        after: IcebergTable | Staged,
+        *,
+        files: bool = True,
+    ) -> TableChange:
+        """What was done between two states; `before` None: since it was created."""
+
+    def replay(self, key: ContentKey, mine: TableChange, after: IcebergTable, onto: Staged) -> Staged:
+        """`onto` plus the change `mine`, which led to `after`; raises ReplayImpossible."""
+
+    def write(self, staged: Staged, content_id: str | None) -> IcebergTable:
+        """Write the metadata file and say what Nessie shall hold."""
+
+    def discard(self, staged: Staged) -> None:
+        """Delete the files made for a state that was certainly not committed."""
+
+
+class IcebergTables:
+    """`Tables` for Iceberg through PyIceberg; safe to keep for long, it caches immutable metadata only."""
+
+    def __init__(self, catalog: NessieCatalog) -> None:
+        self._catalog = catalog
+        self._opened: LRUCache[str, Table] = LRUCache(_METADATA_CACHED)
+        self._lock = threading.Lock()
+
+    def open(self, key: ContentKey, content: IcebergTable) -> Staged:
+        """The table as `content` has it."""
+        table = self._open(key, content)
+        return Staged(table, table)
+
+    def _open(self, key: ContentKey, content: IcebergTable) -> Table:
+        with self._lock:
+            found = self._opened.get(content.metadata_location)
+        if found is None:
+            found = self._catalog.table_of(key, content)
+            with self._lock:
+                self._opened[content.metadata_location] = found
+        return found
+
+    def change(
+        self,
+        key: ContentKey,
+        before: IcebergTable | None,
+        after: IcebergTable | Staged,
+        *,
+        files: bool = True,
+    ) -> TableChange:
+        """What was done between two states, from manifests."""
+        table = after.table if isinstance(after, Staged) else self._open(key, after)
+        return manifests.change(self._open(key, before) if before else None, table, files=files)
+
+    def replay(self, key: ContentKey, mine: TableChange, after: IcebergTable, onto: Staged) -> Staged:
+        """`onto` plus the steps of `mine`, one snapshot each, with their summaries' own entries."""
+        staged = Staged(onto.base, onto.table, list(onto.written))
+        self._advance(
+            staged, self._layout_updates(mine, self._open(key, after).metadata, onto.table.metadata)
+        )
+        since = mine.base_snapshot_id
+        start = onto.table.metadata.snapshot_by_id(since) if since is not None else None
+        try:
+            for step in mine.steps:
+                self._advance(staged, _replayed(staged, step, start))
+        except Exception as error:
+            # Nobody else will know of these files: a store that is full would only get fuller, pass by pass.
+            _delete_what_is_there(staged, staged.written[len(onto.written) :])
+            if isinstance(error, ValidationException):
+                raise ReplayImpossible(str(error), table=key.name) from error
+            raise
+        return staged
+
+    @staticmethod
+    def _layout_updates(
+        mine: TableChange, after: TableMetadata, onto: TableMetadata
+    ) -> tuple[TableUpdate, ...]:
+        updates: tuple[TableUpdate, ...] = ()
+        evolved = mine.before is not None and mine.before.shape != mine.after.shape
+        if evolved and manifests.layout(onto).shape != mine.after.shape:
+            updates += _with_schema(onto, after.schema())
+        if mine.properties_set:
+            updates += (SetPropertiesUpdate(updates=dict(mine.properties_set)),)
+        if gone := [name for name in mine.properties_removed if name in onto.properties]:
+            updates += (RemovePropertiesUpdate(removals=gone),)
+        return updates
+
+    @staticmethod
+    def _advance(staged: Staged, updates: tuple[TableUpdate, ...]) -> None:
+        if updates:
+            table, metadata = staged.table, staged.table.metadata
+            # As PyIceberg's `update_table_metadata` does, but for its deep copy of all snapshots at the end:
+            # with that, replaying took time in proportion to the table's history.
+            context = _TableMetadataUpdateContext()
+            for update in updates:
+                metadata = _apply_table_update(update, metadata, context)
+            staged.table = Table(table.name(), metadata, table.metadata_location, table.io, table.catalog)
+
+    def write(self, staged: Staged, content_id: str | None) -> IcebergTable:
+        """Write the metadata file and say what Nessie shall hold."""
+        base = staged.base
+        metadata = _update_table_metadata_log(
+            staged.table.metadata, base.metadata_location, base.metadata.last_updated_ms
+        )
+        version = self._catalog._parse_metadata_version(base.metadata_location) + 1
+        provider = load_location_provider(metadata.location, metadata.properties)
+        location = provider.new_table_metadata_file_location(version)
+        staged.written.append(location)
+        self._catalog._write_metadata(metadata, base.io, location)
+        with self._lock:
+            self._opened[location] = Table(base.name(), metadata, location, base.io, base.catalog)
+        return table_content(content_id, location, metadata)
+
+    def discard(self, staged: Staged) -> None:
+        """Delete the manifests and metadata made for it; the data files are the run's."""
+        _delete_what_is_there(staged, staged.written)
+
+
+def _with_schema(onto: TableMetadata, wanted: Schema) -> tuple[TableUpdate, ...]:
+    """Make `wanted` the current schema: the table's own where it has it, else under an id of its own.
+
+    The id it has on the run's branch may be that of another schema on main.
+    """
+    for schema in onto.schemas:
+        if schema == wanted:
+            return (SetCurrentSchemaUpdate(schema_id=schema.schema_id),)
+    number = max(schema.schema_id for schema in onto.schemas) + 1
+    added = wanted.model_copy(update={"schema_id": number})
+    return AddSchemaUpdate(schema_=added), SetCurrentSchemaUpdate(schema_id=number)
+
+
+def _delete_what_is_there(staged: Staged, paths: Sequence[str]) -> None:
+    """Delete files of which some may never have been written, on a store that may refuse that too."""
+    for path in paths:
+        try:
+            staged.base.io.delete(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            _log.warning("%s was made for what is not published, and is still there: %s", path, error)
+
+
+class _Fixed(Transaction):
+    """A transaction whose metadata is the table's.
+
+    The producers ask for it at every turn, and PyIceberg's own copies all of it each time.
+    """
+
+    @property
+    def table_metadata(self) -> TableMetadata:
+        return self._table.metadata
+
+
+def _replayed(staged: Staged, step: Step, start: Snapshot | None) -> tuple[TableUpdate, ...]:
+    table = staged.table
+    properties = {**step.properties, manifests.REPLAYED_FROM: str(step.snapshot_id)}
+    transaction = _Fixed(table)
+    producer: _FastAppendFiles | _OverwriteFiles
+    if step.removed:
+        operation = Operation.OVERWRITE if step.added else Operation.DELETE
+        removed = {file.handle for file in step.removed}
+        head = table.metadata.current_snapshot()
+        if start is not None and head is not None:
+            # What was removed on main is refused by our rules already; this is Iceberg's own word on it.
+            # Its word on deleted rows is not asked: PyIceberg 0.12 looks for delete files from the head's
+            # sequence number on, so it misses those before the last snapshot. `overlap` looks for all.
+            _validate_data_files_exist(table, head, removed, start)
+        producer = _OverwriteFiles(operation, transaction, table.io, snapshot_properties=properties)
+        for handle in removed:
+            producer.delete_data_file(handle)
+    else:
+        operation = Operation.APPEND if step.mode is Mode.APPEND else Operation.OVERWRITE
+        producer = _FastAppendFiles(operation, transaction, table.io, snapshot_properties=properties)
+    for file in step.added:
+        producer.append_data_file(file.handle)
+    try:
+        updates, _ = producer._commit()
+    finally:
+        staged.written += [*producer._written_manifests, *producer._written_manifest_lists]
+    return tuple(map(_as_compaction, updates)) if step.mode is Mode.COMPACT else updates
+
+
+def _as_compaction(update: TableUpdate) -> TableUpdate:
+    """PyIceberg's producers know no `replace` operation; readers of change sets rely on it."""
+    if not isinstance(update, AddSnapshotUpdate) or update.snapshot.summary is None:
+        return update
+    summary = Summary(Operation.REPLACE, **update.snapshot.summary.additional_properties)
+    return AddSnapshotUpdate(snapshot=update.snapshot.model_copy(update={"summary": summary}))

@@ -1,0 +1,1 @@
+"""One pass over all run branches: assess, publish, report, finish."""

@@ -1,0 +1,118 @@
+"""Publishing as the last act of a run, instead of waiting for the sensor.
+
+A job opts in by its executor:
+
+    dg.define_asset_job("prices_job", selection, executor_def=publish_at_end(dg.in_process_executor))
+
+It is the sensor's own publisher, started earlier; if the process dies in the middle, or Nessie is away, the
+sensor finds the branch and goes on from whatever state it is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import dagster as dg
+from dagster._core.definitions.reconstruct import ReconstructableJob
+from dagster._core.events import DagsterEvent, EngineEventData
+from dagster._core.execution.context.system import PlanOrchestrationContext
+from dagster._core.execution.plan.plan import ExecutionPlan
+from dagster._core.execution.retries import RetryMode
+from dagster._core.execution.step_dependency_config import StepDependencyConfig
+from dagster._core.executor.base import Executor
+
+from branchlake_dagster.branching.branch.run_tags import BRANCH_TAG, opened_by
+from branchlake_dagster.branching.liveness.heartbeat import beating
+from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.publication.reconcile.outcome import Action, Outcome
+from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+
+
+class NotPublished(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """A run that publishes itself was blocked or refused; `main` is as it was."""
+
+
+def publish_at_end(
+    inner: dg.ExecutorDefinition = dg.in_process_executor, *, lakehouse: LakehouseResource | None = None
+) -> dg.ExecutorDefinition:
+    """`inner`, which then publishes the run if all its steps have succeeded.
+
+    A blocked or refused run fails, so that it shows. What cannot be decided in the run (checks to be
+    repeated on a rebased table, Nessie away) is left to the publication sensor. `lakehouse`: the resource
+    of the code location, if it is not configured by the environment alone.
+    """
+
+    def create(context: Any) -> Executor:
+        made: Executor = inner.executor_creation_fn(context)  # type: ignore[misc]
+        return _Publishing(made, lakehouse or LakehouseResource())
+
+    return dg.ExecutorDefinition(
+        name=f"{inner.name}_publishing",
+        config_schema=inner.config_schema.as_field(),
+        requirements=inner.get_requirements,
+        executor_creation_fn=create,
+        description=f"{inner.name}, then publication of the run's branch.",
+    )
+
+
+class _Publishing(Executor):
+    def __init__(self, inner: Executor, lakehouse: LakehouseResource) -> None:
+        self._inner = inner
+        self._lakehouse = lakehouse
+
+    @property
+    def retries(self) -> RetryMode:
+        return self._inner.retries
+
+    @property
+    def step_dependency_config(self) -> StepDependencyConfig:
+        return self._inner.step_dependency_config
+
+    def execute(
+        self, plan_context: PlanOrchestrationContext, execution_plan: ExecutionPlan
+    ) -> Iterator[DagsterEvent]:
+        failed = False
+        for event in self._inner.execute(plan_context, execution_plan):
+            failed |= event.is_step_failure
+            yield event
+        if failed:
+            return
+        outcome = self._publish(plan_context)
+        if outcome is None:
+            return
+        if outcome.action in (Action.BLOCKED, Action.REFUSED):
+            raise NotPublished(
+                f"The run was not published: {outcome.detail}.",
+                branch=outcome.branch,
+                run_id=outcome.run_id,
+                hint="The reasons stand in the run's tags and on the assets' pages.",
+            )
+        if outcome.action is not Action.PUBLISHED:
+            nothing = outcome.action is Action.DISCARDED
+            text = (
+                f"{'Nothing to publish' if nothing else 'Left to the publication sensor'}: {outcome.detail}"
+            )
+            yield DagsterEvent.engine_event(plan_context, text, EngineEventData({}))
+
+    def _publish(self, context: PlanOrchestrationContext) -> Outcome | None:
+        job = context.job
+        graph = (
+            job.repository.get_definition().asset_graph
+            if isinstance(job, ReconstructableJob)
+            else job.get_definition().asset_layer.asset_graph
+        )
+        run = context.instance.get_run_by_id(context.run_id)
+        if run is None or not opened_by(run.tags, run.run_id):
+            return None  # it has touched no table
+        branch = run.tags.get(BRANCH_TAG, "")
+        lake = self._lakehouse.lakehouse
+        store, interval = HeartbeatStore.of(lake.settings), lake.settings.heartbeat_interval_s
+        try:
+            # The steps' heartbeat has ended with their resources; the reaper must see that this goes on.
+            with beating(store, branch, run_id=run.run_id, interval_s=interval, kind="publisher"):
+                return Reconciler.of(lake, context.instance, graph).publish_now(run)
+        except BranchlakeError as error:
+            return Outcome(branch, run.run_id, Action.TRY_AGAIN, str(error))

@@ -1,0 +1,368 @@
+"""The IO manager on the real Nessie, without Spark: types, partitions, write modes, schema, fences."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import dagster as dg
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+
+from branchlake_dagster.branching.branch.run_branch import branch_name
+from branchlake_dagster.branching.branch.run_tags import BASE_TAG
+from branchlake_dagster.branching.errors import (
+    PartitionMismatch,
+    RunBranchGone,
+    SchemaMismatch,
+    TableMissing,
+    UnsupportedType,
+)
+from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster.errors import BranchlakeError
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster_tests.harness import Project, project
+
+pytestmark = pytest.mark.integration
+
+HOURLY = dg.HourlyPartitionsDefinition(start_date="2026-08-08-00:00", end_date="2026-08-09-00:00")
+
+
+def at(hour: int, minute: int = 0) -> datetime:
+    return datetime(2026, 8, 8, hour, minute, tzinfo=UTC)
+
+
+def cause(p: Project) -> Any:
+    """The error our code raised inside the failed step, as Dagster recorded it."""
+    (failure,) = [e for e in p.last.all_events if e.is_step_failure]
+    error = failure.step_failure_data.error
+    while error.cause and error.cls_name.startswith("Dagster"):
+        error = error.cause
+    return error
+
+
+def failed_with(p: Project, kind: type[BranchlakeError], *texts: str) -> None:
+    error = cause(p)
+    assert error.cls_name == kind.__name__, error.message
+    for text in texts:
+        assert text in error.message
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pa.table({"n": [1, 2], "s": ["a", None]}),
+        pd.DataFrame({"n": [1, 2], "s": ["a", None]}),
+        pl.DataFrame({"n": [1, 2], "s": ["a", None]}),
+        pl.LazyFrame({"n": [1, 2], "s": ["a", None]}),
+    ],
+    ids=lambda frame: type(frame).__module__.split(".")[0] + type(frame).__name__,
+)
+def test_frames_go_in_and_come_out_by_annotation(lakehouse: Lakehouse, namespace: str, frame: object) -> None:
+    kind = type(frame)
+
+    @dg.asset(key=[namespace, "source"])
+    def source():
+        return frame
+
+    seen = {}
+
+    @dg.asset(key=[namespace, "sink"], ins={"source": dg.AssetIn([namespace, "source"])})
+    def sink(source: kind) -> None:  # type: ignore[valid-type]
+        seen["kind"] = type(source)
+        seen["rows"] = (source.collect() if isinstance(source, pl.LazyFrame) else source).shape
+
+    with project(lakehouse, source, sink) as p:
+        run_id = p.run()
+        assert seen == {"kind": kind, "rows": (2, 2)}
+        assert p.rows(namespace, "source", ref=branch_name(run_id)) == [
+            {"n": 1, "s": "a"},
+            {"n": 2, "s": None},
+        ]
+
+
+def test_metadata_and_snapshot_tell_their_origin(lakehouse: Lakehouse, namespace: str) -> None:
+    @dg.asset(
+        key=[namespace, "t"],
+        partitions_def=HOURLY,
+        metadata=table_metadata(partition_by="ts"),
+        code_version="v7",
+    )
+    def t() -> pl.DataFrame:
+        return pl.DataFrame({"ts": [at(3), at(3, 30)]})
+
+    with project(lakehouse, t) as p:
+        run_id = p.run(partition="2026-08-08-03:00")
+        base = p.instance.get_run_by_id(run_id).tags[BASE_TAG]
+        (event,) = p.last.get_asset_materialization_events()
+        told = {key: value.value for key, value in event.materialization.metadata.items()}
+        table = lakehouse.catalog(branch_name(run_id)).load_table((namespace, "t"))
+        assert told["dagster/row_count"] == told["dagster/partition_row_count"] == 2
+        assert told["dagster/table_name"] == f"{namespace}.t"
+        assert [column.name for column in told["dagster/column_schema"].columns] == ["ts"]
+        assert told["dagster/uri"] == table.location()
+        assert told["branchlake/branch"] == branch_name(run_id)
+        assert told["branchlake/base_hash"] == base
+        assert told["branchlake/snapshot_id"] == str(table.current_snapshot().snapshot_id)
+        summary = table.current_snapshot().summary.additional_properties
+        assert {key: value for key, value in summary.items() if key.startswith("branchlake.")} == {
+            "branchlake.run_id": run_id,
+            "branchlake.root_run_id": run_id,
+            "branchlake.asset": f"{namespace}/t",
+            "branchlake.partition": "2026-08-08-03:00",
+            "branchlake.replaced": '{"v":1,"any":[[[1,"time",1786158000000000,1786161600000000]]]}',
+            "branchlake.code_version": "v7",
+            "branchlake.base_hash": base,
+            "branchlake.write_mode": "replace_partitions",
+            "branchlake.step": f"{namespace}__t",
+            "branchlake.attempt": "1",
+        }
+        assert table.properties["gc.enabled"] == "false"
+
+
+def test_a_loaded_input_tells_which_table_was_read_where(lakehouse: Lakehouse, namespace: str) -> None:
+    """The read set of a run is in the event log, without an observation that automation would react to."""
+
+    @dg.asset(key=[namespace, "t"], partitions_def=HOURLY, metadata=table_metadata(partition_by="ts"))
+    def t(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        return pl.DataFrame({"ts": [window.start for window in [context.partition_time_window]]})
+
+    @dg.asset(key=[namespace, "all"], ins={"t": dg.AssetIn([namespace, "t"])})
+    def everything(t: pl.DataFrame) -> None: ...
+
+    with project(lakehouse, t, everything) as p:
+        first = p.run(dg.AssetKey([namespace, "t"]), partition="2026-08-08-01:00")
+        lakehouse.nessie.merge(
+            from_name=branch_name(first),
+            from_hash=lakehouse.nessie.reference(branch_name(first)).hash,
+            into="main",
+            expected_hash=lakehouse.nessie.reference("main").hash,
+            message="test",
+        )
+        run_id = p.run(dg.AssetKey([namespace, "all"]))
+        (loaded,) = [e for e in p.last.all_events if e.event_type == dg.DagsterEventType.LOADED_INPUT]
+        told = {key: value.value for key, value in loaded.event_specific_data.metadata.items()}
+        assert told == {"branchlake/table": f"{namespace}.t", "branchlake/ref": branch_name(run_id)}
+        assert p.observations([namespace, "t"]) == []
+
+
+def test_a_partition_is_replaced_and_the_others_stay(lakehouse: Lakehouse, namespace: str) -> None:
+    value = {"n": 1}
+
+    @dg.asset(
+        key=[namespace, "t"],
+        partitions_def=HOURLY,
+        metadata=table_metadata(partition_by="ts", require_checks=False),
+    )
+    def t(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        return pl.DataFrame({"ts": [context.partition_time_window.start.astimezone(UTC)], "n": [value["n"]]})
+
+    with project(lakehouse, t) as p:
+        for partition, n in (("2026-08-08-01:00", 1), ("2026-08-08-02:00", 2), ("2026-08-08-01:00", 3)):
+            value["n"] = n
+            p.settle(p.run(partition=partition))
+        assert sorted((row["ts"].hour, row["n"]) for row in p.rows(namespace, "t")) == [(1, 3), (2, 2)]
+
+
+def test_several_partitions_in_one_run(lakehouse: Lakehouse, namespace: str) -> None:
+    multi = dg.MultiPartitionsDefinition(
+        {"window": HOURLY, "kind": dg.StaticPartitionsDefinition(["a", "b"])}
+    )
+
+    @dg.asset(
+        key=[namespace, "t"],
+        partitions_def=multi,
+        metadata=table_metadata(partition_by={"window": "ts", "kind": "kind"}, require_checks=False),
+    )
+    def t(context: dg.AssetExecutionContext) -> pd.DataFrame:
+        keys = [key.keys_by_dimension for key in context.partition_keys]
+        return pd.DataFrame(
+            {
+                "ts": pd.to_datetime([key["window"] for key in keys], format="%Y-%m-%d-%H:%M", utc=True),
+                "kind": [key["kind"] for key in keys],
+            }
+        )
+
+    @dg.asset(
+        key=[namespace, "down"],
+        partitions_def=HOURLY,
+        metadata=table_metadata(partition_by="ts", require_checks=False),
+        ins={
+            "t": dg.AssetIn(
+                [namespace, "t"],
+                partition_mapping=dg.MultiToSingleDimensionPartitionMapping(
+                    partition_dimension_name="window"
+                ),
+            )
+        },
+    )
+    def down(t: pd.DataFrame) -> pd.DataFrame:
+        return t.groupby("ts", as_index=False).agg(kinds=("kind", "nunique"))
+
+    keys = multi.get_partition_keys()
+    with project(lakehouse, t, down) as p:
+        tags = {"dagster/asset_partition_range_start": keys[0], "dagster/asset_partition_range_end": keys[-1]}
+        p.settle(p.run(dg.AssetKey([namespace, "t"]), tags=tags))
+        assert len(p.rows(namespace, "t")) == 48
+        p.settle(p.run(dg.AssetKey([namespace, "down"]), partition="2026-08-08-05:00"))
+        assert p.rows(namespace, "down") == [{"ts": at(5), "kinds": 2}]
+
+
+def test_dynamic_partitions_and_the_whole_of_them(lakehouse: Lakehouse, namespace: str) -> None:
+    files = dg.DynamicPartitionsDefinition(name=f"files_{namespace}")
+
+    @dg.asset(
+        key=[namespace, "t"],
+        partitions_def=files,
+        metadata=table_metadata(partition_by="file", require_checks=False),
+    )
+    def t(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        return pl.DataFrame({"file": [context.partition_key]})
+
+    seen = []
+
+    @dg.asset(
+        key=[namespace, "all"],
+        ins={"t": dg.AssetIn([namespace, "t"])},
+        metadata=table_metadata(require_checks=False),
+    )
+    def everything(t: pl.DataFrame) -> None:
+        seen.extend(sorted(t["file"]))
+
+    with project(lakehouse, t, everything) as p:
+        p.instance.add_dynamic_partitions(files.name, ["x", "y"])
+        for key in ("x", "y"):
+            p.settle(p.run(dg.AssetKey([namespace, "t"]), partition=key))
+        p.run(dg.AssetKey([namespace, "all"]))
+        assert seen == ["x", "y"]
+
+
+def test_append_keeps_what_was_there(lakehouse: Lakehouse, namespace: str) -> None:
+    @dg.asset(key=[namespace, "t"], metadata=table_metadata(write_mode="append", require_checks=False))
+    def t() -> pa.Table:
+        return pa.table({"n": [1]})
+
+    with project(lakehouse, t) as p:
+        p.settle(p.run())
+        p.settle(p.run())
+        assert p.rows(namespace, "t") == [{"n": 1}, {"n": 1}]
+
+
+def test_only_a_new_nullable_column_evolves_the_table(lakehouse: Lakehouse, namespace: str) -> None:
+    frames = {"now": pl.DataFrame({"n": [1]})}
+
+    @dg.asset(key=[namespace, "t"], metadata=table_metadata(write_mode="append", require_checks=False))
+    def t() -> pl.DataFrame:
+        return frames["now"]
+
+    with project(lakehouse, t) as p:
+        p.settle(p.run())
+        frames["now"] = pl.DataFrame({"n": [2], "extra": ["x"]})
+        p.settle(p.run())
+        assert p.rows(namespace, "t") == [{"n": 2, "extra": "x"}, {"n": 1, "extra": None}]
+        main = lakehouse.nessie.reference("main").hash
+        frames["now"] = pl.DataFrame({"n": ["two"], "extra": ["x"]})
+        p.run(ok=False)
+        failed_with(
+            p, SchemaMismatch, "Column n is long in the table and string in the frame", f"{namespace}.t"
+        )
+        frames["now"] = pl.DataFrame({"n": [3]})
+        p.run(ok=False)
+        failed_with(p, SchemaMismatch, "lacks column extra")
+        assert lakehouse.nessie.reference("main").hash == main
+
+
+def test_rows_outside_the_partition_are_refused_before_the_write(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    @dg.asset(key=[namespace, "t"], partitions_def=HOURLY, metadata=table_metadata(partition_by="ts"))
+    def t() -> pl.DataFrame:
+        return pl.DataFrame({"ts": [at(3), at(4)]})
+
+    with project(lakehouse, t) as p:
+        p.run(partition="2026-08-08-03:00", ok=False)
+        failed_with(p, PartitionMismatch, "1 rows of the frame are outside", f"{namespace}.t")
+
+
+def test_an_unknown_partition_key_is_refused_without_a_branch(lakehouse: Lakehouse, namespace: str) -> None:
+    @dg.asset(key=[namespace, "t"], partitions_def=HOURLY, metadata=table_metadata(partition_by="ts"))
+    def t() -> pl.DataFrame:
+        raise AssertionError("not reached")
+
+    with project(lakehouse, t) as p:
+        before = p.branches()
+        with pytest.raises(
+            (dg.DagsterInvariantViolationError, dg.DagsterUnknownPartitionError), match="2031"
+        ):
+            p.run(partition="2031-01-01-00:00", ok=False)
+        assert p.branches() == before
+
+
+def test_an_input_without_table_and_a_value_without_handler_are_named(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    @dg.asset(key=[namespace, "loads"], ins={"x": dg.AssetIn([namespace, "nowhere"])})
+    def loads(x: pl.DataFrame) -> None: ...
+
+    @dg.asset(key=[namespace, "returns"])
+    def returns():
+        return {"not": "a frame"}
+
+    with project(lakehouse, dg.AssetSpec([namespace, "nowhere"]), loads, returns) as p:
+        p.run(dg.AssetKey([namespace, "loads"]), ok=False)
+        failed_with(p, TableMissing, f"{namespace}.nowhere")
+        p.run(dg.AssetKey([namespace, "returns"]), ok=False)
+        failed_with(p, UnsupportedType, "builtins.dict", f"{namespace}.returns")
+
+
+def test_a_branch_deleted_under_a_run_fences_it(lakehouse: Lakehouse, namespace: str) -> None:
+    nessie = lakehouse.nessie
+
+    @dg.asset(key=[namespace, "first"])
+    def first() -> pl.DataFrame:
+        return pl.DataFrame({"n": [1]})
+
+    @dg.asset(key=[namespace, "second"], deps=[first])
+    def second(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        branch = nessie.reference(branch_name(context.run.run_id))
+        nessie.delete_branch(branch.name, expected_hash=branch.hash)
+        return pl.DataFrame({"n": [1]})
+
+    with project(lakehouse, first, second) as p:
+        main = nessie.reference("main").hash
+        run_id = p.run(ok=False)
+        failed_with(p, RunBranchGone, branch_name(run_id))
+        assert branch_name(run_id) not in p.branches()
+        assert nessie.reference("main").hash == main
+
+
+def test_a_run_sees_main_at_its_base_and_its_own_writes(lakehouse: Lakehouse, namespace: str) -> None:
+    """Invariant 4: what others publish meanwhile stays invisible."""
+    rows = {"source": [1]}
+
+    @dg.asset(key=[namespace, "source"], metadata=table_metadata(require_checks=False))
+    def source() -> pl.DataFrame:
+        return pl.DataFrame({"n": rows["source"]})
+
+    @dg.asset(key=[namespace, "touch"], metadata=table_metadata(require_checks=False))
+    def touch() -> pl.DataFrame:
+        return pl.DataFrame({"n": [0]})
+
+    @dg.asset(
+        key=[namespace, "reader"],
+        deps=[touch],
+        ins={"source": dg.AssetIn([namespace, "source"])},
+        metadata=table_metadata(require_checks=False),
+    )
+    def reader(context: dg.AssetExecutionContext, source: pl.DataFrame) -> pl.DataFrame:
+        return source
+
+    with project(lakehouse, source, touch, reader) as p:
+        p.settle(p.run(dg.AssetKey([namespace, "source"])))
+        opened = p.run(dg.AssetKey([namespace, "touch"]))
+        rows["source"] = [1, 2]
+        p.settle(p.run(dg.AssetKey([namespace, "source"])))
+        on_branch = p.rows(namespace, "source", ref=branch_name(opened))
+        assert [row["n"] for row in on_branch] == [1]
+        assert len(p.rows(namespace, "source")) == 2
+        p.settle(opened)

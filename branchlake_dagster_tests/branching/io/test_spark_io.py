@@ -1,0 +1,462 @@
+"""Spark frames through the IO manager: write modes, keys, sessions and branches, both engines on one run."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import polars as pl
+import pyarrow as pa
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+
+from branchlake_dagster.branching.branch.run_branch import branch_name
+from branchlake_dagster.branching.branch.run_tags import BASE_TAG
+from branchlake_dagster.branching.errors import (
+    ForeignSession,
+    PartitionMismatch,
+    SchemaMismatch,
+    UpsertKeyInvalid,
+)
+from branchlake_dagster.branching.fencing.discard import discard, discarded_name
+from branchlake_dagster.branching.reaping.origin import instance_id
+from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
+from branchlake_dagster.branching.sweeping.sweeper import Sweeper
+from branchlake_dagster.branching.table.files import TableFiles
+from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster_tests.harness import Project, project
+
+pytestmark = [pytest.mark.integration, pytest.mark.spark]
+
+HOURLY = dg.HourlyPartitionsDefinition(start_date="2026-08-08-00:00", end_date="2026-08-09-00:00")
+FREE = table_metadata(require_checks=False)
+Rows = list[dict[str, Any]]
+
+
+def at(hour: int, minute: int = 0) -> datetime:
+    return datetime(2026, 8, 8, hour, minute, tzinfo=UTC)
+
+
+def settled(p: Project, *assets: str, partition: str | None = None) -> str:
+    run_id = p.run(*assets, partition=partition)
+    outcome = p.settle(run_id)
+    assert outcome.action is Action.PUBLISHED, outcome
+    return run_id
+
+
+def sparks(namespace: str, rows: Rows, schema: str, **options: Any) -> dg.AssetsDefinition:
+    """The asset `t`, a Spark frame of whatever `rows` holds when it runs."""
+
+    @dg.asset(key=[namespace, "t"], **options)
+    def t(spark: BranchSparkResource) -> DataFrame:
+        return spark.spark_session.createDataFrame([tuple(row.values()) for row in rows], schema)
+
+    return t
+
+
+def by_n(rows: Rows) -> Rows:
+    return sorted(rows, key=lambda row: row["n"])
+
+
+# -- write modes ---------------------------------------------------------------------------------------
+
+
+def test_a_partition_is_replaced_and_rows_outside_it_are_refused(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    rows: Rows = []
+    t = sparks(
+        namespace,
+        rows,
+        "ts timestamp, n long",
+        partitions_def=HOURLY,
+        metadata=table_metadata(partition_by="ts", require_checks=False),
+    )
+    with project(lakehouse, t) as p:
+        for hour, n in ((1, 1), (2, 2), (1, 3)):
+            rows[:] = [{"ts": at(hour, 30), "n": n}]
+            settled(p, partition=f"2026-08-08-0{hour}:00")
+        assert by_n(p.rows(namespace, "t")) == [{"ts": at(2, 30), "n": 2}, {"ts": at(1, 30), "n": 3}]
+        files = lakehouse.catalog().load_table((namespace, "t")).inspect.files()
+        assert files.num_rows == 2
+
+        main = lakehouse.nessie.reference("main").hash
+        rows[:] = [{"ts": at(1), "n": 4}, {"ts": at(2), "n": 5}, {"ts": None, "n": 6}]
+        run_id = p.run(partition="2026-08-08-01:00", ok=False)
+        p.failed_with(PartitionMismatch, "2 rows of the frame are outside", f"{namespace}.t")
+        assert p.settle(run_id).action is Action.DISCARDED
+        assert lakehouse.nessie.reference("main").hash == main
+
+        rows[:] = []  # an hour without data empties its partition and no other
+        settled(p, partition="2026-08-08-01:00")
+        assert p.rows(namespace, "t") == [{"ts": at(2, 30), "n": 2}]
+
+
+def test_append_adds_and_a_whole_table_is_replaced(lakehouse: Lakehouse, namespace: str) -> None:
+    rows: Rows = [{"n": 1}]
+    t = sparks(namespace, rows, "n long", metadata=table_metadata(write_mode="append", require_checks=False))
+
+    @dg.asset(key=[namespace, "whole"], metadata=FREE)
+    def whole(spark: BranchSparkResource) -> DataFrame:
+        return spark.spark_session.createDataFrame([tuple(row.values()) for row in rows], "n long")
+
+    with project(lakehouse, t, whole) as p:
+        settled(p)
+        rows[:] = [{"n": 2}]
+        settled(p)
+        assert by_n(p.rows(namespace, "t")) == [{"n": 1}, {"n": 2}]
+        assert p.rows(namespace, "whole") == [{"n": 2}]
+
+
+def test_append_to_a_partition_refuses_rows_outside_it(lakehouse: Lakehouse, namespace: str) -> None:
+    rows: Rows = [{"kind": "a", "n": 1}, {"kind": "b", "n": 2}]
+    t = sparks(
+        namespace,
+        rows,
+        "kind string, n long",
+        partitions_def=dg.StaticPartitionsDefinition(["a", "b"]),
+        metadata=table_metadata(write_mode="append", partition_by="kind"),
+    )
+    with project(lakehouse, t) as p:
+        p.run(partition="a", ok=False)
+        p.failed_with(PartitionMismatch, "1 rows of the frame are outside", f"{namespace}.t")
+
+
+def test_a_new_column_evolves_the_table_and_nothing_else_does(lakehouse: Lakehouse, namespace: str) -> None:
+    query = {"now": "SELECT 1L AS n"}
+
+    @dg.asset(key=[namespace, "t"], metadata=table_metadata(write_mode="append", require_checks=False))
+    def t(spark: BranchSparkResource) -> DataFrame:
+        return spark.spark_session.sql(query["now"])
+
+    with project(lakehouse, t) as p:
+        settled(p)
+        # Columns are matched by name, whatever their order.
+        query["now"] = "SELECT 'x' AS extra, 2L AS n, map('k', array(1)) AS deep"
+        settled(p)
+        assert by_n(p.rows(namespace, "t")) == [
+            {"n": 1, "extra": None, "deep": None},
+            {"n": 2, "extra": "x", "deep": [("k", [1])]},
+        ]
+        query["now"] = "SELECT 'x' AS extra, 'two' AS n, map('k', array(1)) AS deep"
+        p.run(ok=False)
+        p.failed_with(SchemaMismatch, "Column n is long in the table and string in the frame")
+        query["now"] = "SELECT 3L AS n, 'x' AS extra"
+        p.run(ok=False)
+        p.failed_with(SchemaMismatch, "lacks column deep", f"{namespace}.t")
+
+
+def attempted_twice(namespace: str, metadata: dict[str, Any]) -> dg.AssetsDefinition:
+    """Writes a row that names its attempt, and fails after the first."""
+    attempts: list[int] = []
+
+    @dg.asset(key=[namespace, "t"], metadata=metadata, retry_policy=dg.RetryPolicy(max_retries=1))
+    def t(spark: BranchSparkResource) -> Iterator[dg.Output[DataFrame]]:
+        attempts.append(1)
+        yield dg.Output(spark.spark_session.createDataFrame([(len(attempts),)], "n long"))
+        if len(attempts) == 1:
+            raise RuntimeError("after the write")
+
+    return t
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        table_metadata(write_mode="append", require_checks=False),
+        table_metadata(write_mode="upsert", keys=["n"], require_checks=False),
+    ],
+    ids=["append", "upsert"],
+)
+def test_a_second_attempt_replaces_what_the_first_one_added(
+    lakehouse: Lakehouse, namespace: str, metadata: dict[str, Any]
+) -> None:
+    with project(lakehouse, attempted_twice(namespace, metadata)) as p:
+        run_id = settled(p)
+        assert p.rows(namespace, "t") == [{"n": 2}]
+        table = lakehouse.catalog().load_table((namespace, "t"))
+        told = table.current_snapshot().summary.additional_properties
+        assert (told["branchlake.run_id"], told["branchlake.attempt"]) == (run_id, "2")
+
+
+def test_the_files_of_a_discarded_spark_run_are_deleted(lakehouse: Lakehouse, namespace: str) -> None:
+    """Spark spells the same files `file:/…` that PyIceberg spells `file:///…`."""
+    rows: Rows = [{"n": 1}]
+    t = sparks(namespace, rows, "n long", metadata=table_metadata(write_mode="append", require_checks=False))
+    folder = Path(lakehouse.settings.warehouse_uri.removeprefix("file://")) / namespace
+
+    def files() -> set[Path]:
+        return {path for path in folder.rglob("*") if path.is_file()}
+
+    with project(lakehouse, t) as p:
+        settled(p)
+        before = files()
+        branch = branch_name(p.run())
+        assert files() > before
+        discard(lakehouse.nessie, lakehouse.nessie.reference(branch, fetch_metadata=True))
+        sweeper = Sweeper(
+            lakehouse.nessie,
+            TableFiles({}),
+            lambda _: {},
+            grace=timedelta(0),
+            now=lambda: datetime.now(UTC) + timedelta(hours=1),
+            listing=f"ref.name == '{discarded_name(branch)}'",
+            instance=instance_id(p.instance),
+        )
+        (swept,) = sweeper.run()
+        assert swept.done, swept
+        assert files() == before
+        assert p.rows(namespace, "t") == [{"n": 1}]
+
+
+# -- upserts -------------------------------------------------------------------------------------------
+
+UPSERT = table_metadata(write_mode="upsert", keys=["kind", "id"], require_checks=False)
+
+
+def test_an_upsert_updates_known_keys_and_inserts_new_ones(lakehouse: Lakehouse, namespace: str) -> None:
+    rows: Rows = [{"kind": "a", "id": 1, "n": 1}, {"kind": "a", "id": 2, "n": 2}]
+    t = sparks(namespace, rows, "kind string, id long, n long", metadata=UPSERT, code_version="v3")
+    with project(lakehouse, t) as p:
+        settled(p)
+        rows[:] = [{"kind": "a", "id": 2, "n": 20}, {"kind": "b", "id": 2, "n": 30}]
+        run_id = p.run()
+        base = p.instance.get_run_by_id(run_id).tags[BASE_TAG]
+        snapshot = (
+            lakehouse.catalog(branch_name(run_id)).load_table((namespace, "t")).current_snapshot().summary
+        )
+        assert {k: v for k, v in snapshot.additional_properties.items() if k.startswith("branchlake.")} == {
+            "branchlake.run_id": run_id,
+            "branchlake.root_run_id": run_id,
+            "branchlake.asset": f"{namespace}/t",
+            "branchlake.code_version": "v3",
+            "branchlake.base_hash": base,
+            "branchlake.write_mode": "upsert",
+            "branchlake.keys": "kind,id",
+            "branchlake.step": f"{namespace}__t",
+            "branchlake.attempt": "1",
+            "branchlake.instance": instance_id(p.instance),
+        }
+        assert p.settle(run_id).action is Action.PUBLISHED
+        assert by_n(p.rows(namespace, "t")) == [
+            {"kind": "a", "id": 1, "n": 1},
+            {"kind": "a", "id": 2, "n": 20},
+            {"kind": "b", "id": 2, "n": 30},
+        ]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        pytest.param([("a", 7, 1), ("a", 7, 2)], id="duplicate"),
+        pytest.param([("a", None, 1)], id="null"),
+        pytest.param([("a", None, 1), ("a", None, 2)], id="two nulls"),
+    ],
+)
+def test_a_bad_key_stops_an_upsert(
+    lakehouse: Lakehouse, namespace: str, bad: list[tuple[str, int | None, int]]
+) -> None:
+    rows: Rows = [dict(zip(("kind", "id", "n"), row, strict=True)) for row in bad]
+    t = sparks(namespace, rows, "kind string, id long, n long", metadata=UPSERT)
+    with project(lakehouse, t) as p:
+        run_id = p.run(ok=False)
+        p.failed_with(UpsertKeyInvalid, "share a key, or a key is null, in (kind, id)", f"{namespace}.t")
+        assert p.rows(namespace, "t", ref=branch_name(run_id)) == []
+
+
+def test_an_upsert_without_its_key_column_is_refused(lakehouse: Lakehouse, namespace: str) -> None:
+    t = sparks(namespace, [{"kind": "a", "n": 1}], "kind string, n long", metadata=UPSERT)
+    with project(lakehouse, t) as p:
+        p.run(ok=False)
+        p.failed_with(UpsertKeyInvalid, "lacks key column id", f"{namespace}.t")
+
+
+def test_an_upsert_stays_within_the_partitions_of_its_run(lakehouse: Lakehouse, namespace: str) -> None:
+    rows: Rows = [{"ts": at(3), "id": 1}, {"ts": at(4), "id": 2}]
+    t = sparks(
+        namespace,
+        rows,
+        "ts timestamp, id long",
+        partitions_def=HOURLY,
+        metadata=table_metadata(write_mode="upsert", keys=["id"], partition_by="ts", require_checks=False),
+    )
+    with project(lakehouse, t) as p:
+        p.run(partition="2026-08-08-03:00", ok=False)
+        p.failed_with(PartitionMismatch, "outside the run's partitions", f"{namespace}.t")
+        del rows[1]
+        settled(p, partition="2026-08-08-03:00")
+        assert p.rows(namespace, "t") == [{"ts": at(3), "id": 1}]
+
+
+def test_an_upsert_from_polars(lakehouse: Lakehouse, namespace: str) -> None:
+    frame = {"now": pl.DataFrame({"kind": ["a"], "id": [1], "seen": [at(1)]})}
+
+    @dg.asset(key=[namespace, "t"], metadata=UPSERT)
+    def t() -> pl.DataFrame:
+        return frame["now"]
+
+    with project(lakehouse, t) as p:
+        settled(p)
+        frame["now"] = pl.DataFrame({"kind": ["a", "b"], "id": [1, 1], "seen": [at(2), None]})
+        settled(p)
+        assert sorted(p.rows(namespace, "t"), key=lambda row: row["kind"]) == [
+            {"kind": "a", "id": 1, "seen": at(2)},
+            {"kind": "b", "id": 1, "seen": None},
+        ]
+
+
+# -- sessions and branches -----------------------------------------------------------------------------
+
+
+def test_sql_inside_an_asset_stands_on_the_runs_branch(lakehouse: Lakehouse, namespace: str) -> None:
+    name = f"nessie.{namespace}.t"
+
+    # No `-> None`: Dagster shows such an output to no IO manager, and the metadata would be missing.
+    @dg.asset(key=[namespace, "t"], metadata=FREE)
+    def t(spark: BranchSparkResource):
+        session = spark.spark_session
+        session.sql(f"CREATE NAMESPACE IF NOT EXISTS nessie.{namespace}").collect()
+        session.sql(f"CREATE OR REPLACE TABLE {name} USING iceberg AS SELECT 5L AS n").collect()
+
+    @dg.asset(key=[namespace, "silent"], deps=[t], metadata=FREE)
+    def silent(spark: BranchSparkResource) -> None:
+        sql = f"CREATE OR REPLACE TABLE nessie.{namespace}.silent USING iceberg AS SELECT * FROM {name}"
+        spark.spark_session.sql(sql).collect()
+
+    @dg.asset(key=[namespace, "twice"], deps=[t], metadata=FREE)
+    def twice(spark: BranchSparkResource) -> DataFrame:
+        return spark.spark_session.sql(f"SELECT 2 * n AS n FROM {name}")
+
+    with project(lakehouse, t, silent, twice) as p:
+        run_id = p.run()
+        assert not lakehouse.catalog().table_exists((namespace, "t"))
+        assert p.rows(namespace, "twice", ref=branch_name(run_id)) == [{"n": 10}]
+        (event,) = [
+            e for e in p.last.get_asset_materialization_events() if e.asset_key.path == [namespace, "t"]
+        ]
+        assert event.materialization.metadata["dagster/row_count"].value == 1
+        assert p.settle(run_id).action is Action.PUBLISHED
+        assert p.rows(namespace, "twice") == [{"n": 10}]
+        assert p.rows(namespace, "silent") == [{"n": 5}]
+
+
+def test_a_frame_of_a_session_elsewhere_is_refused(
+    lakehouse: Lakehouse, namespace: str, spark_session: SparkSession
+) -> None:
+    @dg.asset(key=[namespace, "t"])
+    def t() -> DataFrame:
+        return spark_session.range(1)
+
+    with project(lakehouse, t) as p:
+        run_id = p.run(ok=False)
+        p.failed_with(ForeignSession, "session on 'main'", branch_name(run_id), f"{namespace}.t")
+        assert not lakehouse.catalog().table_exists((namespace, "t"))
+
+
+def test_two_runs_in_one_process_have_a_session_and_a_branch_each(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    """The second run starts and ends inside the first, and each sees its own table only.
+
+    Nested and not in threads: two threads that start runs can dead-lock in Dagster's logging set-up.
+    """
+    seen: dict[int, tuple[str, list[int]]] = {}
+
+    def steps(number: int, inside: Callable[[], object]) -> tuple[dg.AssetsDefinition, dg.AssetsDefinition]:
+        @dg.asset(key=[namespace, "t"])
+        def t(spark: BranchSparkResource) -> DataFrame:
+            return spark.spark_session.range(number, number + 1)
+
+        @dg.asset(key=[namespace, "reads"], ins={"t": dg.AssetIn([namespace, "t"])})
+        def reads(spark: BranchSparkResource, t: DataFrame) -> None:
+            inside()
+            session = spark.spark_session
+            # A frame of the IO manager's can be joined with one of the asset's: they share the session.
+            found = session.sql(f"SELECT id FROM nessie.{namespace}.t").union(t).collect()
+            seen[number] = (session.session_id, [row.id for row in found])  # type: ignore[attr-defined]
+
+        return t, reads
+
+    with (
+        project(lakehouse, *steps(2, lambda: None)) as second,
+        project(lakehouse, *steps(1, second.run)) as first,
+    ):
+        first.run()
+    assert [seen[number][1] for number in (1, 2)] == [[1, 1], [2, 2]]
+    assert seen[1][0] != seen[2][0]
+
+
+@pytest.mark.parametrize("first", ["spark", "arrow"])
+def test_one_engine_reads_what_the_other_wrote_in_the_same_run(
+    lakehouse: Lakehouse, namespace: str, first: str
+) -> None:
+    moment = at(3)
+
+    @dg.asset(key=[namespace, "spark_made"], metadata=FREE)
+    def spark_made(spark: BranchSparkResource) -> DataFrame:
+        return spark.spark_session.createDataFrame([(1, "x", moment)], "n long, s string, ts timestamp")
+
+    @dg.asset(key=[namespace, "arrow_made"], metadata=FREE)
+    def arrow_made() -> pa.Table:
+        return pa.table({"n": [1], "s": ["x"], "ts": [moment]})
+
+    seen: list[Any] = []
+
+    @dg.asset(
+        key=[namespace, "by_arrow"],
+        ins={"made": dg.AssetIn([namespace, "spark_made"])},
+        metadata=FREE,
+    )
+    def by_arrow(made: pl.DataFrame) -> pl.DataFrame:
+        seen.extend(made.to_dicts())
+        return made
+
+    @dg.asset(
+        key=[namespace, "by_spark"],
+        ins={"made": dg.AssetIn([namespace, "arrow_made"])},
+        metadata=FREE,
+    )
+    def by_spark(made: DataFrame) -> DataFrame:
+        seen.extend(row.asDict() for row in made.collect())
+        return made
+
+    parts = (spark_made, by_arrow) if first == "spark" else (arrow_made, by_spark)
+    with project(lakehouse, *parts) as p:
+        settled(p)
+        (row,) = seen
+        assert (row["n"], row["s"]) == (1, "x")
+        sink = "by_arrow" if first == "spark" else "by_spark"
+        assert p.rows(namespace, sink) == [{"n": 1, "s": "x", "ts": moment}]
+
+
+# -- classic sessions ----------------------------------------------------------------------------------
+
+CLASSIC = Path(__file__).parent / "classic_project.py"
+
+
+def test_classic_spark_end_to_end(nessie_uri: str, state_dir: Path, tmp_path: Path) -> None:
+    """In a process of its own: a classic session and a Connect one do not share one."""
+    done = subprocess.run(
+        [sys.executable, str(CLASSIC)],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(CLASSIC.parents[3]),
+            "BRANCHLAKE_STATE_DIR": str(state_dir),
+            "BRANCHLAKE_SESSION_KIND": "classic",
+            "BRANCHLAKE_SPARK_DRIVER_MEMORY": "1g",
+            "BRANCHLAKE_SPARK_MASTER": "local[2]",
+        },
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert done.stdout.splitlines()[-1] == "ok"

@@ -1,0 +1,185 @@
+"""The reaper's rules one by one, and what holds in all of them."""
+
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from branchlake_dagster.branching.liveness.failure_detector import Pulse
+from branchlake_dagster.branching.reaping.origin import UNTOLD, Maker, Origin
+from branchlake_dagster.branching.reaping.rules import (
+    Action,
+    Facts,
+    Limits,
+    RunState,
+    decide,
+    decide_publication,
+)
+
+HOUR = timedelta(hours=1)
+LIMITS = Limits(max_age=6 * HOUR, orphan_grace=HOUR)
+KEEP, DELETE, DISCARD, GIVE_BACK = Action
+ACTIVE, AWAITING, PUBLISHED, UNPUBLISHED, MISSING = RunState
+ALIVE, SUSPECT, DEAD = Pulse
+OURS, THEIRS = Origin(Maker.HERE, ("here",)), Origin(Maker.ELSEWHERE, ("there",))
+
+
+@pytest.mark.parametrize(
+    ("state", "age", "action"),
+    [
+        (ACTIVE, HOUR, KEEP),
+        (ACTIVE, 7 * HOUR, DISCARD),
+        (ACTIVE, None, KEEP),
+        (PUBLISHED, timedelta(0), DELETE),
+        (PUBLISHED, None, DELETE),
+        (UNPUBLISHED, timedelta(0), DISCARD),
+        (UNPUBLISHED, None, DISCARD),
+        (AWAITING, HOUR, KEEP),
+        (AWAITING, 1000 * HOUR, KEEP),  # a run that passed is never lost
+        (MISSING, timedelta(minutes=5), KEEP),
+        (MISSING, 2 * HOUR, KEEP),  # another instance may know it
+        (MISSING, None, KEEP),
+    ],
+)
+def test_seed_000_rules_and_their_guards(state: RunState, age: timedelta | None, action: Action) -> None:
+    found, reason = decide(Facts(state, age), LIMITS)
+    assert found is action
+    assert reason
+
+
+@pytest.mark.parametrize(
+    ("state", "age", "pulses", "action", "told"),
+    [
+        (ACTIVE, 7 * HOUR, {ALIVE}, KEEP, "its writer beats"),
+        (ACTIVE, 7 * HOUR, {ALIVE, DEAD}, KEEP, "its writer beats"),
+        (ACTIVE, 7 * HOUR, {SUSPECT}, KEEP, "silent"),
+        (ACTIVE, HOUR, {DEAD}, DISCARD, "its writer is dead"),
+        (MISSING, 7 * HOUR, {ALIVE}, KEEP, "its writer beats"),
+        (MISSING, 7 * HOUR, {DEAD}, KEEP, "nothing says which Dagster instance made it"),
+        (MISSING, HOUR / 2, {DEAD}, KEEP, "a short while ago"),
+        # A writer that still beats for a run that ended is fenced all the same.
+        (UNPUBLISHED, HOUR, {ALIVE}, DISCARD, "not published"),
+        (AWAITING, HOUR, {DEAD}, KEEP, "waits for the publisher"),
+    ],
+)
+def test_heartbeats_of_writers(
+    state: RunState, age: timedelta, pulses: set[Pulse], action: Action, told: str
+) -> None:
+    found, reason = decide(Facts(state, age, writers=frozenset(pulses)), LIMITS)
+    assert found is action
+    assert told in reason
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        (False, "its run has failed, so it is not published"),
+        (True, "its run was not published and only the clean-up was missed"),
+    ],
+)
+def test_a_failed_run_that_the_reaper_meets_before_the_publisher_is_told_the_truth(
+    told: bool, reason: str
+) -> None:
+    assert decide(Facts(UNPUBLISHED, HOUR, told=told), LIMITS) == (DISCARD, reason)
+
+
+def test_a_run_that_still_reports_is_not_dead() -> None:
+    facts = Facts(ACTIVE, HOUR, writers=frozenset({DEAD}), reports=True)
+    assert decide(facts, LIMITS) == (KEEP, "one of its writers is dead, but the run still reports")
+
+
+@pytest.mark.parametrize(
+    ("since_end", "action", "told"),
+    [
+        (HOUR, KEEP, "kept for debugging for another 23.0 h"),
+        (None, KEEP, "kept for debugging"),
+        (25 * HOUR, DISCARD, "it was kept for 24.0 h"),
+    ],
+)
+def test_what_was_not_published_is_kept_for_debugging(
+    since_end: timedelta | None, action: Action, told: str
+) -> None:
+    limits = Limits(max_age=6 * HOUR, orphan_grace=HOUR, keep_failed=24 * HOUR)
+    found, reason = decide(Facts(UNPUBLISHED, 100 * HOUR, since_end), limits)
+    assert found is action
+    assert told in reason
+
+
+@pytest.mark.parametrize("state", [ACTIVE, UNPUBLISHED, AWAITING])
+def test_a_publication_that_was_begun_is_left_to_the_publisher(state: RunState) -> None:
+    """It may be on `main` already, and nobody has been told."""
+    action, reason = decide(Facts(state, 100 * HOUR, 100 * HOUR, frozenset({DEAD}), begun=True), LIMITS)
+    assert action is KEEP
+    assert "begun" in reason or "waits" in reason
+
+
+@pytest.mark.parametrize(
+    ("pulses", "exists", "action"),
+    [(set(), True, KEEP), ({DEAD}, True, KEEP), ({DEAD}, False, DELETE), ({ALIVE}, False, KEEP)],
+)
+def test_publication_branches(pulses: set[Pulse], exists: bool, action: Action) -> None:
+    for state, made in ((PUBLISHED, UNTOLD), (MISSING, OURS)):
+        found, _ = decide_publication(frozenset(pulses), run_branch_exists=exists, state=state, made=made)
+        assert found is action
+    for made in (THEIRS, UNTOLD):
+        found, _ = decide_publication(frozenset(pulses), run_branch_exists=exists, state=MISSING, made=made)
+        assert found is KEEP
+
+
+@pytest.mark.parametrize(
+    ("age", "made", "action", "told"),
+    [
+        (HOUR / 2, OURS, KEEP, "a short while ago"),
+        (None, OURS, KEEP, "age is unknown"),
+        (2 * HOUR, OURS, DISCARD, "any more"),
+        (1000 * HOUR, THEIRS, KEEP, "it belongs to Dagster instance there"),
+        (None, THEIRS, KEEP, "it belongs to Dagster instance there"),
+        (1000 * HOUR, UNTOLD, KEEP, "nothing says which Dagster instance made it"),
+    ],
+)
+def test_what_no_run_is_known_of_is_ended_by_its_own_instance(
+    age: timedelta | None, made: Origin, action: Action, told: str
+) -> None:
+    found, reason = decide(Facts(MISSING, age, made=made), LIMITS)
+    assert found is action
+    assert told in reason
+
+
+def test_a_waiting_run_says_for_how_long() -> None:
+    assert decide(Facts(AWAITING, HOUR, 30 * HOUR), LIMITS)[1] == "its run waits for the publisher for 30.0 h"
+
+
+ages = st.none() | st.integers(0, 10_000).map(lambda minutes: timedelta(minutes=minutes))
+pulses = st.frozensets(st.sampled_from(list(Pulse)))
+
+
+@given(
+    st.builds(
+        Facts,
+        st.sampled_from(list(RunState)),
+        ages,
+        ages,
+        pulses,
+        pulses,
+        st.booleans(),
+        st.booleans(),
+        st.builds(Origin, st.sampled_from(list(Maker))),
+    ),
+    st.builds(Limits, *[st.integers(0, 600).map(lambda minutes: timedelta(minutes=minutes))] * 3),
+)
+def test_what_is_proven_neither_finished_nor_abandoned_is_kept(facts: Facts, limits: Limits) -> None:
+    """Invariant 6, whatever the settings are."""
+    action, reason = decide(facts, limits)
+    assert reason
+    if facts.publishers & {ALIVE, SUSPECT} or facts.state is AWAITING:
+        assert action is KEEP
+    if facts.begun and facts.state in (ACTIVE, UNPUBLISHED):
+        assert action is KEEP
+    if facts.state in (ACTIVE, MISSING) and facts.writers & {ALIVE, SUSPECT}:
+        assert action is KEEP
+    if facts.state is MISSING and (facts.age is None or facts.made.maker is not Maker.HERE):
+        assert action is KEEP
+    assert action is not GIVE_BACK  # that is for branches which are gone
+    # Only what is on `main` goes without a tag that can bring it back.
+    assert action is not DELETE or facts.state is PUBLISHED

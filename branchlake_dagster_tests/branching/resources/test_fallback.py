@@ -1,0 +1,171 @@
+"""`when_unavailable=direct_main`: what a run does when its branch cannot be made."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import dagster as dg
+import polars as pl
+import pytest
+
+from branchlake_dagster.branching.branch.run_branch import RunBranch, branch_name
+from branchlake_dagster.branching.branch.run_tags import (
+    BASE_TAG,
+    BRANCH_TAG,
+    OPENED_TAG,
+    UNBRANCHED_TAG,
+    VERDICT_TAG,
+    place_of,
+)
+from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.lakehouse.nessie.errors import NessieUnavailable
+from branchlake_dagster.lakehouse.nessie.model import Reference
+from branchlake_dagster_tests.harness import Project, project
+
+pytestmark = pytest.mark.integration
+
+FREE = table_metadata(require_checks=False)
+
+
+class Refusing:
+    """Nessie does everything but make branches."""
+
+    def __init__(self) -> None:
+        self.refuses = True
+        self.asked = 0
+        real = NessieClient.create_branch
+
+        def create_branch(client: NessieClient, *args: Any, **kwargs: Any) -> Reference:
+            self.asked += 1
+            if self.refuses:
+                raise NessieUnavailable("no branches today", status=503)
+            return real(client, *args, **kwargs)
+
+        self.patch = patch.object(NessieClient, "create_branch", create_branch)
+
+
+@pytest.fixture
+def refusing() -> Iterator[Refusing]:
+    found = Refusing()
+    with found.patch:
+        yield found
+
+
+@pytest.fixture
+def direct(lakehouse: Lakehouse) -> Lakehouse:
+    return Lakehouse(lakehouse.settings.model_copy(update={"when_unavailable": "direct_main"}))
+
+
+def two(namespace: str, refusing: Refusing) -> list[Any]:
+    @dg.asset(key=[namespace, "first"], metadata=FREE)
+    def first() -> pl.DataFrame:
+        return pl.DataFrame({"n": [1]})
+
+    @dg.asset(key=[namespace, "second"], ins={"first": dg.AssetIn([namespace, "first"])}, metadata=FREE)
+    def second(first: pl.DataFrame) -> pl.DataFrame:
+        refusing.refuses = False  # Nessie is back; the run goes on where it began
+        return first
+
+    return [first, second]
+
+
+def told(p: Project, run_id: str) -> dict[str, str]:
+    run = p.instance.get_run_by_id(run_id)
+    assert run is not None
+    return {name: value for name, value in run.tags.items() if name.startswith("branchlake/")}
+
+
+def test_by_default_a_run_fails(lakehouse: Lakehouse, namespace: str, refusing: Refusing) -> None:
+    main = lakehouse.nessie.reference(MAIN).hash
+    with project(lakehouse, *two(namespace, refusing)) as p:
+        run_id = p.run(ok=False)
+        p.failed_with(NessieUnavailable, "no branches today")
+        assert told(p, run_id) == {}
+    assert lakehouse.nessie.reference(MAIN).hash == main
+
+
+def test_direct_main_writes_to_main_and_says_so(
+    direct: Lakehouse, namespace: str, refusing: Refusing, caplog: pytest.LogCaptureFixture
+) -> None:
+    main = direct.nessie.reference(MAIN).hash
+    with project(direct, *two(namespace, refusing)) as p:
+        with caplog.at_level(logging.WARNING):
+            run_id = p.run()
+        assert p.rows(namespace, "second") == [{"n": 1}]
+        assert told(p, run_id) == {
+            BRANCH_TAG: MAIN,
+            BASE_TAG: main,
+            OPENED_TAG: run_id,
+            UNBRANCHED_TAG: "true",
+            VERDICT_TAG: "pending",
+        }
+        assert branch_name(run_id) not in p.branches()
+        warning = "Nessie unavailable, falling back to direct main writes"
+        warned = [
+            record.event_log_entry.user_message
+            for record in p.instance.get_records_for_run(run_id).records
+            if record.event_log_entry.level == logging.WARNING
+        ]
+        assert warned == [warning]
+        for event in p.last.get_asset_materialization_events():
+            metadata = event.materialization.metadata
+            assert metadata["branchlake/unbranched"].value is True
+            assert metadata["branchlake/branch"].value == MAIN
+        summary = direct.catalog().load_table((namespace, "first")).current_snapshot().summary
+        assert summary.additional_properties["branchlake.unbranched"] == "true"
+
+
+def test_an_unbranched_run_whose_base_nobody_knows(
+    direct: Lakehouse, namespace: str, refusing: Refusing
+) -> None:
+    failing = patch(
+        "branchlake_dagster.branching.branch.run_branch.main_with_history", side_effect=NessieUnavailable("x")
+    )
+    with project(direct, *two(namespace, refusing)) as p, failing:
+        run_id = p.run()
+        place = place_of(told(p, run_id), run_id)
+        assert place is not None
+        assert (place.branch, place.base_hash, place.unbranched) == (MAIN, "", True)
+
+
+def test_a_branch_that_can_be_made_is_made(direct: Lakehouse, namespace: str, refusing: Refusing) -> None:
+    refusing.refuses = False
+    with project(direct, *two(namespace, refusing)) as p:
+        run_id = p.run()
+        assert told(p, run_id)[BRANCH_TAG] == branch_name(run_id)
+        assert UNBRANCHED_TAG not in told(p, run_id)
+
+
+def test_a_fallback_that_is_not_the_first_follows_the_first(
+    direct: Lakehouse, namespace: str, refusing: Refusing
+) -> None:
+    """Two processes of one run: the one that got a branch was faster than the one that got none."""
+    stored: dict[str, str] = {}
+
+    def process() -> RunBranch:
+        return RunBranch(
+            lambda: direct.nessie,
+            namespace,
+            tags=lambda: dict(stored),
+            remember=stored.update,
+            direct_main=True,
+        )
+
+    fast, slow = process(), process()
+    real = slow._create
+
+    def create() -> Any:
+        place = real()
+        refusing.refuses = False
+        fast.open()
+        return place
+
+    try:
+        with patch.object(slow, "_create", create):
+            assert slow.open() == branch_name(namespace)
+    finally:
+        head = direct.nessie.reference(branch_name(namespace)).hash
+        direct.nessie.delete_branch(branch_name(namespace), expected_hash=head)

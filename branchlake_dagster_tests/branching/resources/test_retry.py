@@ -1,0 +1,384 @@
+"""Retries on the real Nessie: from failure, of chosen steps, of a step within its run."""
+
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dagster as dg
+import polars as pl
+import pyarrow as pa
+import pytest
+from dagster._core.definitions.job_base import InMemoryJob
+from dagster._core.execution.api import create_execution_plan, execute_run
+from dagster._core.execution.plan.state import KnownExecutionState
+from dagster._core.storage.tags import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
+
+from branchlake_dagster.branching.branch.claim import pin
+from branchlake_dagster.branching.branch.run_branch import branch_name
+from branchlake_dagster.branching.branch.run_tags import (
+    BASE_TAG,
+    BRANCH_TAG,
+    CONTINUES_TAG,
+    OPENED_TAG,
+    VERDICT_TAG,
+)
+from branchlake_dagster.branching.errors import RetryNeedsFullRun
+from branchlake_dagster.branching.fencing.discard import discard, discarded_name
+from branchlake_dagster.branching.io.earlier_attempts import UNDOES
+from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster_tests.harness import Project, project
+
+pytestmark = pytest.mark.integration
+
+FREE = table_metadata(require_checks=False)
+APPEND = table_metadata(write_mode="append", require_checks=False)
+
+
+def retry(p: Project, parent_id: str, *steps: str, ok: bool = True) -> str:
+    """Retry from failure, or of the given steps, as the UI does; the run id."""
+    parent = p.instance.get_run_by_id(parent_id)
+    assert parent is not None
+    job = p.definitions.resolve_implicit_global_asset_job_def()
+    if steps:
+        known = KnownExecutionState.build_for_reexecution(p.instance, parent)
+        keys: Any = list(steps)
+        known = known.update_for_step_selection(keys)
+    else:
+        keys, known = KnownExecutionState.build_resume_retry_reexecution(p.instance, parent)
+    plan = create_execution_plan(
+        job, step_keys_to_execute=keys, known_state=known, instance_ref=p.instance.get_ref()
+    )
+    root = parent.root_run_id or parent.run_id
+    run = p.instance.create_run_for_job(
+        job,
+        execution_plan=plan,
+        parent_run_id=parent_id,
+        root_run_id=root,
+        tags={**parent.tags, PARENT_RUN_ID_TAG: parent_id, ROOT_RUN_ID_TAG: root},
+    )
+    p.last = execute_run(InMemoryJob(job), run, p.instance)  # type: ignore[assignment]
+    assert p.last.success is ok, [e.message for e in p.last.all_events if e.is_failure]
+    return run.run_id
+
+
+class Flaky:
+    """Two assets of which the second fails as long as `broken`."""
+
+    def __init__(self, namespace: str) -> None:
+        self.broken = True
+        self.first_runs = 0
+
+        @dg.asset(key=[namespace, "first"], metadata=FREE)
+        def first() -> pl.DataFrame:
+            self.first_runs += 1
+            return pl.DataFrame({"n": [self.first_runs]})
+
+        @dg.asset(key=[namespace, "second"], ins={"first": dg.AssetIn([namespace, "first"])}, metadata=FREE)
+        def second(first: pl.DataFrame) -> pl.DataFrame:
+            if self.broken:
+                raise RuntimeError("not yet")
+            return first.with_columns(twice=pl.col("n") * 2)
+
+        self.assets = (first, second)
+
+
+@pytest.fixture
+def flaky(namespace: str) -> Flaky:
+    return Flaky(namespace)
+
+
+@pytest.fixture
+def p(lakehouse: Lakehouse, flaky: Flaky) -> Iterator[Project]:
+    with project(lakehouse, *flaky.assets) as found:
+        yield found
+
+
+def tags(p: Project, run_id: str) -> dict[str, str]:
+    run = p.instance.get_run_by_id(run_id)
+    assert run is not None
+    return dict(run.tags)
+
+
+@pytest.mark.parametrize("discarded", [False, True])
+def test_a_retry_from_failure_sees_what_its_parent_wrote(
+    lakehouse: Lakehouse, namespace: str, p: Project, flaky: Flaky, discarded: bool
+) -> None:
+    parent = p.run(ok=False)
+    base = tags(p, parent)[BASE_TAG]
+    head = lakehouse.nessie.reference(branch_name(parent), fetch_metadata=True)
+    if discarded:
+        discard(lakehouse.nessie, head)
+    flaky.broken = False
+    child = retry(p, parent)
+    assert flaky.first_runs == 1
+    assert p.rows(namespace, "second", ref=branch_name(child)) == [{"n": 1, "twice": 2}]
+    mine = tags(p, child)
+    assert mine[BRANCH_TAG] == branch_name(child)
+    assert mine[OPENED_TAG] == child
+    assert mine[CONTINUES_TAG] == branch_name(parent)
+    assert (mine[BASE_TAG], mine[VERDICT_TAG]) == (base, "pending")
+    # The parent's own name is gone: what is left of the parent cannot write any more.
+    assert {branch_name(parent), discarded_name(branch_name(parent))}.isdisjoint(p.branches())
+
+
+def test_a_retry_of_a_retry_goes_on(namespace: str, p: Project, flaky: Flaky) -> None:
+    parent = p.run(ok=False)
+    first = retry(p, parent, ok=False)
+    flaky.broken = False
+    second = retry(p, first)
+    assert tags(p, second)[CONTINUES_TAG] == branch_name(first)
+    assert p.rows(namespace, "second", ref=branch_name(second)) == [{"n": 1, "twice": 2}]
+    # The first parent's work is with the second retry now.
+    retry(p, parent, ok=False)
+    p.failed_with(RetryNeedsFullRun, f"Run {first} continued it")
+
+
+def test_a_retry_of_a_published_run_is_refused(namespace: str, p: Project, flaky: Flaky) -> None:
+    flaky.broken = False
+    parent = p.run()
+    p.settle(parent)
+    retry(p, parent, f"{namespace}__second", ok=False)
+    p.failed_with(RetryNeedsFullRun, "was published as", "Re-execute all steps")
+
+
+def test_a_retry_whose_parents_state_is_gone_is_refused(
+    lakehouse: Lakehouse, p: Project, flaky: Flaky
+) -> None:
+    parent = p.run(ok=False)
+    branch = lakehouse.nessie.reference(branch_name(parent))
+    lakehouse.nessie.delete_branch(branch.name, expected_hash=branch.hash)
+    flaky.broken = False
+    retry(p, parent, ok=False)
+    p.failed_with(RetryNeedsFullRun, "is gone", "Re-execute all steps")
+
+
+def test_two_retries_do_not_share_a_branch(p: Project, flaky: Flaky) -> None:
+    parent = p.run(ok=False)
+    flaky.broken = False
+    run = p.instance.get_run_by_id(parent)
+    assert run is not None
+    older = dg.DagsterRun(
+        job_name=run.job_name,
+        run_id=str(uuid.uuid4()),
+        tags={PARENT_RUN_ID_TAG: parent, ROOT_RUN_ID_TAG: parent},
+        parent_run_id=parent,
+        root_run_id=parent,
+        step_keys_to_execute=["x"],
+        status=dg.DagsterRunStatus.STARTED,
+    )
+    p.instance.add_run(older)
+    retry(p, parent, ok=False)
+    p.failed_with(RetryNeedsFullRun, f"Run {older.run_id} is at work")
+
+
+def test_the_parents_work_is_continued_once(
+    lakehouse: Lakehouse, namespace: str, p: Project, flaky: Flaky
+) -> None:
+    """A clean-up that overlapped with the first retry left the parent's tag, as did one that died."""
+    parent = p.run(ok=False)
+    head = lakehouse.nessie.reference(branch_name(parent)).hash
+    flaky.broken = False
+    first = retry(p, parent)
+    tag = discarded_name(branch_name(parent))
+    lakehouse.nessie.create_tag(tag, from_ref="main", from_hash=head)
+    second = retry(p, parent, ok=False)
+    p.failed_with(RetryNeedsFullRun, f"Run {first} continued it")
+    assert branch_name(second) not in p.branches()
+    assert p.rows(namespace, "second", ref=branch_name(first)) == [{"n": 1, "twice": 2}]
+    # A retry of that one has its tags, as Dagster copies them, and may go on.
+    third = retry(p, first, f"{namespace}__second", ok=False)
+    p.failed_with(RetryNeedsFullRun, "waits for its verdict")
+    assert branch_name(third) not in p.branches()
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_what_a_publisher_may_have_begun_with_is_not_continued(
+    lakehouse: Lakehouse, namespace: str, p: Project, flaky: Flaky, passed: bool
+) -> None:
+    flaky.broken = not passed
+    parent = p.run(ok=passed)
+    branch = lakehouse.nessie.reference(branch_name(parent))
+    if not passed:
+        # It published itself, and died before it could tell.
+        pin(lakehouse.nessie, branch)
+    retry(p, parent, f"{namespace}__second", ok=False)
+    p.failed_with(RetryNeedsFullRun, "waits for its verdict", "Retry when its verdict is told")
+    assert lakehouse.nessie.reference(branch.name).hash == branch.hash
+
+
+def test_a_full_re_execution_starts_fresh(lakehouse: Lakehouse, p: Project, flaky: Flaky) -> None:
+    parent = p.run(ok=False)
+    flaky.broken = False
+    again = p.run(tags=tags(p, parent))
+    assert flaky.first_runs == 2
+    assert tags(p, again)[BRANCH_TAG] == branch_name(again)
+    assert tags(p, again)[BASE_TAG] == lakehouse.nessie.reference("main").hash
+    assert branch_name(parent) in p.branches()
+
+
+def test_a_retry_of_a_run_that_used_no_table_starts_fresh(lakehouse: Lakehouse, namespace: str) -> None:
+    broken = [True]
+
+    @dg.asset(key=[namespace, "only"], metadata=FREE)
+    def only() -> pl.DataFrame:
+        if broken:
+            raise RuntimeError("not yet")
+        return pl.DataFrame({"n": [1]})
+
+    with project(lakehouse, only) as p:
+        parent = p.run(ok=False)
+        assert branch_name(parent) not in p.branches()
+        broken.clear()
+        child = retry(p, parent)
+        assert tags(p, child)[BRANCH_TAG] == branch_name(child)
+        assert CONTINUES_TAG not in tags(p, child)
+        assert p.rows(namespace, "only", ref=branch_name(child)) == [{"n": 1}]
+
+
+def test_a_retry_whose_steps_use_no_table_takes_the_work_over_all_the_same(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    broken = [True]
+
+    @dg.asset(key=[namespace, "first"], metadata=FREE)
+    def first() -> pl.DataFrame:
+        return pl.DataFrame({"n": [1]})
+
+    @dg.asset(key=[namespace, "tell"], deps=[first])
+    def tell(context: dg.AssetExecutionContext) -> None:
+        if broken:
+            raise RuntimeError("not yet")
+
+    with project(lakehouse, first, tell) as p:
+        parent = p.run(ok=False)
+        broken.clear()
+        child = retry(p, parent)
+        assert p.rows(namespace, "first", ref=branch_name(child)) == [{"n": 1}]
+
+
+def test_a_retry_without_tables_of_a_run_without_tables_gets_no_branch(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    broken = [True]
+
+    @dg.asset(key=[namespace, "tell"])
+    def tell() -> None:
+        if broken:
+            raise RuntimeError("not yet")
+
+    with project(lakehouse, tell) as p:
+        parent = p.run(ok=False)
+        broken.clear()
+        child = retry(p, parent)
+        assert BRANCH_TAG not in tags(p, child)
+        assert branch_name(child) not in p.branches()
+
+
+# -- a step that is attempted again --------------------------------------------------------------------
+
+
+def appending(namespace: str, fail: Callable[[int], bool], **options: Any) -> dg.AssetsDefinition:
+    """Appends one row that names its attempt, and then fails as long as `fail(attempt)`."""
+    attempts = []
+
+    @dg.asset(key=[namespace, "t"], metadata=APPEND, **options)
+    def t() -> Iterator[dg.Output[pa.Table]]:
+        attempts.append(1)
+        yield dg.Output(pa.table({"n": [len(attempts)]}))
+        if fail(len(attempts)):
+            raise RuntimeError("after the write")
+
+    return t
+
+
+def history(lake: Lakehouse, namespace: str, branch: str) -> list[dict[str, str]]:
+    """The summaries of the snapshots that led to the present one, newest first."""
+    table = lake.catalog(branch).load_table((namespace, "t"))
+    found, snapshot = [], table.current_snapshot()
+    while snapshot is not None:
+        found.append(dict(snapshot.summary.additional_properties))
+        snapshot = table.snapshot_by_id(snapshot.parent_snapshot_id or 0)
+    return found
+
+
+def test_a_step_that_fails_after_its_append_does_not_double_its_rows(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    t = appending(namespace, lambda attempt: attempt in (1, 2, 4), retry_policy=dg.RetryPolicy(max_retries=2))
+    with project(lakehouse, t) as p:
+        first = p.run()
+        assert p.rows(namespace, "t", ref=branch_name(first)) == [{"n": 3}]
+        # What was undone is not in the table's history either.
+        assert [told["branchlake.attempt"] for told in history(lakehouse, namespace, branch_name(first))] == [
+            "3"
+        ]
+        p.settle(first)
+        second = p.run()
+        assert sorted(row["n"] for row in p.rows(namespace, "t", ref=branch_name(second))) == [3, 5]
+
+
+def test_a_retry_from_failure_does_not_double_the_rows_of_its_parent(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    with project(lakehouse, appending(namespace, lambda attempt: attempt == 1)) as p:
+        parent = p.run(ok=False)
+        assert p.rows(namespace, "t", ref=branch_name(parent)) == [{"n": 1}]
+        child = retry(p, parent)
+        assert p.rows(namespace, "t", ref=branch_name(child)) == [{"n": 2}]
+
+
+def test_an_append_is_undone_under_what_others_wrote_since(lakehouse: Lakehouse, namespace: str) -> None:
+    def other_writer(attempt: int) -> bool:
+        if attempt == 1:
+            (branch,) = [name for name in p.branches() if name.startswith("run-") and name not in before]
+            lakehouse.catalog(branch).load_table((namespace, "t")).append(pa.table({"n": [100]}))
+        return attempt == 1
+
+    t = appending(namespace, other_writer, retry_policy=dg.RetryPolicy(max_retries=1))
+    with project(lakehouse, t) as p:
+        before = p.branches()
+        run_id = p.run()
+        assert sorted(row["n"] for row in p.rows(namespace, "t", ref=branch_name(run_id))) == [2, 100]
+        told = history(lakehouse, namespace, branch_name(run_id))
+        assert [UNDOES in summary for summary in told] == [False, True, False, False]
+
+
+def test_rows_that_others_rewrote_since_cannot_be_undone(lakehouse: Lakehouse, namespace: str) -> None:
+    def rewriter(attempt: int) -> bool:
+        (branch,) = [name for name in p.branches() if name.startswith("run-") and name not in before]
+        lakehouse.catalog(branch).load_table((namespace, "t")).overwrite(pa.table({"n": [7]}))
+        return True
+
+    t = appending(namespace, rewriter, retry_policy=dg.RetryPolicy(max_retries=1))
+    with project(lakehouse, t) as p:
+        before = p.branches()
+        p.run(ok=False)
+        (failure,) = [e for e in p.last.all_events if e.is_step_failure]
+        error = failure.step_failure_data.error
+        while error and error.cls_name != RetryNeedsFullRun.__name__:  # inside of Dagster's own
+            error = error.cause
+        assert error
+        assert f"others changed its rows since. [table {namespace}.t]" in error.message
+
+
+def test_a_commit_that_arrives_after_all_is_taken_out(lakehouse: Lakehouse, namespace: str) -> None:
+    """The reply was lost, nothing was there yet when the second attempt looked; then it came."""
+    from branchlake_dagster.branching.io import arrow_frames
+
+    real = arrow_frames.write
+    lost: list[Any] = []
+
+    def losing(frame: pa.Table, table: Any, spec: Any, selection: Any, properties: Any) -> None:
+        if not lost:
+            lost.append((frame, spec, selection, properties))
+            raise RuntimeError("reply lost")
+        late_frame, late_spec, late_selection, late_properties = lost[0]
+        real(late_frame, table.catalog.load_table(table.name()), late_spec, late_selection, late_properties)
+        real(frame, table.refresh(), spec, selection, properties)
+
+    t = appending(namespace, lambda _: False, retry_policy=dg.RetryPolicy(max_retries=1))
+    with project(lakehouse, t) as p, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrow_frames, "write", losing)
+        run_id = p.run()
+        assert p.rows(namespace, "t", ref=branch_name(run_id)) == [{"n": 2}]

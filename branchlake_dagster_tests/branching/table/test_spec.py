@@ -1,0 +1,167 @@
+from datetime import datetime
+
+import dagster as dg
+import pyarrow as pa
+import pytest
+from pyiceberg.partitioning import PartitionSpec
+from pyiceberg.transforms import DayTransform, HourTransform, IdentityTransform
+
+from branchlake_dagster.branching.errors import SchemaMismatch
+from branchlake_dagster.branching.table.partitioning import partition_spec, whole_files
+from branchlake_dagster.branching.table.schema import iceberg_schema, normalised
+from branchlake_dagster.branching.table.selection import select
+from branchlake_dagster.branching.table.spec import table_metadata, table_spec
+from branchlake_dagster.errors import ConfigurationError
+
+
+def spec(metadata: dict[str, object], *, partitioned: bool = False, path: tuple[str, ...] = ("a", "b")):
+    return table_spec(dg.AssetKey(list(path)), metadata, default_namespace="lake", partitioned=partitioned)
+
+
+def test_the_key_names_the_table() -> None:
+    assert spec({}).identifier == ("a", "b")
+    assert spec({}, path=("only",)).identifier == ("lake", "only")
+    assert spec({}).spark_name == "nessie.`a`.`b`"
+
+
+def test_defaults_follow_the_partitions() -> None:
+    assert spec({}).write_mode == "replace_table"
+    assert spec(table_metadata(partition_by="ts"), partitioned=True).write_mode == "replace_partitions"
+
+
+def test_isolation_is_snapshot_unless_the_asset_asks_for_more() -> None:
+    assert spec({}).isolation == "snapshot"
+    assert spec(table_metadata(isolation="serializable")).isolation == "serializable"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "partitioned", "told"),
+    [
+        (table_metadata(write_mode="upsert"), False, "needs keys"),
+        (table_metadata(write_mode="replace_partitions"), True, "needs a partition column"),
+        (table_metadata(write_mode="replace_table"), True, "only its last partition"),
+        ({}, True, "only its last partition"),
+        ({"branchlake/write_mode": "overwrite"}, False, "Unknown write mode"),
+        ({"partition_expr": 3}, True, "partition_expr"),
+        ({"branchlake/isolation": "strict"}, False, "Unknown isolation 'strict'. .*snapshot or serializable"),
+    ],
+)
+def test_contradictions_name_the_table(metadata: dict[str, object], partitioned: bool, told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told) as caught:
+        spec(metadata, partitioned=partitioned)
+    assert caught.value.table == "a.b"
+
+
+SCHEMA = iceberg_schema(
+    pa.schema([("ts", pa.timestamp("us", tz="UTC")), ("day", pa.date32()), ("k", pa.string())])
+)
+
+
+def cron(schedule: str, timezone: str = "UTC") -> dg.TimeWindowPartitionsDefinition:
+    return dg.TimeWindowPartitionsDefinition(
+        start=datetime(2026, 8, 8), fmt="%Y-%m-%d-%H:%M", cron_schedule=schedule, timezone=timezone
+    )
+
+
+@pytest.mark.parametrize(
+    ("definition", "column", "transform"),
+    [
+        (dg.HourlyPartitionsDefinition(start_date="2026-08-08-00:00"), "ts", HourTransform),
+        (dg.DailyPartitionsDefinition(start_date="2026-08-08"), "ts", DayTransform),
+        (
+            dg.DailyPartitionsDefinition(start_date="2026-08-08", timezone="Europe/Berlin"),
+            "ts",
+            HourTransform,
+        ),
+        (dg.MonthlyPartitionsDefinition(start_date="2026-08-01"), "ts", DayTransform),
+        (dg.DailyPartitionsDefinition(start_date="2026-08-08"), "day", IdentityTransform),
+        (dg.StaticPartitionsDefinition(["x"]), "k", IdentityTransform),
+        # A day that begins at three is no union of UTC's days.
+        (dg.DailyPartitionsDefinition(start_date="2026-08-08", hour_offset=3), "ts", HourTransform),
+        (cron("0 0 * * 1-5"), "ts", DayTransform),
+        (cron("@daily"), "ts", DayTransform),
+        (cron("0 5 * * *", "Etc/GMT-5"), "ts", DayTransform),
+        (cron("0 */6 * * *"), "ts", HourTransform),
+        # A partition for each distinct moment would be a file for each row.
+        (cron("*/15 * * * *"), "ts", HourTransform),
+        (dg.HourlyPartitionsDefinition(start_date="2026-08-08-00:00", minute_offset=10), "ts", HourTransform),
+        (
+            dg.DailyPartitionsDefinition(start_date="2026-08-08", timezone="Asia/Kolkata"),
+            "ts",
+            HourTransform,
+        ),
+        (
+            dg.DailyPartitionsDefinition(start_date="2026-08-08", timezone="Europe/London"),
+            "ts",
+            HourTransform,
+        ),
+    ],
+)
+def test_the_layout_follows_the_windows(
+    definition: dg.PartitionsDefinition[str], column: str, transform: type
+) -> None:
+    found = partition_spec(definition, {"": column}, SCHEMA, table="t")
+    assert [type(field.transform) for field in found.fields] == [transform]
+
+
+@pytest.mark.parametrize(
+    ("definition", "key", "column", "whole"),
+    [
+        (dg.HourlyPartitionsDefinition(start_date="2026-08-08-00:00"), "2026-08-08-03:00", "ts", True),
+        (dg.DailyPartitionsDefinition(start_date="2026-08-08"), "2026-08-09", "ts", True),
+        (dg.DailyPartitionsDefinition(start_date="2026-08-08", hour_offset=3), "2026-08-09", "ts", True),
+        (
+            dg.DailyPartitionsDefinition(start_date="2026-08-08", timezone="Europe/Berlin"),
+            "2026-10-25",
+            "ts",
+            True,
+        ),
+        (
+            dg.DailyPartitionsDefinition(start_date="2026-08-08", timezone="Asia/Kolkata"),
+            "2026-08-09",
+            "ts",
+            False,
+        ),
+        (
+            dg.WeeklyPartitionsDefinition(start_date="2026-08-08", timezone="Asia/Kolkata"),
+            "2026-08-09",
+            "day",
+            True,
+        ),
+        (cron("*/15 * * * *"), "2026-08-08-03:15", "ts", False),
+        (dg.StaticPartitionsDefinition(["x"]), "x", "k", True),
+    ],
+)
+def test_where_windows_begin_on_hours_every_partition_is_a_union_of_iceberg_partitions(
+    definition: dg.PartitionsDefinition[str], key: str, column: str, whole: bool
+) -> None:
+    layout = partition_spec(definition, {"": column}, SCHEMA, table="t")
+    selection = select([key], definition, {"": column}, schema=SCHEMA, table="t")
+    assert whole_files(selection, SCHEMA, {0: layout}) is whole
+    assert not whole_files(selection, SCHEMA, {0: layout, 1: PartitionSpec()})
+
+
+def test_a_missing_partition_column_is_named() -> None:
+    with pytest.raises(SchemaMismatch, match="nowhere"):
+        partition_spec(dg.StaticPartitionsDefinition(["x"]), {"": "nowhere"}, SCHEMA, table="t")
+
+
+def test_types_the_lake_lacks_are_widened() -> None:
+    given = pa.schema(
+        [
+            pa.field("a", pa.timestamp("ns", tz="Europe/Berlin"), nullable=False),
+            pa.field("b", pa.large_string()),
+            pa.field("c", pa.dictionary(pa.int8(), pa.string())),
+            pa.field("d", pa.uint32()),
+            pa.field("e", pa.int8()),
+            pa.field("f", pa.list_(pa.large_string())),
+        ]
+    )
+    assert [(field.type, field.nullable) for field in normalised(given)] == [
+        (pa.timestamp("us", tz="UTC"), True),
+        (pa.string(), True),
+        (pa.string(), True),
+        (pa.int64(), True),
+        (pa.int32(), True),
+        (pa.list_(pa.field("element", pa.string())), True),
+    ]

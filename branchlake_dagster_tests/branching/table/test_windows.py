@@ -1,0 +1,152 @@
+"""Rows written under a partition key are exactly those loaded under it, by Dagster's own windows."""
+
+from datetime import UTC, date, datetime, timedelta
+from zoneinfo import ZoneInfo
+
+import dagster as dg
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyiceberg.expressions.visitors import expression_evaluator
+from pyiceberg.typedef import Record
+
+from branchlake_dagster.branching.table.partitioning import partition_spec, whole_files
+from branchlake_dagster.branching.table.selection import Selection, rows_outside, select, to_iceberg
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster_tests.branching.table.windows import (
+    CLOCK_CHANGES,
+    OF_DAYS,
+    OF_HOURS,
+    SCHEMA,
+    noon,
+    windows_of,
+)
+
+KINDS = ("radar", "optical")
+MICROSECOND = timedelta(microseconds=1)
+PLACES = [(zone, day) for zone, days in CLOCK_CHANGES.items() for day in days]
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def row(moment: datetime, day: date, kind: str) -> tuple[datetime, datetime, date, str, int]:
+    return (moment, moment.replace(tzinfo=None), day, kind, 0)
+
+
+def held(selection: Selection, rows: list[tuple[datetime, datetime, date, str, int]]) -> list[bool]:
+    """By the filter for PyIceberg; the count for Arrow must agree with it."""
+    evaluate = expression_evaluator(SCHEMA, to_iceberg(selection, SCHEMA), True)
+    microseconds = [
+        (
+            (instant - EPOCH) // MICROSECOND,
+            (instant - EPOCH) // MICROSECOND,
+            day.toordinal() - 719163,
+            kind,
+            n,
+        )
+        for instant, _, day, kind, n in rows
+    ]
+    found = [evaluate(Record(*values)) for values in microseconds]
+    names = [field.name for field in SCHEMA.fields]
+    frame = pa.table(
+        [
+            pa.array([r[0] for r in rows], pa.timestamp("us", tz="UTC")),
+            pa.array([r[1] for r in rows], pa.timestamp("us")),
+            pa.array([r[2] for r in rows], pa.date32()),
+            pa.array([r[3] for r in rows]),
+            pa.array([r[4] for r in rows]),
+        ],
+        names=names,
+    )
+    assert rows_outside(selection, frame) == found.count(False)
+    return found
+
+
+@st.composite
+def moments(draw: st.DrawFn, windows: dict[str, tuple[float, float]]) -> datetime:
+    """At, right before or somewhere after the beginning of a window."""
+    edge = draw(st.sampled_from(sorted({end for window in windows.values() for end in window})))
+    away = draw(st.one_of(st.sampled_from([-1, 0, 1]), st.integers(-(10**11), 10**11)))
+    return EPOCH + timedelta(seconds=edge) + away * MICROSECOND
+
+
+@pytest.mark.parametrize("column", ["instant", "wall"])
+@pytest.mark.parametrize("kind", [*OF_DAYS, *OF_HOURS])
+@given(st.data())
+@settings(deadline=None, derandomize=True, max_examples=40, database=None)
+def test_moments_belong_to_the_windows_that_dagster_says(kind: str, column: str, data: st.DataObject) -> None:
+    zone, around = data.draw(st.sampled_from(PLACES))
+    definition = {**OF_DAYS, **OF_HOURS}[kind](around, zone)
+    windows = windows_of(definition)
+    chosen = data.draw(st.sets(st.sampled_from(sorted(windows)), min_size=1, max_size=6))
+    selection = select(chosen, definition, {"": column}, schema=SCHEMA, table="t")
+    at = data.draw(st.lists(moments(windows), min_size=1, max_size=12))
+    rows = [row(moment, around, "") for moment in at]
+    seconds = [(moment - EPOCH) / timedelta(seconds=1) for moment in at]
+    expected = [any(windows[key][0] <= s < windows[key][1] for key in chosen) for s in seconds]
+    assert held(selection, rows) == expected
+    layout = partition_spec(definition, {"": column}, SCHEMA, table="t")
+    if all(end % 3600 == 0 for key in chosen for end in windows[key]):
+        assert whole_files(selection, SCHEMA, {0: layout})
+
+
+@pytest.mark.parametrize("kind", OF_DAYS)
+@given(st.data())
+@settings(deadline=None, derandomize=True, max_examples=60, database=None)
+def test_dates_belong_to_the_windows_of_their_own_calendar(kind: str, data: st.DataObject) -> None:
+    zone, around = data.draw(st.sampled_from(PLACES))
+    definition = OF_DAYS[kind](around, zone)
+    windows = windows_of(definition)
+    chosen = data.draw(st.sets(st.sampled_from(sorted(windows)), min_size=1, max_size=6))
+    selection = select(chosen, definition, {"": "day"}, schema=SCHEMA, table="t")
+    days = data.draw(st.lists(st.integers(-40, 40), min_size=1, max_size=12))
+    at = [around + timedelta(days=days) for days in days]
+    rows = [row(EPOCH, day, "") for day in at]
+    expected = [any(windows[key][0] <= noon(day, zone) < windows[key][1] for key in chosen) for day in at]
+    assert held(selection, rows) == expected
+    assert whole_files(selection, SCHEMA, {0: partition_spec(definition, {"": "day"}, SCHEMA, table="t")})
+
+
+@pytest.mark.parametrize("zone", CLOCK_CHANGES)
+@pytest.mark.parametrize("kind", OF_HOURS)
+def test_windows_of_hours_do_not_go_into_dates(kind: str, zone: str) -> None:
+    definition = OF_HOURS[kind](CLOCK_CHANGES[zone][0], zone)
+    for key in windows_of(definition):
+        with pytest.raises(ConfigurationError, match="column day holds dates") as refused:
+            select([key], definition, {"": "day"}, schema=SCHEMA, table="a.t")
+        assert (refused.value.table, refused.value.partitions) == ("a.t", (key,))
+
+
+@given(st.data())
+@settings(deadline=None, derandomize=True, max_examples=60, database=None)
+def test_windows_and_kinds_together(data: st.DataObject) -> None:
+    zone, around = data.draw(st.sampled_from(PLACES))
+    of_time = data.draw(st.sampled_from([*OF_DAYS.values(), *OF_HOURS.values()]))(around, zone)
+    kinds = dg.StaticPartitionsDefinition(list(KINDS))
+    multi = dg.MultiPartitionsDefinition({"window": of_time, "kind": kinds})
+    windows = windows_of(of_time)
+    chosen = data.draw(
+        st.sets(st.tuples(st.sampled_from(sorted(windows)), st.sampled_from(KINDS)), min_size=1, max_size=8)
+    )
+    keys = [dg.MultiPartitionKey({"window": window, "kind": kind}) for window, kind in chosen]
+    selection = select(keys, multi, {"window": "instant", "kind": "kind"}, schema=SCHEMA, table="t")
+    rows = [row(data.draw(moments(windows)), around, data.draw(st.sampled_from(KINDS))) for _ in range(8)]
+    expected = [
+        any(
+            windows[window][0] <= (r[0] - EPOCH) / timedelta(seconds=1) < windows[window][1] and r[3] == kind
+            for window, kind in chosen
+        )
+        for r in rows
+    ]
+    assert held(selection, rows) == expected
+
+
+def test_a_day_of_23_and_one_of_25_hours() -> None:
+    daily = OF_DAYS["daily"](date(2026, 3, 29), "Europe/Berlin")
+    hours = [(end - start) / 3600 for start, end in windows_of(daily).values()]
+    assert 23.0 in hours
+    zone = ZoneInfo("Europe/Berlin")
+    late = datetime(2026, 3, 29, 23, 59, tzinfo=zone).astimezone(UTC)
+    next_day = datetime(2026, 3, 30, 0, 0, tzinfo=zone).astimezone(UTC)
+    selection = select(["2026-03-29"], daily, {"": "instant"}, schema=SCHEMA, table="t")
+    assert held(selection, [row(late, EPOCH.date(), ""), row(next_day, EPOCH.date(), "")]) == [True, False]

@@ -1,0 +1,99 @@
+"""The whole way: launch in the UI's API, the daemon's two sensors, and what they leave on `main`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+import requests
+from dagster._core.scheduler.instigation import InstigatorState
+
+from branchlake_dagster.branching.branch.run_tags import VERDICT_TAG
+from branchlake_dagster.cli.local.dagster_dev import dagster_dev
+from branchlake_dagster.cli.local.home import dagster_home
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+SENSOR = "publication_automation_sensor"
+MODULE = "branchlake_dagster_tests.publication.automation.automation_project"
+LAUNCH = """
+mutation Launch($params: ExecutionParams!) {
+  launchRun(executionParams: $params) { __typename ... on LaunchRunSuccess { run { runId } } }
+}
+"""
+
+
+@pytest.fixture
+def daemon(
+    lakehouse: Lakehouse, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    environment = {
+        "BRANCHLAKE_STATE_DIR": str(lakehouse.settings.state_dir),
+        "BRANCHLAKE_TEST_NAMESPACE": namespace,
+    }
+    # Set before `dagster_home` sets them, so that they are put back afterwards.
+    for name, value in {**environment, "DAGSTER_HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    dagster_home(lakehouse.settings)
+    with dagster_dev(MODULE, home=tmp_path, environment=environment) as url:
+        yield url
+
+
+def launch(url: str, *path: str) -> str:
+    selector = {
+        "repositoryLocationName": MODULE,
+        "repositoryName": "__repository__",
+        "jobName": "__ASSET_JOB",
+        "assetSelection": [{"path": list(path)}],
+    }
+    variables = {"params": {"selector": selector, "runConfigData": {}}}
+    reply = requests.post(f"{url}/graphql", json={"query": LAUNCH, "variables": variables}, timeout=60).json()
+    return str(reply["data"]["launchRun"]["run"]["runId"])
+
+
+def wait_for(what: Callable[[], Any], *, seconds: float = 90.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.2)
+    return found
+
+
+def test_the_daemon_requests_the_downstream_of_what_it_published(
+    daemon: str, lakehouse: Lakehouse, namespace: str
+) -> None:
+    with dg.DagsterInstance.get() as instance:
+
+        def state() -> InstigatorState | None:
+            return next((s for s in instance.all_instigator_state() if s.name == SENSOR), None)
+
+        def evaluated() -> bool:
+            found = state()
+            return found is not None and bool(getattr(found.instigator_data, "cursor", None))
+
+        def ticks() -> int:
+            found = state()
+            return len(instance.get_ticks(found.instigator_origin_id, found.selector_id)) if found else 0
+
+        def runs_of(name: str) -> list[dg.DagsterRun]:
+            key = dg.AssetKey([namespace, name])
+            return [run for run in instance.get_runs() if key in (run.asset_selection or ())]
+
+        wait_for(evaluated)
+        blocked = launch(daemon, namespace, "blocked")
+        launch(daemon, namespace, "prices")
+        wait_for(lambda: lakehouse.catalog().table_exists((namespace, "report")))
+        rows = lakehouse.catalog().load_table((namespace, "report")).scan().to_arrow().to_pylist()
+        assert rows == [{"n": 3}]
+        wait_for(lambda: instance.get_run_by_id(blocked).tags.get(VERDICT_TAG) == "blocked")
+        (run,) = runs_of("report")
+        assert run.tags["dagster/sensor_name"] == SENSOR
+        before = ticks()
+        wait_for(lambda: ticks() > before + 1)
+        assert len(runs_of("report")) == 1
+        assert runs_of("never") == []

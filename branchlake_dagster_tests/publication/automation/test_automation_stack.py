@@ -1,0 +1,186 @@
+"""Automation on publication with real runs, the real publisher and the real Nessie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dagster as dg
+import polars as pl
+import pytest
+from dagster._core.definitions.asset_daemon_cursor import AssetDaemonCursor
+
+from branchlake_dagster.branching.table.spec import CHECK_SCOPE, table_metadata
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.automation.conditions import on_publication
+from branchlake_dagster.publication.automation.published_sensor import published_sensor
+from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster_tests.harness import Project, project
+
+pytestmark = pytest.mark.integration
+
+DAYS = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-11")
+
+
+def graph(
+    namespace: str, *, daily: bool = False, passed: list[bool] | None = None
+) -> tuple[dg.AssetsDefinition, dg.AssetsDefinition, dg.AssetChecksDefinition]:
+    """An upstream with a check that answers `passed` run by run, and a downstream that follows it."""
+    answers = passed if passed is not None else []
+
+    def frame(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        return pl.DataFrame({"day": [context.partition_key if daily else ""], "n": [1]})
+
+    options: dict[str, Any] = {"partitions_def": DAYS} if daily else {}
+    metadata = table_metadata(partition_by="day" if daily else None)
+
+    @dg.asset(key=[namespace, "up"], metadata=metadata, **options)
+    def up(context) -> pl.DataFrame:  # type: ignore[no-untyped-def]
+        return frame(context).with_columns(pl.col("day").str.to_date(strict=False))
+
+    @dg.asset(
+        key=[namespace, "down"],
+        deps=[up],
+        metadata=table_metadata(partition_by="day" if daily else None, require_checks=False),
+        automation_condition=on_publication(),
+        **options,
+    )
+    def down(context) -> pl.DataFrame:  # type: ignore[no-untyped-def]
+        return frame(context).with_columns(pl.col("day").str.to_date(strict=False))
+
+    @dg.asset_check(asset=up, metadata={CHECK_SCOPE: "rows"})
+    def good() -> dg.AssetCheckResult:
+        return dg.AssetCheckResult(passed=answers.pop(0) if answers else True)
+
+    return up, down, good
+
+
+class Evaluator:
+    """The sensor's memory between two ticks."""
+
+    def __init__(self, p: Project, down: dg.AssetsDefinition) -> None:
+        self._p = p
+        self._key = down.key
+        self._cursor: AssetDaemonCursor | None = None
+
+    def __call__(self) -> set[str | None]:
+        result = dg.evaluate_automation_conditions(
+            self._p.definitions, self._p.instance, dg.AssetSelection.all(), cursor=self._cursor
+        )
+        self._cursor = result.cursor
+        return set(result.get_requested_partitions(self._key))
+
+
+def test_the_downstream_is_requested_when_main_has_the_upstream(lakehouse: Lakehouse, namespace: str) -> None:
+    up, down, good = graph(namespace)
+    with project(lakehouse, up, down, good) as p:
+        requested = Evaluator(p, down)
+        assert requested() == set()
+        run = p.run(up.key)
+        assert requested() == set()
+        assert p.settle(run).action is Action.PUBLISHED
+        assert requested() == {None}
+        assert requested() == set()
+        # The requested run is published itself, which is nobody's upstream.
+        p.settle(p.run(down.key))
+        assert requested() == set()
+
+
+def test_blocked_and_failed_runs_request_nothing(lakehouse: Lakehouse, namespace: str) -> None:
+    up, down, good = graph(namespace, passed=[False])
+
+    @dg.asset(key=[namespace, "boom"], deps=[up])
+    def boom() -> None:
+        raise RuntimeError("no")
+
+    with project(lakehouse, up, down, good, boom) as p:
+        requested = Evaluator(p, down)
+        requested()
+        assert p.settle(p.run(up.key)).action is Action.BLOCKED
+        assert requested() == set()
+        assert p.settle(p.run(up.key, boom.key, ok=False)).action is Action.DISCARDED
+        assert requested() == set()
+        assert p.settle(p.run(up.key)).action is Action.PUBLISHED
+        assert requested() == {None}
+
+
+def test_a_refused_run_requests_nothing(lakehouse: Lakehouse, namespace: str) -> None:
+    up, down, good = graph(namespace)
+    with project(lakehouse, up, down, good) as p:
+        requested = Evaluator(p, down)
+        p.settle(p.run(up.key))
+        requested()
+        first, second = p.run(up.key), p.run(up.key)
+        p.settle(first)
+        assert requested() == {None}
+        assert p.settle(second).action is Action.REFUSED
+        assert requested() == set()
+
+
+def test_a_run_of_both_requests_nothing(lakehouse: Lakehouse, namespace: str) -> None:
+    up, down, good = graph(namespace)
+    with project(lakehouse, up, down, good) as p:
+        requested = Evaluator(p, down)
+        requested()
+        assert p.settle(p.run()).action is Action.PUBLISHED
+        assert requested() == set()
+
+
+def test_the_next_request_waits_until_the_last_one_is_judged(lakehouse: Lakehouse, namespace: str) -> None:
+    """Without waiting the second run of `down` would not see the first one's rows, and be refused."""
+    up, down, good = graph(namespace)
+    with project(lakehouse, up, down, good) as p:
+        requested = Evaluator(p, down)
+        requested()
+        p.settle(p.run(up.key))
+        assert requested() == {None}
+        mine = p.run(down.key)
+        p.settle(p.run(up.key))
+        assert requested() == set()
+        assert p.settle(mine).action is Action.PUBLISHED
+        assert requested() == {None}
+        assert p.settle(p.run(down.key)).action is Action.PUBLISHED
+        assert requested() == set()
+
+
+def test_a_backfill_in_many_runs_requests_each_day_once(lakehouse: Lakehouse, namespace: str) -> None:
+    up, down, good = graph(namespace, daily=True)
+    days = [f"2026-08-0{day}" for day in range(1, 6)]
+    with project(lakehouse, up, down, good) as p:
+        requested = Evaluator(p, down)
+        requested()
+        runs = [p.run(up.key, partition=day) for day in days]
+        assert requested() == set()
+        assert p.settle(runs[0]).action is Action.PUBLISHED
+        assert requested() == {days[0]}
+        # The others at once, as the publication sensor finds them: rebased, in one commit.
+        outcomes = [one for one in p.reconciler().run() if one.run_id in runs]
+        assert {one.action for one in outcomes} == {Action.PUBLISHED}
+        assert requested() == set(days[1:])
+        assert requested() == set()
+
+
+def test_the_sensor_on_mains_log_launches_by_partition(lakehouse: Lakehouse, namespace: str) -> None:
+    up, down, good = graph(namespace, daily=True)
+    job = dg.define_asset_job("down_job", selection=[down.key])
+    sensor = published_sensor("follow", assets=[up.key], job=job)
+    days = [f"2026-08-0{day}" for day in range(1, 4)]
+    with project(lakehouse, up, down, good) as p:
+        defs = dg.Definitions.merge(p.definitions, dg.Definitions(jobs=[job], sensors=[sensor]))
+        resources = {"lakehouse": (p.definitions.resources or {})["lakehouse"]}
+
+        def tick(cursor: str | None) -> tuple[list[dg.RunRequest], str | None]:
+            with dg.build_sensor_context(
+                p.instance, cursor=cursor, repository_def=defs.get_repository_def(), resources=resources
+            ) as context:
+                found = sensor.evaluate_tick(context)
+                return list(found.run_requests or []), found.cursor
+
+        _, start = tick(None)
+        runs = [p.run(up.key, partition=day) for day in days]
+        assert tick(start) == ([], start)
+        outcomes = {one.run_id: one.action for one in p.reconciler().run() if one.run_id in runs}
+        assert set(outcomes.values()) == {Action.PUBLISHED}
+        requests, after = tick(start)
+        found = {request.partition_key: request.tags["branchlake/after_run"] for request in requests}
+        assert found == dict(zip(days, runs, strict=True))
+        assert tick(after) == ([], after)

@@ -1,0 +1,134 @@
+"""Concurrent runs through the real daemon: a backfill into a table that does not exist yet, and a recheck."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+import requests
+
+from branchlake_dagster.branching.branch.run_branch import branch_name
+from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG
+from branchlake_dagster.cli.local.dagster_dev import dagster_dev
+from branchlake_dagster.cli.local.home import dagster_home
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster_tests.harness import published
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+MODULE = "branchlake_dagster_tests.publication.automation.backfill_project"
+PARTITIONS = 50
+AT_A_TIME = 10
+BACKFILL = """
+mutation Backfill($params: LaunchBackfillParams!) {
+  launchPartitionBackfill(backfillParams: $params) {
+    __typename ... on LaunchBackfillSuccess { backfillId } ... on PythonError { message }
+  }
+}
+"""
+LAUNCH = """
+mutation Launch($params: ExecutionParams!) {
+  launchRun(executionParams: $params) { __typename ... on LaunchRunSuccess { run { runId } } }
+}
+"""
+
+
+@pytest.fixture
+def daemon(
+    lakehouse: Lakehouse, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    environment = {
+        "BRANCHLAKE_STATE_DIR": str(lakehouse.settings.state_dir),
+        "BRANCHLAKE_TEST_NAMESPACE": namespace,
+        "BRANCHLAKE_TEST_PARTITIONS": str(PARTITIONS),
+    }
+    for name, value in {**environment, "DAGSTER_HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    dagster_home(lakehouse.settings)
+    with (tmp_path / "dagster.yaml").open("a") as config:
+        config.write(f"\nconcurrency:\n  runs:\n    max_concurrent_runs: {AT_A_TIME}\n")
+    with dagster_dev(MODULE, home=tmp_path, environment=environment) as url:
+        yield url
+
+
+def graphql(url: str, query: str, **params: Any) -> Any:
+    variables = {"params": params}
+    reply = requests.post(f"{url}/graphql", json={"query": query, "variables": variables}, timeout=60).json()
+    return reply["data"]
+
+
+def launch(url: str, *path: str) -> str:
+    selector = {
+        "repositoryLocationName": MODULE,
+        "repositoryName": "__repository__",
+        "jobName": "__ASSET_JOB",
+        "assetSelection": [{"path": list(path)}],
+    }
+    return str(graphql(url, LAUNCH, selector=selector, runConfigData={})["launchRun"]["run"]["runId"])
+
+
+def wait_for(what: Callable[[], Any], *, seconds: float) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.5)
+    return found
+
+
+def test_a_backfill_into_a_new_table_publishes_every_partition_unaided(
+    daemon: str, lakehouse: Lakehouse, namespace: str
+) -> None:
+    names = [f"p{number:02}" for number in range(PARTITIONS)]
+    found = graphql(
+        daemon,
+        BACKFILL,
+        assetSelection=[{"path": [namespace, "parts"]}],
+        partitionNames=names,
+        fromFailure=False,
+    )
+    backfill = found["launchPartitionBackfill"]["backfillId"]
+    with dg.DagsterInstance.get() as instance:
+
+        def runs() -> list[dg.DagsterRun]:
+            return list(instance.get_runs(dg.RunsFilter(tags={"dagster/backfill": backfill})))
+
+        def all_published() -> bool:
+            now = runs()
+            told = [run.tags.get("branchlake/reason") for run in now]
+            assert not any(told), told
+            return sum(PUBLICATION_TAG in run.tags for run in now) == PARTITIONS
+
+        wait_for(all_published, seconds=600)
+        assert all(run.is_success for run in runs())
+        rows = lakehouse.catalog().load_table((namespace, "parts")).scan().to_arrow().to_pylist()
+        assert sorted((row["part"], row["n"]) for row in rows) == [
+            (name, n) for name in names for n in (1, 2)
+        ]
+        branches = [branch_name(run.run_id) for run in runs()]
+        told = published(lakehouse.nessie, branches)
+        assert len(told) == PARTITIONS
+        bases = {one.base_hash for one in told.values()}
+        assert len(bases) < PARTITIONS, "no two runs started from one main: nothing was rebased"
+
+
+def test_two_runs_meet_and_the_daemon_repeats_the_check(
+    daemon: str, lakehouse: Lakehouse, namespace: str
+) -> None:
+    with dg.DagsterInstance.get() as instance:
+        launched = [launch(daemon, namespace, "sums") for _ in range(2)]
+
+        def both_published() -> bool:
+            now = [run for run in instance.get_runs() if run.run_id in launched]
+            told = [run.tags.get("branchlake/reason") for run in now]
+            assert not any(told), told
+            return sum(PUBLICATION_TAG in run.tags for run in now) == 2
+
+        wait_for(both_published, seconds=180)
+        assert len(lakehouse.catalog().load_table((namespace, "sums")).scan().to_arrow()) == 2
+        (again,) = [run for run in instance.get_runs() if "branchlake/checks_for" in run.tags]
+        assert again.tags["branchlake/checks_for"] in launched
+        assert again.is_success

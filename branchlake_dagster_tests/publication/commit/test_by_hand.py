@@ -1,0 +1,205 @@
+"""Somebody's hands on Nessie: branches merged or transplanted beside the publisher, `main` rolled back."""
+
+import dagster as dg
+import polars as pl
+import pytest
+import requests
+
+from branchlake_dagster.branching.branch.run_branch import branch_name
+from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.publication.ledger.candidate import Published, Refused
+from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster_tests.harness import project
+from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def bench(lakehouse: Lakehouse, namespace: str) -> Workbench:
+    return Workbench(lakehouse, namespace)
+
+
+def merge(lake: Lakehouse, branch: str, at: str | None = None) -> str:
+    """What the button in Nessie's own UI does; the commit on `main`."""
+    head = at or lake.nessie.reference(branch).hash
+    done = lake.nessie.merge(
+        from_name=branch,
+        from_hash=head,
+        into=MAIN,
+        expected_hash=lake.nessie.reference(MAIN).hash,
+        message="by hand",
+    )
+    assert done.applied, done
+    return done.target_hash
+
+
+def transplant(lake: Lakehouse, run: Run) -> None:
+    """Cherry-pick the commits of a branch: `main` keeps no trace of where they are from."""
+    hashes = [entry.commit.hash for entry in lake.nessie.log(run.name, since=run.base)][::-1]
+    head = lake.nessie.reference(MAIN).hash
+    done = requests.post(
+        f"{lake.nessie.uri}/trees/{MAIN}@{head}/history/transplant",
+        json={"fromRefName": run.name, "hashesToTransplant": hashes, "message": "by hand"},
+        timeout=30,
+    )
+    assert done.ok, done.text
+
+
+def assign_main(lake: Lakehouse, to: str) -> None:
+    head = lake.nessie.reference(MAIN).hash
+    done = requests.put(
+        f"{lake.nessie.uri}/trees/{MAIN}@{head}",
+        params={"type": "BRANCH"},
+        json={"type": "DETACHED", "hash": to},
+        timeout=30,
+    )
+    assert done.ok, done.text
+
+
+# -- merged by hand --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["merge", "transplant"])
+@pytest.mark.parametrize("kind", ["append", "replace", "create"])
+@pytest.mark.parametrize("path", ["alone", "group", "serializable"])
+def test_what_was_merged_by_hand_is_not_replayed(bench: Workbench, how: str, kind: str, path: str) -> None:
+    if kind != "create":
+        bench.seeded([("a", 0), ("b", 0)])
+    x, y = bench.run(reads=["t"] if path == "serializable" else None), bench.run()
+    for run, day in ((x, "a"), (y, "b")):
+        if kind == "create":
+            run.create()
+        if kind == "replace":
+            run.replace(day, [(day, 1)])
+        else:
+            run.append([(day, 1)])
+    if how == "merge":
+        merge(bench.lake, x.name)
+    else:
+        transplant(bench.lake, x)
+    groups = [(y, x)] if path == "group" else [(y,), (x,)]
+    results = [result for group in groups for result in bench.publish(*group)]
+    assert all(isinstance(one, Published) for one in results), results
+    assert [one.by_hand for one in results if isinstance(one, Published)] == [False, True]
+    kept = {"append": [("a", 0), ("b", 0)]}.get(kind, [])
+    assert bench.rows() == sorted([*kept, ("a", 1), ("b", 1)])
+    assert bench.published(x)[0].by_hand
+    assert len(bench.rows()) == len(kept) + 2
+
+
+def test_a_renamed_table_that_was_transplanted_by_hand(bench: Workbench) -> None:
+    """Nessie refuses to merge it, and a transplant loses the new name: the publication brings it."""
+    bench.seeded([("a", 0)])
+    x = bench.run()
+    x.append([("a", 1)])
+    x.catalog.rename_table((bench.namespace, "t"), (bench.namespace, "u"))
+    transplant(bench.lake, x)
+    bench.published(x)
+    assert bench.rows("u") == [("a", 0), ("a", 1)]
+
+
+def test_a_part_that_was_merged_by_hand_is_told(bench: Workbench) -> None:
+    bench.seeded([("a", 0)], spec=FLAT)
+    x, y = bench.run(), bench.run()
+    x.append([("a", 1)])
+    half = bench.lake.nessie.reference(x.name).hash
+    x.append([("a", 2)])
+    y.append([("b", 3)])
+    merge(bench.lake, x.name, half)
+    bench.published(y)
+    refused = bench.refused(x)
+    assert "a part of the run's changes is on main already" in refused.reason()
+    assert bench.rows() == [("a", 0), ("a", 1), ("b", 3)]
+
+
+def table(namespace: str, name: str = "t") -> dg.AssetsDefinition:
+    @dg.asset(key=[namespace, name], metadata=table_metadata(write_mode="append"))
+    def made() -> pl.DataFrame:
+        return pl.DataFrame({"n": [1]})
+
+    return made
+
+
+def checked(asset: dg.AssetsDefinition, *, passes: bool = True) -> dg.AssetChecksDefinition:
+    @dg.asset_check(asset=asset, metadata={"branchlake/scope": "rows"})
+    def fine() -> dg.AssetCheckResult:
+        return dg.AssetCheckResult(passed=passes)
+
+    return fine
+
+
+def test_it_is_told_as_what_it_is(lakehouse: Lakehouse, namespace: str) -> None:
+    asset = table(namespace)
+    with project(lakehouse, asset, checked(asset)) as p:
+        run_id = p.run()
+        done = merge(lakehouse, branch_name(run_id))
+        outcome = p.settle(run_id)
+        assert (outcome.action, outcome.publication) == (Action.PUBLISHED, done)
+        assert "merged by hand" in outcome.detail
+        (told,) = p.observations([namespace, "t"])
+        assert told.description == f"On main already: somebody merged its branch by hand, as {done}."
+        assert branch_name(run_id) not in p.branches()
+        assert p.rows(namespace, "t") == [{"n": 1}]
+
+
+def test_a_blocked_run_that_was_merged_by_hand_is_not_told_to_be_off_main(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    asset = table(namespace)
+    with project(lakehouse, asset, checked(asset, passes=False)) as p:
+        run_id = p.run()
+        done = merge(lakehouse, branch_name(run_id))
+        outcome = p.settle(run_id)
+        assert outcome.action is Action.BLOCKED
+        assert f"somebody merged its branch into main by hand, as {done}" in outcome.detail
+        (told,) = p.observations([namespace, "t"])
+        assert "by hand" in (told.description or "")
+
+
+# -- rolled back -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("serializable", [False, True])
+def test_main_is_rolled_back_below_the_base(bench: Workbench, serializable: bool) -> None:
+    """A merge would bring back what was rolled back, and trying again helps nobody."""
+    bench.seeded([("a", 0)])
+    before = bench.lake.nessie.reference(MAIN).hash
+    rolled_back = bench.run()
+    rolled_back.append([("a", 1)])
+    bench.published(rolled_back)
+    late = bench.run(reads=["t"] if serializable else None)
+    late.append([("a", 2)])
+    assign_main(bench.lake, before)
+    refused = bench.refused(late)
+    assert "rolled back" in refused.reason()
+    assert f"{bench.namespace}.t" in refused.reason()
+    assert bench.rows() == [("a", 0)]
+
+
+def test_a_run_whose_base_was_rolled_back_is_told(lakehouse: Lakehouse, namespace: str) -> None:
+    asset, other = table(namespace), table(namespace, "other")
+    with project(lakehouse, asset, other, checked(asset)) as p:
+        before = lakehouse.nessie.reference(MAIN).hash
+        p.settle(p.run(asset.key))
+        run_id = p.run(asset.key)
+        assign_main(lakehouse, before)
+        outcome = p.settle(run_id)
+        assert outcome.action is Action.REFUSED
+        assert "rolled back" in outcome.detail
+        run = p.instance.get_run_by_id(run_id)
+        assert run is not None
+        assert "rolled back" in run.tags["branchlake/reason"]
+        assert branch_name(run_id) not in p.branches()
+
+
+def test_a_branch_that_was_deleted_by_hand_is_not_published(bench: Workbench) -> None:
+    bench.seeded([("a", 0)])
+    x = bench.run()
+    x.append([("a", 1)])
+    candidate = x.candidate()
+    bench.lake.nessie.delete_branch(x.name, expected_hash=candidate.head_hash)
+    (result,) = bench.publisher.publish([candidate]).values()
+    assert not isinstance(result, Published | Refused)
+    assert bench.rows() == [("a", 0)]

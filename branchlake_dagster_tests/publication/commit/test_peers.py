@@ -1,0 +1,246 @@
+"""What peers lose, each as a test of its own, on the real server.
+
+Where a behaviour needs many cases they stand in the test module named in its docstring; here is the one
+that says it is there. Topics and offsets belong to ingestion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import dagster as dg
+import polars as pl
+import pytest
+
+from branchlake_dagster.branching.branch.run_branch import branch_name
+from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.lakehouse.nessie.errors import NessieOutcomeUnknown, NessieUnavailable
+from branchlake_dagster.lakehouse.nessie.retry import RetryPolicy
+from branchlake_dagster.lakehouse.nessie.transport import HttpTransport
+from branchlake_dagster.publication.commit.publisher import Publisher
+from branchlake_dagster.publication.ledger.candidate import Published, Refused
+from branchlake_dagster.publication.ledger.publications import publications
+from branchlake_dagster.publication.rebase.replay import IcebergTables
+from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.publication.workbench import Workbench
+
+pytestmark = pytest.mark.integration
+
+T = TypeVar("T")
+
+
+class Lossy:
+    """HTTP to the real server, of which the n-th request that changes something goes wrong."""
+
+    def __init__(self, uri: str, *, lose: int, applied: bool) -> None:
+        self._real = HttpTransport(uri, token=None, verify=True, connect_timeout_s=3, read_timeout_s=30)
+        self.uri = self._real.uri
+        self._lose = lose
+        self._applied = applied
+        self.changes = 0
+
+    def close(self) -> None:
+        self._real.close()
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        decode: Callable[[Any], T],
+        *,
+        action: str,
+        changes: bool,
+        params: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+    ) -> T:
+        self.changes += changes
+        wrong = changes and self.changes == self._lose
+        if wrong and not self._applied:
+            raise NessieUnavailable(f"could not {action}")
+        result = self._real.send(
+            method, path, decode, action=action, changes=changes, params=params, body=body
+        )
+        if wrong:
+            raise NessieOutcomeUnknown(f"the answer to {action} was lost")
+        return result
+
+
+@pytest.fixture
+def bench(lakehouse: Lakehouse, namespace: str) -> Iterator[Workbench]:
+    bench = Workbench(lakehouse, namespace)
+    yield bench
+    bench.clean()
+
+
+def appending(namespace: str) -> dg.AssetsDefinition:
+    @dg.asset(
+        key=[namespace, "t"], metadata=table_metadata(write_mode="append", require_checks=False), name=None
+    )
+    def appended() -> pl.DataFrame:
+        return pl.DataFrame({"n": [1]})
+
+    return appended
+
+
+def settle_until_gone(p: Project, lake: Lakehouse, run_id: str, transport: Lossy) -> int:
+    """Ticks of the sensor, over one unreliable connection, until the branch is gone; how many it took."""
+    client = NessieClient(transport.uri, transport=transport, retry=RetryPolicy(()))
+    publisher = Publisher(client, IcebergTables(lake.catalog()))
+    reconciler = Reconciler(client, publisher, p.instance, p.graph, lake.settings)
+    for tick in range(1, 10):
+        reconciler.run_one(run_id)
+        if branch_name(run_id) not in p.branches():
+            return tick
+    raise AssertionError("the branch is still there")
+
+
+@pytest.mark.parametrize("rebased", [False, True], ids=["merged", "rebased"])
+@pytest.mark.parametrize("applied", [False, True], ids=["refused", "lost"])
+def test_1_a_lost_reply_at_any_step_ends_in_one_publication(
+    lakehouse: Lakehouse, namespace: str, applied: bool, rebased: bool
+) -> None:
+    """Every request that changes something is lost once: one publication, branch deleted, no human."""
+    uri = lakehouse.nessie.uri
+    with project(lakehouse, appending(namespace)) as p:
+        p.settle(p.run())
+        expected = 1
+        steps, lose = 1, 1
+        while lose <= steps:
+            mine = p.run()
+            if rebased:
+                p.settle(p.run())
+                expected += 1
+            transport = Lossy(uri, lose=lose, applied=applied)
+            settle_until_gone(p, lakehouse, mine, transport)
+            expected += 1
+            # Pin, merge, (commit,) delete the branch, delete the pin: what a run without faults does.
+            steps = 5 if rebased else 4
+            assert transport.changes >= lose, "the fault was never met"
+            rows = p.rows(namespace, "t")
+            assert len(rows) == expected, f"fault at change {lose}"
+            told = [one for one in publications(lakehouse.nessie, limit=20) if one.run_id == mine]
+            assert len(told) == 1
+            assert p.instance.get_run_by_id(mine).tags["branchlake/publication"] == told[0].hash
+            lose += 1
+
+
+def test_2_two_runs_append_to_one_table(bench: Workbench) -> None:
+    """Both published once, in some order; of two overwrites the second is refused and named (test_rebase)."""
+    bench.seeded([])
+    one, two = bench.run(), bench.run()
+    one.append([("a", 1)])
+    two.append([("b", 2)])
+    bench.published(two)
+    bench.published(one)
+    assert bench.rows() == [("a", 1), ("b", 2)]
+
+
+def test_2_two_runs_overwrite_one_table(bench: Workbench) -> None:
+    bench.seeded([])
+    one, two = bench.run(), bench.run()
+    one.replace("a", [("a", 1)])
+    two.replace("a", [("a", 2)])
+    bench.published(one)
+    refused = bench.refused(two)
+    assert (refused.partitions, refused.runs) == (("day=a",), (one.run_id,))
+    assert bench.rows() == [("a", 1)]
+
+
+def test_3_a_run_reads_what_another_publishes_meanwhile(lakehouse: Lakehouse, namespace: str) -> None:
+    """Refused under serializable isolation, allowed under snapshot isolation: per asset."""
+
+    @dg.asset(key=[namespace, "source"], metadata=table_metadata(require_checks=False))
+    def source() -> pl.DataFrame:
+        return pl.DataFrame({"n": [1]})
+
+    def copy(name: str, isolation: Any) -> dg.AssetsDefinition:
+        @dg.asset(
+            key=[namespace, name],
+            ins={"source": dg.AssetIn([namespace, "source"])},
+            metadata=table_metadata(isolation=isolation, require_checks=False),
+        )
+        def copied(source: pl.DataFrame) -> pl.DataFrame:
+            return source
+
+        return copied
+
+    assets = [source, copy("strict", "serializable"), copy("loose", "snapshot")]
+    with project(lakehouse, *assets) as p:
+        key = {name: dg.AssetKey([namespace, name]) for name in ("source", "strict", "loose")}
+        p.settle(p.run(key["source"]))
+        strict, loose = p.run(key["strict"]), p.run(key["loose"])
+        newer = p.run(key["source"])
+        p.settle(newer)
+        refused = p.settle(strict)
+        assert refused.action is Action.REFUSED
+        assert f"{namespace}.source: the run has read it" in refused.detail
+        assert f"published by run {newer}" in refused.detail
+        assert p.settle(loose).action is Action.PUBLISHED
+        assert p.settle(p.run(key["strict"])).action is Action.PUBLISHED
+
+
+def test_4_a_missing_check_is_not_a_passed_one(lakehouse: Lakehouse, namespace: str) -> None:
+    """Missing, crashed, skipped, stale-partition checks: test_gate, test_lifecycle."""
+
+    @dg.asset(key=[namespace, "t"])
+    def unchecked() -> pl.DataFrame:
+        return pl.DataFrame({"n": [1]})
+
+    with project(lakehouse, unchecked) as p:
+        assert p.settle(p.run()).action is Action.BLOCKED
+        assert not lakehouse.catalog().table_exists((namespace, "t"))
+
+
+def test_5_a_publication_in_doubt_is_not_cleaned_up(bench: Workbench) -> None:
+    """The reply to the merge is lost and the retries are used up: the branch stays until it is known."""
+    bench.seeded([])
+    run = bench.run()
+    run.append([("a", 1)])
+    transport = Lossy(bench.lake.nessie.uri, lose=1, applied=True)
+    lossy = Publisher(
+        NessieClient(transport.uri, transport=transport, retry=RetryPolicy(())),
+        IcebergTables(bench.lake.catalog()),
+    )
+    result = lossy.publish([run.candidate()])[run.name]
+    assert isinstance(result, NessieOutcomeUnknown)
+    assert run.name in {ref.name for ref in bench.lake.nessie.references()}
+    (again,) = bench.publish(run)
+    assert isinstance(again, Published)
+    assert again.now is False
+    assert bench.rows() == [("a", 1)]
+
+
+def test_a_second_head_of_one_branch_is_not_a_second_publication(bench: Workbench) -> None:
+    """A late write after the publication: the ledger knows the branch, whatever its head."""
+    bench.seeded([])
+    one, other = bench.run(), bench.run()
+    one.append([("a", 1)])
+    other.append([("b", 1)])
+    bench.published(other)
+    first = one.candidate()
+    assert isinstance(bench.publisher.publish([first])[one.name], Published)
+    one.append([("a", 2)])
+    late = one.candidate()
+    assert late.head_hash != first.head_hash
+    assert bench.publisher.publish([late])[one.name] == replace(
+        bench.publisher.publish([first])[one.name],  # type: ignore[type-var]
+        now=False,
+    )
+    assert bench.rows() == [("a", 1), ("b", 1)]
+
+
+def test_a_refusal_leaves_main_as_it_was(bench: Workbench) -> None:
+    bench.seeded([("a", 0)])
+    one, two = bench.run(), bench.run()
+    one.replace("a", [("a", 1)])
+    two.replace("a", [("a", 2)])
+    bench.published(one)
+    head = bench.lake.nessie.reference("main").hash
+    assert isinstance(bench.publish(two)[0], Refused)
+    assert bench.lake.nessie.reference("main").hash == head

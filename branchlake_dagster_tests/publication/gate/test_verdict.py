@@ -1,0 +1,266 @@
+"""The gate's rules one by one, and the whole of it against a model small enough to read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum, auto
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from branchlake_dagster.publication.gate.evidence import AssetRules, Evaluation, RunEvidence, Written
+from branchlake_dagster.publication.gate.verdict import Decision, Verdict, judge
+
+A = "lake/a"
+CHECK = (A, "good")
+STEP, CHECK_STEP = "lake__a", "lake__a_good"
+
+
+def result(
+    passed: bool = True,
+    *,
+    blocks: bool = True,
+    order: int = 20,
+    step: str | None = CHECK_STEP,
+    told: str = "",
+) -> Evaluation:
+    return Evaluation(passed=passed, blocks=blocks, order=order, step=step, description=told)
+
+
+def written(order: int = 10, step: str | None = STEP) -> Written:
+    return Written(order, step, 3)
+
+
+CLEAN = RunEvidence(
+    run_id="r",
+    succeeded=True,
+    planned=frozenset({(CHECK, None)}),
+    evaluations={(CHECK, None): result()},
+    written={(A, None): written()},
+    rules={A: AssetRules("lake.a", frozenset({"good"}), demands_checks=True)},
+    write_set=frozenset({"lake.a"}),
+)
+"""A run that wrote one table, whose one check was planned and passed."""
+
+NO_RULES = AssetRules("lake.a", frozenset(), demands_checks=False)
+
+
+def verdict(strict_tables: bool = True, **changes: object) -> Verdict:
+    return judge(replace(CLEAN, **changes), strict_tables=strict_tables)  # type: ignore[arg-type]
+
+
+def test_a_clean_run_passes() -> None:
+    assert verdict() == Verdict(Decision.PASSED, (), (), 1, 1)
+    assert verdict().summary() == "passed (1/1 checks)"
+
+
+def test_a_run_that_did_not_succeed_is_blocked_whatever_its_checks_say() -> None:
+    assert verdict(succeeded=False).reasons == ("the run did not succeed",)
+
+
+def test_a_planned_check_without_an_evaluation_blocks() -> None:
+    told = verdict(evaluations={})
+    assert told.reasons == ("check good on lake/a was planned and never evaluated",)
+    assert (told.checks_passed, told.checks_total) == (0, 1)
+
+
+def test_a_planned_check_is_missed_partition_by_partition() -> None:
+    told = verdict(
+        planned=frozenset({(CHECK, "p"), (CHECK, "q")}),
+        evaluations={(CHECK, "p"): result()},
+        written={(A, "p"): written(), (A, "q"): written()},
+    )
+    assert "check good on lake/a [q] was planned and never evaluated" in told.reasons
+    assert (told.checks_passed, told.checks_total) == (1, 2)
+
+
+def test_an_evaluation_without_a_partition_speaks_for_all_of_them() -> None:
+    told = verdict(
+        planned=frozenset({(CHECK, "p"), (CHECK, "q")}), written={(A, "p"): written(), (A, "q"): written()}
+    )
+    assert told.decision is Decision.PASSED
+
+
+def test_a_failed_check_of_severity_error_blocks_and_tells_its_description() -> None:
+    told = verdict(evaluations={(CHECK, None): result(False, told="2 rows")})
+    assert told.reasons == ("check good on lake/a failed: 2 rows",)
+    assert told.summary() == "blocked (0/1 checks): check good on lake/a failed: 2 rows"
+
+
+def test_a_failed_check_of_severity_warn_passes_with_a_warning() -> None:
+    told = verdict(evaluations={(CHECK, None): result(False, blocks=False, told="2 rows")})
+    assert told == Verdict(Decision.PASSED_WITH_WARNINGS, (), ("check good on lake/a failed: 2 rows",), 0, 1)
+    assert "2 rows" in told.summary()
+
+
+def test_a_check_older_than_the_data_blocks() -> None:
+    told = verdict(evaluations={(CHECK, None): result(order=5)})
+    assert told.reasons == ("check good on lake/a ran before lake/a was written for the last time",)
+
+
+def test_the_order_of_events_within_one_step_is_dagsters() -> None:
+    assert verdict(evaluations={(CHECK, None): result(order=5, step=STEP)}).decision is Decision.PASSED
+
+
+def test_a_check_of_one_partition_does_not_grow_stale_by_another() -> None:
+    stale = "check good on lake/a [p] ran before lake/a was written for the last time"
+    both = {(CHECK, "p"): result(order=15), (CHECK, "q"): result(order=25)}
+    planned = frozenset({(CHECK, "p"), (CHECK, "q")})
+    fine = {(A, "p"): written(10), (A, "q"): written(20)}
+    assert verdict(planned=planned, evaluations=both, written=fine).decision is Decision.PASSED
+    again = {(A, "p"): written(18), (A, "q"): written(20)}
+    assert verdict(planned=planned, evaluations=both, written=again).reasons == (stale,)
+    # Written without a partition: any of its rows may have changed.
+    whole = {**fine, (A, None): written(18)}
+    assert verdict(planned=planned, evaluations=both, written=whole).reasons == (stale,)
+
+
+def test_a_check_of_the_whole_table_grows_stale_by_any_partition() -> None:
+    told = verdict(
+        evaluations={(CHECK, None): result(order=15)}, written={(A, "p"): written(10), (A, "q"): written(20)}
+    )
+    assert told.blocked
+
+
+def test_a_defined_check_that_was_left_out_blocks() -> None:
+    told = verdict(planned=frozenset(), evaluations={})
+    assert "check good on lake/a was left out of the run" in told.reasons
+
+
+def test_a_defined_check_that_was_left_out_for_one_partition_blocks() -> None:
+    told = verdict(
+        planned=frozenset({(CHECK, "p")}),
+        evaluations={(CHECK, "p"): result()},
+        written={(A, "p"): written(), (A, "q"): written()},
+    )
+    assert told.reasons == ("check good on lake/a [q] was left out of the run",)
+
+
+def test_an_asset_that_demands_checks_and_has_none_blocks() -> None:
+    bare: dict[str, object] = {"planned": frozenset(), "evaluations": {}}
+    told = verdict(**bare, rules={A: replace(NO_RULES, demands_checks=True)})
+    assert len(told.reasons) == 1
+    assert told.reasons[0].startswith("asset lake/a has no check")
+    assert "require_checks=False" in told.reasons[0]
+    assert verdict(**bare, rules={A: NO_RULES}).decision is Decision.PASSED
+
+
+def test_a_check_that_ran_and_is_defined_no_more_still_counts() -> None:
+    gone = {A: AssetRules("lake.a", frozenset(), demands_checks=True)}
+    assert verdict(rules=gone).decision is Decision.PASSED
+    assert verdict(rules=gone, evaluations={(CHECK, None): result(False)}).blocked
+
+
+def test_a_check_of_an_asset_that_the_run_did_not_write_counts() -> None:
+    other = (("lake/b", "good"), None)
+    told = verdict(evaluations={**CLEAN.evaluations, other: result(False)})
+    assert told.reasons == ("check good on lake/b failed",)
+
+
+def test_a_table_nobody_materialised_blocks_only_when_strict() -> None:
+    changed = frozenset({"lake.a", "lake.side"})
+    told = verdict(write_set=changed)
+    assert told.reasons == ("table lake.side was changed, but no materialised asset is stored there",)
+    assert verdict(strict_tables=False, write_set=changed).decision is Decision.PASSED
+
+
+def test_all_reasons_are_told_once_each() -> None:
+    told = verdict(
+        planned=frozenset({(CHECK, None), ((A, "other"), None)}),
+        evaluations={(CHECK, None): result(False, order=5)},
+        written={(A, "p"): written(), (A, "q"): written()},
+    )
+    assert len(told.reasons) == len(set(told.reasons)) == 3
+
+
+# -- against a model -----------------------------------------------------------------------------------
+
+
+class Happened(Enum):
+    """What became of one check in one partition."""
+
+    LEFT_OUT = auto()
+    NEVER_EVALUATED = auto()
+    PASSED = auto()
+    WARNED = auto()
+    FAILED = auto()
+    STALE = auto()
+    UNPLANNED = auto()  # evaluated all the same, and passed
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[RunEvidence, bool, Decision]:
+    """A finished run, strictness, and what the model says of it."""
+    happened_at_all = draw(st.booleans()) or draw(st.booleans())
+    strict = draw(st.booleans())
+    partitions: list[str | None] = draw(st.sampled_from([[None], ["p"], ["p", "q"]]))
+    planned, evaluations, rows, rules = set(), {}, {}, {}
+    ended: list[Happened] = []
+    unchecked = False
+    for asset in draw(st.sampled_from([[], ["a"], ["a", "b"]])):
+        defined = draw(st.sampled_from([[], ["x"], ["x", "y"]]))
+        demands = draw(st.booleans())
+        rules[asset] = AssetRules(f"lake.{asset}", frozenset(defined), demands)
+        unchecked |= demands and not defined
+        for partition in partitions:
+            rows[asset, partition] = written(10, asset)
+            for check in defined:
+                # Most checks are fine, else nearly every run would be blocked.
+                state = draw(st.sampled_from([*Happened, *[Happened.PASSED] * 12]))
+                ended.append(state)
+                where = ((asset, check), partition)
+                if state not in (Happened.LEFT_OUT, Happened.UNPLANNED):
+                    planned.add(where)
+                if state not in (Happened.LEFT_OUT, Happened.NEVER_EVALUATED):
+                    evaluations[where] = result(
+                        state not in (Happened.WARNED, Happened.FAILED),
+                        blocks=state is not Happened.WARNED,
+                        order=5 if state is Happened.STALE else 20,
+                        step=f"{asset}_{check}",
+                    )
+    sneaked = draw(st.sampled_from([frozenset(), frozenset(), frozenset({"lake.side"})]))
+    evidence = RunEvidence(
+        "r",
+        succeeded=happened_at_all,
+        planned=frozenset(planned),
+        evaluations=evaluations,
+        written=rows,
+        rules=rules,
+        write_set=frozenset(rule.table for rule in rules.values()) | sneaked,
+    )
+    fine = {Happened.PASSED, Happened.UNPLANNED, Happened.WARNED}
+    published = happened_at_all and set(ended) <= fine and not unchecked and not (strict and bool(sneaked))
+    warned = Happened.WARNED in ended
+    passed = Decision.PASSED_WITH_WARNINGS if warned else Decision.PASSED
+    return evidence, strict, passed if published else Decision.BLOCKED
+
+
+@settings(derandomize=True, max_examples=400, deadline=None)
+@given(runs())
+def test_published_if_and_only_if_every_defined_check_answered_well(
+    case: tuple[RunEvidence, bool, Decision],
+) -> None:
+    evidence, strict, expected = case
+    told = judge(evidence, strict_tables=strict)
+    assert told.decision is expected, told
+    assert bool(told.reasons) is told.blocked
+    assert told.checks_passed <= told.checks_total
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(runs(), st.data())
+def test_less_evidence_never_opens_the_gate(
+    case: tuple[RunEvidence, bool, Decision], data: st.DataObject
+) -> None:
+    """Losing an evaluation (a crashed worker, a lost event) may close the gate, not open it."""
+    evidence, strict, _ = case
+    if not evidence.evaluations:
+        return
+    lost = data.draw(st.sampled_from(sorted(evidence.evaluations, key=repr)))
+    before = judge(evidence, strict_tables=strict)
+    rest = {where: one for where, one in evidence.evaluations.items() if where != lost}
+    after = judge(replace(evidence, evaluations=rest), strict_tables=strict)
+    if evidence.evaluations[lost].passed or not evidence.evaluations[lost].blocks:
+        assert before.blocked <= after.blocked
+    if lost[0][1] in evidence.rules[lost[0][0]].checks:
+        assert after.blocked

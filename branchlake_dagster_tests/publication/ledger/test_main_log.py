@@ -1,0 +1,182 @@
+"""What `main`'s log says of a branch, however far back its base is, and how little of it is read for that."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import pytest
+
+from branchlake_dagster.lakehouse.nessie import NessieClient
+from branchlake_dagster.lakehouse.nessie.model import ContentKey, Namespace, Put
+from branchlake_dagster.publication.ledger.candidate import Published
+from branchlake_dagster.publication.ledger.main_log import BaseNotOnMain, MainLog
+from branchlake_dagster.publication.ledger.publications import Publication, properties
+from branchlake_dagster_tests.simulation.history import Pointer
+from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
+from branchlake_dagster_tests.simulation.transport import DirectTransport
+
+
+@dataclass
+class Main:
+    """An in-memory `main` that counts how many pages of its log were read."""
+
+    server: InMemoryNessie = field(default_factory=InMemoryNessie)
+    pages: int = 0
+
+    def __post_init__(self) -> None:
+        answer = self.server.answer
+
+        def counted(method: str, path: str, params: Mapping[str, str], body: Any) -> Any:
+            self.pages += path.endswith("/history") and method == "GET"
+            return answer(method, path, params, body)
+
+        self.server.answer = counted  # type: ignore[method-assign]
+        self.client = NessieClient("", transport=DirectTransport(self.server))
+        self.commit()
+
+    @property
+    def head(self) -> str:
+        return self.client.reference("main").hash
+
+    def commit(self, *branches: str, to: str = "main") -> str:
+        """A commit; one of a publication of `branches`."""
+        entries = [Publication(name, name, name, "passed", "", ()) for name in branches]
+        key = ContentKey([f"n{uuid.uuid4().hex}"])
+        return self.client.commit(
+            to,
+            expected_hash=self.client.reference(to).hash,
+            operations=[Put(key, Namespace(None, key.elements))],
+            message="some commit",
+            properties=properties(entries) if entries else {},
+        ).hash
+
+    def merge(self, branch: str) -> tuple[str, str]:
+        """Somebody merges a branch of one commit; the branch's head and the commit on `main`."""
+        base = self.head
+        self.client.create_branch(branch, from_ref="main", from_hash=base)
+        head = self.commit(to=branch)
+        done = self.client.merge(
+            from_name=branch, from_hash=head, into="main", expected_hash=base, message="by hand"
+        )
+        return head, done.target_hash
+
+    def assign(self, at: str) -> None:
+        """Roll `main` back, as Nessie's own tools can."""
+        self.server.history.references["main"] = Pointer("BRANCH", at)
+
+
+def test_a_publication_is_found_from_its_base_on() -> None:
+    main, log = Main(), MainLog()
+    base = main.head
+    one = main.commit("run-a", "run-b")
+    later = main.commit()
+    for name in ("run-a", "run-b"):
+        assert log.published(main.client, name, base=base, at=main.head) == Published(one, now=False)
+    assert log.published(main.client, "run-c", base=base, at=main.head) is None
+    assert log.published(main.client, "run-a", base=base, at=base) is None
+    assert log.published(main.client, "run-a", base=one, at=later) is None  # its base is younger
+
+
+def test_a_merge_by_hand_is_found_by_the_hash_it_took() -> None:
+    main, log = Main(), MainLog()
+    base = main.head
+    head, done = main.merge("run-x")
+    main.commit("run-y")
+    found = log.published(main.client, "run-x", base=base, at=main.head, head=head)
+    assert found == Published(done, now=False, by_hand=True)
+    assert log.published(main.client, "run-x", base=base, at=main.head) is None
+    assert log.published(main.client, "run-x", base=base, at=main.head, head=base) is None
+
+
+def test_what_was_read_once_is_not_read_again() -> None:
+    main, log = Main(), MainLog()
+    base = main.head
+    commits = [main.commit(f"run-{number}") for number in range(1000)]
+    main.pages = 0
+    assert log.published(main.client, "run-7", base=base, at=main.head)
+    first = main.pages
+    for number in range(1000):
+        assert log.published(main.client, f"run-{number}", base=base, at=commits[-1])
+    assert main.pages == first
+    main.commit("run-new")
+    assert log.published(main.client, "run-new", base=base, at=main.head)
+    assert main.pages == first + 1
+
+
+def test_an_older_base_is_reached_by_reading_on() -> None:
+    main, log = Main(), MainLog()
+    oldest = main.head
+    main.commit("run-a")
+    young = main.commit()
+    main.commit("run-b")
+    assert log.published(main.client, "run-a", base=young, at=main.head) is None
+    assert log.published(main.client, "run-a", base=oldest, at=main.head)
+    assert log.published(main.client, "run-b", base=oldest, at=main.head)
+
+
+def test_a_publication_in_the_oldest_known_commit_counts_for_older_bases() -> None:
+    main, log = Main(), MainLog()
+    oldest = main.head
+    published = main.commit("run-a")
+    main.commit("run-b")
+    assert log.published(main.client, "run-b", base=published, at=main.head)
+    assert log.published(main.client, "run-a", base=oldest, at=main.head) == Published(published, now=False)
+
+
+def test_main_is_rolled_back_below_a_base() -> None:
+    main, log = Main(), MainLog()
+    start = main.head
+    base = main.commit("run-a")
+    main.commit("run-b")
+    assert log.published(main.client, "run-b", base=base, at=main.head)
+    main.assign(start)
+    with pytest.raises(BaseNotOnMain, match="rolled back"):
+        log.published(main.client, "run-c", base=base, at=main.head)
+    assert log.published(main.client, "run-a", base=start, at=main.head) is None
+    again = main.commit("run-a")
+    assert log.published(main.client, "run-a", base=start, at=main.head) == Published(again, now=False)
+
+
+def test_a_base_that_never_was_on_main() -> None:
+    main, log = Main(), MainLog()
+    for _ in range(3):
+        main.commit()
+    with pytest.raises(BaseNotOnMain):
+        log.published(main.client, "run-a", base="ab" * 32, at=main.head)
+    main.pages = 0
+    with pytest.raises(BaseNotOnMain):
+        log.published(main.client, "run-b", base="cd" * 32, at=main.head)
+    assert main.pages == 0
+
+
+@pytest.mark.parametrize("most", [4, 10, 200_000])
+@pytest.mark.parametrize("seed", range(20))
+def test_it_agrees_with_a_log_that_knows_nothing_yet(seed: int, most: int) -> None:
+    """Commits, merges by hand and roll-backs in any order, asked for with old and young bases."""
+    random, main, log = Random(seed), Main(), MainLog(most=most)
+    heads: dict[str, str] = {}
+    seen = [main.head]
+    for number in range(60):
+        what = random.random()
+        if what < 0.5:
+            main.commit(f"run-{number}")
+        elif what < 0.7:
+            heads[f"run-{number}"], _ = main.merge(f"run-{number}")
+        elif what < 0.8:
+            main.assign(random.choice(seen))
+        seen.append(main.head)
+        for _ in range(3):
+            name = f"run-{random.randrange(number + 1)}"
+            asked = {"base": random.choice(seen[-20:]), "at": main.head, "head": heads.get(name)}
+            assert _said(log, main, name, asked) == _said(MainLog(), main, name, asked)
+
+
+def _said(log: MainLog, main: Main, name: str, asked: Any) -> Published | str | None:
+    try:
+        return log.published(main.client, name, **asked)
+    except BaseNotOnMain as error:
+        return str(error)

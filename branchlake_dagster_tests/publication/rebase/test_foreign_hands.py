@@ -1,0 +1,413 @@
+"""Somebody works on `main` beside open runs, with Spark and without asking: what is on `main` afterwards, exactly."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import sqlite3
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import dagster as dg
+import polars as pl
+import pytest
+from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
+
+from branchlake_dagster.branching.branch.run_branch import main_with_history
+from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG
+from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster.errors import BranchlakeError, Transient
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.publication.commit.committer import TableFilesUnreadable
+from branchlake_dagster.publication.ledger.candidate import Published, Refused
+from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster.settings import Settings
+from branchlake_dagster_tests.harness import project
+from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench
+
+pytestmark = [pytest.mark.integration, pytest.mark.spark]
+
+COMPACTION = "CALL nessie.system.rewrite_data_files(table => '{name}', options => map('rewrite-all', 'true'))"
+MANIFESTS = "CALL nessie.system.rewrite_manifests(table => '{name}')"
+
+
+@pytest.fixture
+def bench(lakehouse: Lakehouse, namespace: str) -> Iterator[Workbench]:
+    bench = Workbench(lakehouse, namespace)
+    yield bench
+    bench.clean()
+
+
+def refused(bench: Workbench, run: Run, *texts: str) -> None:
+    """The run is refused, and the message names the table and what was in the way."""
+    reason = bench.refused(run).reason()
+    for text in (f"{bench.namespace}.t", *texts):
+        assert text in reason
+
+
+# -- rows ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("statement", "after_a", "main"),
+    [
+        ("INSERT INTO {t} VALUES ('a', 3)", False, [("a", 1), ("a", 2), ("a", 3), ("b", 4)]),
+        ("INSERT INTO {t} VALUES ('b', 5)", True, [("a", 10), ("b", 4), ("b", 5)]),
+        ("UPDATE {t} SET id = 7 WHERE id = 2", False, [("a", 1), ("a", 7), ("b", 4)]),
+        ("UPDATE {t} SET id = 7 WHERE id = 4", True, [("a", 10), ("b", 7)]),
+        ("UPDATE {t} SET day = 'a' WHERE id = 4", False, [("a", 1), ("a", 2), ("a", 4)]),
+        ("DELETE FROM {t} WHERE id = 2", False, [("a", 1), ("b", 4)]),
+        ("DELETE FROM {t} WHERE day = 'b'", True, [("a", 10)]),
+        ("DELETE FROM {t}", False, []),
+        ("TRUNCATE TABLE {t}", False, []),
+        ("INSERT OVERWRITE {t} PARTITION (day = 'b') SELECT 6", True, [("a", 10), ("b", 6)]),
+    ],
+)
+def test_rows_changed_copy_on_write(
+    bench: Workbench, statement: str, after_a: bool, main: list[tuple[str, int]]
+) -> None:
+    """A run that replaced partition `a` is replayed unless `main` changed it; an append always is."""
+    bench.seeded([("a", 1), ("a", 2), ("b", 4)])
+    replacing, appending = bench.run(), bench.run()
+    replacing.replace("a", [("a", 10)])
+    appending.append([("a", 99)])
+    bench.sql(statement)
+    if after_a:
+        bench.published(replacing)
+    else:
+        refused(bench, replacing)
+    assert bench.rows() == main
+    bench.published(appending)
+    assert bench.rows() == sorted([*main, ("a", 99)])
+
+
+# -- maintenance ---------------------------------------------------------------------------------------
+
+
+def test_a_replacement_of_rows_that_were_compacted_is_mapped(bench: Workbench) -> None:
+    """The run removed all files of its partitions; the new ones hold nothing else."""
+    bench.seeded([("a", 1), ("b", 4)])
+    more = bench.run()
+    more.append([("a", 2), ("b", 5)])
+    bench.published(more)
+    replacing, deleting, upserting = bench.run(), bench.run(), bench.run()
+    replacing.replace("a", [("a", 10)])
+    deleting.replace("b", [])
+    upserting.sql("UPDATE {t} SET id = id + 1 WHERE day = 'b'", mode="upsert", keys="day,id")
+    bench.sql(COMPACTION)
+    bench.published(replacing)
+    assert bench.rows() == [("a", 10), ("b", 4), ("b", 5)]
+    bench.sql(COMPACTION)
+    bench.published(upserting)
+    assert bench.rows() == [("a", 10), ("b", 5), ("b", 6)]
+    refused(bench, deleting, "day=b")
+    assert bench.rows() == [("a", 10), ("b", 5), ("b", 6)]
+
+
+def test_a_whole_rewrite_of_an_unpartitioned_table_is_mapped_too(bench: Workbench) -> None:
+    bench.seeded([("a", 1)], spec=FLAT)
+    more = bench.run()
+    more.append([("a", 2)])
+    bench.published(more)
+    run, own = bench.run(), bench.run()
+    run.sql("UPDATE {t} SET id = id + 10", mode="upsert", keys="id")
+    own.sql(COMPACTION)
+    bench.sql(COMPACTION)
+    bench.published(own)
+    bench.published(run)
+    assert bench.rows() == [("a", 11), ("a", 12)]
+
+
+@pytest.mark.parametrize("also", [None, "INSERT INTO {t} VALUES ('a', 3)", "DELETE FROM {t} WHERE id = 1"])
+def test_where_the_rows_cannot_be_proved_the_same_it_is_refused(bench: Workbench, also: str | None) -> None:
+    bench.seeded([("a", 1)])
+    more = bench.run()
+    more.append([("a", 2)])
+    bench.published(more)
+    run = bench.run()
+    if also is None:
+        # One of the two files: which rows of the new one are its, nobody can tell.
+        run.sql("UPDATE {t} SET id = 20 WHERE id = 2")
+    else:
+        run.replace("a", [("a", 10)])
+        bench.sql("ALTER TABLE {t} SET TBLPROPERTIES ('write.delete.mode'='merge-on-read')", also)
+    bench.sql(COMPACTION)
+    before = bench.rows()
+    refused(bench, run, "day=a")
+    assert bench.rows() == before
+
+
+def test_rewritten_manifests_stop_nobody(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+    for number in (2, 3):
+        more = bench.run()
+        more.append([("b", number)])
+        bench.published(more)
+    replacing, appending, compacting = bench.run(), bench.run(), bench.run()
+    replacing.replace("a", [("a", 10)])
+    appending.append([("b", 99)])
+    compacting.sql(COMPACTION)
+    bench.sql(MANIFESTS)
+    bench.published(appending)
+    bench.published(compacting)
+    bench.sql(MANIFESTS)
+    bench.published(replacing)
+    assert bench.rows() == [("a", 10), ("b", 2), ("b", 3), ("b", 99)]
+
+
+def test_a_run_that_rewrote_manifests_only(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+    more = bench.run()
+    more.append([("b", 2)])
+    bench.published(more)
+    run = bench.run()
+    run.sql(MANIFESTS)
+    bench.sql("INSERT INTO {t} VALUES ('a', 3)")
+    bench.published(run)
+    assert bench.rows() == [("a", 1), ("a", 3), ("b", 2)]
+
+
+# -- columns and tables --------------------------------------------------------------------------------
+
+
+def test_renamed_columns_are_followed_by_their_ids(bench: Workbench) -> None:
+    bench.seeded([("a", 1), ("b", 2)])
+    appending, replacing = bench.run(), bench.run()
+    appending.append([("a", 3)])
+    replacing.replace("b", [("b", 20)])
+    bench.sql("ALTER TABLE {t} RENAME COLUMN id TO number", "INSERT INTO {t} VALUES ('c', 4)")
+    bench.published(appending, replacing)
+    assert bench.rows() == [("a", 1), ("a", 3), ("b", 20), ("c", 4)]
+    assert bench.main().schema().column_names == ["day", "number"]
+
+
+def test_a_dropped_column_is_refused_by_name(bench: Workbench) -> None:
+    bench.seeded([("a", 1), ("b", 2)])
+    appending = bench.run()
+    appending.append([("a", 3)])
+    bench.sql("ALTER TABLE {t} DROP COLUMN id", "INSERT INTO {t} VALUES ('c')")
+    refused(bench, appending, "its column id was dropped")
+    assert bench.rows() == [("a",), ("b",), ("c",)]
+
+
+def test_dropped_and_created_again(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+    appending, replacing = bench.run(), bench.run()
+    appending.append([("a", 3)])
+    replacing.replace("a", [("a", 10)])
+    bench.sql(
+        "DROP TABLE {t}",
+        "CREATE TABLE {t} (day string, id bigint) USING iceberg PARTITIONED BY (day)",
+        "INSERT INTO {t} VALUES ('z', 26)",
+    )
+    for run in (appending, replacing):
+        refused(bench, run, "it was dropped and created again")
+    assert bench.rows() == [("z", 26)]
+
+
+def test_a_replaced_definition_is_refused(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+    appending, replacing = bench.run(), bench.run()
+    appending.append([("a", 3)])
+    replacing.replace("a", [("a", 10)])
+    bench.sql("CREATE OR REPLACE TABLE {t} USING iceberg AS SELECT 'z' AS day, 26L AS id")
+    for run in (appending, replacing):
+        refused(bench, run)
+    assert bench.rows() == [("z", 26)]
+
+
+# -- files ---------------------------------------------------------------------------------------------
+
+
+def test_a_data_file_that_is_gone_from_main_concerns_its_readers_only(bench: Workbench) -> None:
+    bench.seeded([("a", 1), ("b", 2)])
+    appending, replacing = bench.run(), bench.run()
+    appending.append([("b", 3)])
+    replacing.replace("a", [("a", 10)])
+    (lost,) = [
+        task.file.file_path for task in bench.main().scan().plan_files() if "day=a" in task.file.file_path
+    ]
+    bench.main().io.delete(lost)
+    bench.published(appending)
+    bench.published(replacing)  # the one that repairs it
+    assert bench.rows() == [("a", 10), ("b", 2), ("b", 3)]
+
+
+Fails = Callable[[], None]
+
+
+@contextmanager
+def failing_writes(monkeypatch: pytest.MonkeyPatch, code: int, *, after: int = 0) -> Iterator[list[str]]:
+    """The store takes `after` more files and then refuses: full, or read-only. Deletions work if it is full."""
+    real, delete = PyArrowFile.create, PyArrowFileIO.delete
+    tried: list[str] = []
+
+    def create(self: PyArrowFile, *args: Any, **options: Any) -> Any:
+        tried.append(self.location)
+        if len(tried) > after:
+            raise OSError(code, errno.errorcode[code], self.location)
+        return real(self, *args, **options)
+
+    def refuse(self: PyArrowFileIO, location: Any) -> None:
+        if code == errno.EROFS:
+            raise OSError(code, errno.errorcode[code], str(location))
+        delete(self, location)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PyArrowFile, "create", create)
+        patch.setattr(PyArrowFileIO, "delete", refuse)
+        yield tried
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize("after", range(6))
+def test_a_warehouse_that_takes_no_files(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, code: int, after: int
+) -> None:
+    """Nothing is published and nothing lost; a full store is left as full as it was.
+
+    The replay writes six files, the table's metadata last.
+    """
+    bench.seeded([("a", 1), ("b", 2)])
+    other, run, third = bench.run(), bench.run(), bench.run()
+    other.append([("a", 3)])
+    run.replace("b", [("b", 20)])
+    third.append([("a", 4)])
+    bench.published(other)
+    base = bench.lake.nessie.reference(MAIN).hash
+    with failing_writes(monkeypatch, code, after=after) as tried:
+        (result,) = bench.publish(run)
+    assert isinstance(result, TableFilesUnreadable)
+    assert isinstance(result, Transient)
+    for text in (
+        f"{bench.namespace}.t",
+        run.name,
+        run.run_id,
+        errno.errorcode[code],
+        "Nothing was published",
+    ):
+        assert text in str(result)
+    assert bench.lake.nessie.reference(MAIN).hash == base
+    if code == errno.ENOSPC:
+        left = [path for path in tried if Path(urlparse(path).path).exists()]
+        assert left == []
+    bench.published(run, third)
+    assert bench.rows() == [("a", 1), ("a", 3), ("a", 4), ("b", 20)]
+
+
+# -- references ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def own_lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lakehouse]:
+    """A lake whose `main` may be set back; no Spark."""
+    settings = Settings(state_dir=tmp_path_factory.mktemp("set-back"), session_kind="classic")
+    lake = Lakehouse(settings)
+    main_with_history(lake.nessie)
+    yield lake
+    lake.servers.down()
+
+
+def assign_main(lake: Lakehouse, to: str) -> None:
+    """What `ASSIGN BRANCH` does, which our client has no need of."""
+    head = lake.nessie.reference(MAIN).hash
+    request = urllib.request.Request(
+        f"{lake.nessie.uri}/trees/{MAIN}@{head}?type=BRANCH",
+        data=f'{{"type": "BRANCH", "name": "main", "hash": "{to}"}}'.encode(),
+        headers={"Content-Type": "application/json"},
+        method="PUT",
+    )
+    with urllib.request.urlopen(request) as response:
+        assert response.status == 200
+
+
+def test_main_set_back_to_before_a_publication(own_lake: Lakehouse, namespace: str) -> None:
+    """Whoever sets it back takes those rows out; a run from before goes on."""
+    bench = Workbench(own_lake, namespace)
+    bench.seeded([("a", 1)])
+    base = own_lake.nessie.reference(MAIN).hash
+    one, two = bench.run(), bench.run()
+    one.append([("a", 2)])
+    two.append([("a", 3)])
+    bench.published(one)
+    assign_main(own_lake, base)
+    bench.published(two)
+    assert bench.rows() == [("a", 1), ("a", 3)]
+
+
+def test_main_set_back_below_a_runs_base(own_lake: Lakehouse, namespace: str) -> None:
+    """Its base is not in main's history: what it saw is gone. It is refused, not tried again for ever."""
+    bench = Workbench(own_lake, namespace)
+    bench.seeded([("a", 1)])
+    below = own_lake.nessie.reference(MAIN).hash
+    more = bench.run()
+    more.append([("a", 2)])
+    bench.published(more)
+    run = bench.run()
+    run.append([("a", 3)])
+    assign_main(own_lake, below)
+    (result,) = bench.publish(run)
+    assert isinstance(result, Refused), result
+    assert bench.rows() == [("a", 1)]
+
+
+def test_nessie_restored_from_an_older_backup(own_lake: Lakehouse, namespace: str, tmp_path: Path) -> None:
+    """The run's branch and its base are unknown to the server; `main` is as it was backed up."""
+    bench = Workbench(own_lake, namespace)
+    bench.seeded([("a", 1)])
+    store = own_lake.settings.state_dir / "nessie"
+    own_lake.servers.down()
+    shutil.copytree(store, tmp_path / "backup")
+    more = bench.run()
+    more.append([("a", 2)])
+    bench.published(more)
+    run = bench.run()
+    run.append([("a", 3)])
+    lost = run.candidate()
+    own_lake.servers.down()
+    shutil.rmtree(store)
+    shutil.copytree(tmp_path / "backup", store)
+    results = bench.publisher.publish([lost])
+    assert isinstance(results[run.name], BranchlakeError | Refused), results
+    assert bench.rows() == [("a", 1)]
+    after = bench.run()
+    after.append([("a", 4)])
+    assert isinstance(bench.publish(after)[0], Published)
+    assert bench.rows() == [("a", 1), ("a", 4)]
+
+
+# -- Dagster's database --------------------------------------------------------------------------------
+
+
+def test_dagsters_database_is_locked_while_a_pass_works(
+    lakehouse: Lakehouse, namespace: str, tmp_path: Path
+) -> None:
+    """Nothing is published twice and nothing lost: a later pass does what this one could not."""
+
+    @dg.asset(key=[namespace, "t"], metadata=table_metadata(require_checks=False))
+    def t() -> pl.DataFrame:
+        return pl.DataFrame({"n": [1]})
+
+    with project(lakehouse, t) as p:
+        run_id = p.run()
+        database = Path(p.instance.storage_directory()).parent / "history" / "runs.db"
+        assert database.exists()
+        other = sqlite3.connect(database, isolation_level=None)
+        try:
+            other.execute("BEGIN EXCLUSIVE")
+            outcome = p.reconciler().run_one(run_id)
+            assert outcome is not None
+            assert outcome.action is Action.TRY_AGAIN
+            assert run_id in str(outcome)
+        finally:
+            other.execute("ROLLBACK")
+            other.close()
+        assert p.settle(run_id).action is Action.PUBLISHED
+        assert p.rows(namespace, "t") == [{"n": 1}]
+        # The first pass could not note that it had told it; whoever follows publications knows them by name.
+        told = {one.metadata[PUBLICATION_TAG].value for one in p.observations([namespace, "t"])}
+        assert len(told) == 1

@@ -1,0 +1,384 @@
+"""The table of DESIGN §6: what the run did, what `main` did meanwhile, and the answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from branchlake_dagster.branching.table.replaced import EVERYTHING, Among, Between, Replaced
+from branchlake_dagster.publication.rebase.changes import (
+    Column,
+    DeleteFile,
+    File,
+    Layout,
+    Mode,
+    Step,
+    TableChange,
+)
+from branchlake_dagster.publication.rebase.compacted import mapped
+from branchlake_dagster.publication.rebase.overlap import Overlap, overlap
+
+DAY, ID, N = Column(1, "day", "string", False), Column(2, "id", "long", False), Column(3, "n", "long", False)
+BY_DAY = (("day", "identity", "day"),)
+LAYOUT = Layout((DAY, ID), BY_DAY, 2)
+FLAT = Layout((DAY, ID), (), 2)
+
+
+def file(path: str, partition: str = "day=1", ids: tuple[int, int] | None = None) -> File:
+    return File(path, partition, lambda column: ids if column == "id" else None)
+
+
+def step(
+    mode: Mode,
+    added: tuple[File, ...] = (),
+    removed: tuple[File, ...] = (),
+    keys: tuple[str, ...] = (),
+    run: str = "r",
+) -> Step:
+    return Step(7, mode, added, removed, keys, run)
+
+
+def change(
+    *steps: Step, before: Layout | None = LAYOUT, after: Layout | None = None, created: bool = False
+) -> TableChange:
+    return TableChange(None if created else before, after or before or LAYOUT, steps)
+
+
+MINE, THEIRS = file("mine"), file("theirs")
+OLD, OLD2 = file("old"), file("old2", "day=2")
+APPEND = step(Mode.APPEND, (MINE,))
+REPLACE_1 = step(Mode.REPLACE_PARTITIONS, (MINE,), (OLD,))
+REPLACE_2 = step(Mode.REPLACE_PARTITIONS, (file("mine2", "day=2"),), (OLD2,))
+BY_KEY = ("day", "id")
+UPSERT_1 = step(Mode.UPSERT, (file("up", ids=(1, 9)),), (OLD,), BY_KEY)
+DISJOINT_IDS = step(
+    Mode.UPSERT, (file("other", ids=(50, 60)),), (file("old3", ids=(50, 59)),), ("id",), "them"
+)
+
+
+def theirs(step_: Step, run: str = "them") -> TableChange:
+    return change(Step(**{**vars(step_), "run_id": run}))
+
+
+@pytest.mark.parametrize(
+    ("mine", "main"),
+    [
+        (APPEND, step(Mode.APPEND, (THEIRS,))),
+        (APPEND, REPLACE_1),
+        (APPEND, UPSERT_1),
+        (APPEND, step(Mode.REPLACE_TABLE, (THEIRS,), (OLD, OLD2))),
+        (APPEND, step(Mode.COMPACT, (THEIRS,), (OLD,))),
+        (REPLACE_1, REPLACE_2),
+        (REPLACE_1, step(Mode.APPEND, (file("x", "day=2"),))),
+        (UPSERT_1, REPLACE_2),
+        (UPSERT_1, step(Mode.UPSERT, (file("x", "day=2"),), (OLD2,), BY_KEY)),
+        (step(Mode.REWRITE, (MINE,), (OLD,)), REPLACE_2),
+        (step(Mode.COMPACT, (MINE,), (OLD,)), step(Mode.APPEND, (THEIRS,))),
+    ],
+)
+def test_what_does_not_overlap_is_replayed(mine: Step, main: Step) -> None:
+    assert overlap(change(mine), theirs(main)) is None
+
+
+@pytest.mark.parametrize(
+    ("mine", "main", "why", "partitions"),
+    [
+        (REPLACE_1, step(Mode.APPEND, (THEIRS,)), "same partitions", ("day=1",)),
+        (REPLACE_1, step(Mode.REPLACE_PARTITIONS, (THEIRS,), (OLD,)), "same files", ("day=1",)),
+        (REPLACE_1, step(Mode.COMPACT, (THEIRS,), (OLD,)), "were compacted", ("day=1",)),
+        (UPSERT_1, step(Mode.APPEND, (THEIRS,)), "same keys", ("day=1",)),
+        (UPSERT_1, step(Mode.COMPACT, (THEIRS,), (OLD,)), "were compacted", ("day=1",)),
+        (step(Mode.REWRITE, (), (OLD,)), step(Mode.APPEND, (THEIRS,)), "same partitions", ("day=1",)),
+        (step(Mode.REPLACE_TABLE, (MINE,)), step(Mode.APPEND, (OLD2,)), "whole table", ()),
+        (step(Mode.ROW_DELETES), step(Mode.APPEND, (OLD2,)), "merge-on-read", ()),
+        (step(Mode.UNKNOWN), step(Mode.APPEND, (OLD2,)), "does not lead back", ()),
+        (REPLACE_1, step(Mode.UNKNOWN), "cannot be compared", ()),
+        (step(Mode.OLD_LAYOUT), step(Mode.APPEND, (OLD2,)), "older partition spec", ()),
+        (step(Mode.COMPACT, (MINE,), (OLD,)), step(Mode.REWRITE, (), (OLD,)), "same files", ("day=1",)),
+    ],
+)
+def test_what_overlaps_is_refused_by_partition_and_run(
+    mine: Step, main: Step, why: str, partitions: tuple[str, ...]
+) -> None:
+    found = overlap(change(mine), theirs(main))
+    assert found is not None
+    assert why in found.why
+    assert (found.partitions, found.runs) == (partitions, ("them",))
+
+
+def test_an_upsert_whose_key_lacks_the_partition_needs_disjoint_bounds() -> None:
+    """The same key may have been inserted into another partition."""
+    mine = step(Mode.UPSERT, (file("up", ids=(1, 9)),), (), ("id",))
+    elsewhere = step(Mode.UPSERT, (file("x", "day=2", ids=(5, 6)),), (), ("id",), "them")
+    assert overlap(change(mine), change(elsewhere)) == Overlap(
+        "both sides may have changed the same keys", (), ("them",)
+    )
+    assert overlap(change(mine), change(DISJOINT_IDS)) is None
+
+
+def test_unpartitioned_upserts_commute_only_by_their_bounds() -> None:
+    flat = step(Mode.UPSERT, (file("up", "", (1, 9)),), (file("old", "", (1, 8)),), ("id",))
+    apart = step(Mode.UPSERT, (file("x", "", (10, 12)),), (), ("id",))
+    touching = step(Mode.UPSERT, (file("x", "", (9, 12)),), (), ("id",))
+    unknown = step(Mode.UPSERT, (file("x", ""),), (), ("id",))
+    assert overlap(change(flat, before=FLAT), change(apart, before=FLAT)) is None
+    for other in (touching, unknown):
+        assert overlap(change(flat, before=FLAT), change(other, before=FLAT)) is not None
+
+
+def test_every_step_of_the_run_counts() -> None:
+    assert overlap(change(APPEND, REPLACE_2), theirs(REPLACE_1)) is None
+    found = overlap(change(APPEND, REPLACE_1), theirs(step(Mode.APPEND, (THEIRS,))))
+    assert found is not None
+    assert found.partitions == ("day=1",)
+
+
+def test_only_a_changed_layout_on_main_does_not_stop_a_rewrite() -> None:
+    wider = Layout((DAY, ID, N), BY_DAY, 3)
+    assert overlap(change(UPSERT_1), change(after=wider)) is None
+
+
+@pytest.mark.parametrize(
+    ("mine_after", "main_after", "why"),
+    [
+        (LAYOUT, Layout((DAY, ID, N), BY_DAY, 3), None),
+        (Layout((DAY, ID, N), BY_DAY, 3), LAYOUT, None),
+        (Layout((DAY, ID, N), BY_DAY, 3), Layout((DAY, ID, N), BY_DAY, 3), None),
+        (LAYOUT, Layout((Column(1, "date", "string", False), ID), BY_DAY, 2), None),
+        (LAYOUT, Layout((DAY,), BY_DAY, 2), "column id was dropped"),
+        (LAYOUT, Layout((DAY, Column(2, "id", "string", False)), BY_DAY, 2), "changed its type"),
+        (LAYOUT, Layout((DAY, Column(2, "id", "long", True)), BY_DAY, 2), "become required"),
+        (LAYOUT, Layout((DAY, ID, Column(3, "n", "long", True)), BY_DAY, 3), "new required column"),
+        (LAYOUT, Layout((DAY, ID), (), 2), "partition spec differs"),
+        (
+            Layout((DAY, ID, N), BY_DAY, 3),
+            Layout((DAY, ID, Column(3, "m", "long", False)), BY_DAY, 3),
+            "both sides",
+        ),
+        # Added and dropped again on main: the column id is taken.
+        (Layout((DAY, ID, N), BY_DAY, 3), Layout((DAY, ID), BY_DAY, 3), "both sides"),
+    ],
+)
+def test_layouts(mine_after: Layout, main_after: Layout, why: str | None) -> None:
+    found = overlap(change(APPEND, after=mine_after), change(after=main_after))
+    assert (found is None) is (why is None)
+    assert why is None or (found is not None and why in found.why)
+
+
+def test_a_table_that_both_created() -> None:
+    replace_ = step(Mode.REPLACE_PARTITIONS, (file("mine", "day=2"),))
+    both = change(replace_, created=True), change(step(Mode.APPEND, (THEIRS,), run="them"), created=True)
+    assert overlap(*both) is None
+    other = TableChange(None, Layout((DAY, N), BY_DAY, 3), both[1].steps)
+    found = overlap(both[0], other)
+    assert found is not None
+    assert "different columns" in found.why
+    again = overlap(both[0], TableChange(LAYOUT, LAYOUT))
+    assert again is not None
+    assert "created again" in again.why
+
+
+# -- what was replaced, as a predicate -----------------------------------------------------------------
+
+
+def days(first: int, last: int) -> Replaced:
+    return Replaced(((Between(1, "date", first, last + 1),),))
+
+
+def of_day(day: int, name: str = "") -> File:
+    """A file with rows of one day."""
+    return File(name or f"of-{day}", f"day={day}", may_hold=lambda other: other.meets(days(day, day)))
+
+
+def replaced_(
+    predicate: Replaced | None,
+    *added: File,
+    removed: tuple[File, ...] = (),
+    named: tuple[str, ...] = (),
+    run: str = "r",
+) -> Step:
+    return Step(7, Mode.REPLACE_PARTITIONS, added, removed, run_id=run, recorded=predicate, named=named)
+
+
+WEEK, NEXT = days(1, 7), days(8, 14)
+APPENDED = step(Mode.APPEND, (of_day(3),), run="them")
+
+
+@pytest.mark.parametrize(
+    ("mine", "main", "why"),
+    [
+        (replaced_(WEEK, of_day(1)), replaced_(WEEK, of_day(2)), "both sides replaced"),
+        (replaced_(WEEK), replaced_(WEEK, of_day(2)), "both sides replaced"),
+        (replaced_(WEEK, of_day(1)), replaced_(WEEK), "both sides replaced"),
+        (replaced_(WEEK), replaced_(WEEK), "both sides replaced"),
+        (replaced_(days(3, 3)), replaced_(WEEK), "both sides replaced"),
+        (replaced_(WEEK), replaced_(NEXT), None),
+        (replaced_(WEEK, of_day(1)), replaced_(NEXT, of_day(9)), None),
+        (replaced_(WEEK), replaced_(EVERYTHING), "both sides replaced"),
+        (replaced_(WEEK), step(Mode.REPLACE_TABLE), "both sides replaced"),
+        (replaced_(WEEK), APPENDED, "main changed partitions that the run replaced"),
+        (replaced_(NEXT), APPENDED, None),
+        (replaced_(WEEK), step(Mode.UPSERT, (of_day(3),), keys=("id",)), "main changed partitions"),
+        (replaced_(WEEK), step(Mode.REWRITE, (), (of_day(3),)), "main changed partitions"),
+        (replaced_(WEEK), step(Mode.COMPACT, (of_day(3),), (of_day(3, "other"),)), None),
+        (replaced_(WEEK), replaced_(None, of_day(3)), "main changed partitions"),
+        (replaced_(None, of_day(3)), replaced_(WEEK), "main replaced partitions that the run changed"),
+        (replaced_(None, of_day(9)), replaced_(WEEK), None),
+        (step(Mode.UPSERT, (of_day(3),), keys=BY_KEY), replaced_(WEEK), "main replaced partitions"),
+        (step(Mode.UPSERT, (of_day(9),), keys=BY_KEY), replaced_(WEEK), None),
+        (step(Mode.REWRITE, (), (of_day(3),)), replaced_(WEEK), "main replaced partitions"),
+        (step(Mode.APPEND, (of_day(3),)), replaced_(WEEK), None),
+        (step(Mode.COMPACT, (of_day(3),), (of_day(3, "other"),)), replaced_(WEEK), None),
+    ],
+)
+def test_what_was_replaced_is_compared_as_a_predicate(mine: Step, main: Step, why: str | None) -> None:
+    found = overlap(change(mine), theirs(main))
+    assert (found is None) is (why is None), found
+    assert found is None or why is None or (why in found.why and found.runs == ("them",))
+
+
+def test_refusals_name_dagsters_partitions() -> None:
+    mine = replaced_(WEEK, of_day(1), named=("2026-01-04", "2026-01-11", "… 50 in all"))
+    main = replaced_(WEEK, of_day(2), named=("2026-01-11", "… 50 in all"))
+    both = overlap(change(mine), theirs(main))
+    assert both is not None
+    assert both.partitions == ("2026-01-11",)
+    by_hand = overlap(change(mine), theirs(replace(APPENDED, named=())))
+    assert by_hand is not None
+    assert by_hand.partitions == ("2026-01-04", "2026-01-11", "… 50 in all")
+    files = overlap(change(replaced_(WEEK)), theirs(APPENDED))
+    assert files is not None
+    assert files.partitions == ("day=3",)
+
+
+def test_values_meet_by_name() -> None:
+    radar, optical = (Replaced(((Among(2, frozenset({kind})),),)) for kind in ("radar", "optical"))
+    assert overlap(change(replaced_(radar)), theirs(replaced_(optical))) is None
+    assert overlap(change(replaced_(radar)), theirs(replaced_(radar))) is not None
+
+
+# -- row-level deletes ---------------------------------------------------------------------------------
+
+
+def deleting(*deletes: DeleteFile, mode: Mode = Mode.ROW_DELETES) -> Step:
+    return Step(9, mode, run_id="them", deletes=deletes)
+
+
+@pytest.mark.parametrize(
+    ("deletes", "hit"),
+    [
+        (DeleteFile("d", "day=1", ("old", "old")), True),
+        (DeleteFile("d", "day=1", ("other", "other")), False),
+        (DeleteFile("d", "day=1", ("a", "z")), True),
+        (DeleteFile("d", "day=1", ("p", "z")), False),
+        (DeleteFile("d", "day=1"), True),
+        (DeleteFile("d", "day=2"), False),
+        (DeleteFile("d", "day=2", everywhere=True), True),
+    ],
+)
+@pytest.mark.parametrize("mode", [Mode.COMPACT, Mode.UPSERT])
+def test_files_that_main_deleted_rows_of_are_not_removed(mode: Mode, deletes: DeleteFile, hit: bool) -> None:
+    mine = change(step(mode, (file("new"),), (OLD,), BY_KEY))
+    later = step(Mode.APPEND, (file("x", "day=3"),), run="later")
+    found = overlap(mine, change(deleting(deletes), later, step(Mode.COMPACT)))
+    if hit:
+        assert found == Overlap(
+            "main deleted rows (merge-on-read) of files that the run replaced", ("day=1",), ("them",)
+        )
+    elif mode is Mode.COMPACT or deletes.partition == "day=2":
+        assert found is None
+    assert overlap(mine, change(deleting(deletes, mode=Mode.COMPACT), later)) is None
+    assert overlap(change(APPEND), change(deleting(deletes))) is None
+
+
+def test_deletes_do_not_hit_what_the_run_has_added_itself() -> None:
+    mine = change(step(Mode.APPEND, (MINE,)), step(Mode.COMPACT, (file("new"),), (MINE,)))
+    assert overlap(mine, change(deleting(DeleteFile("d", "day=1")))) is None
+
+
+def test_the_runs_own_deletes_are_refused_whatever_the_mode() -> None:
+    own = replace(step(Mode.UPSERT, (MINE,), (OLD,)), deletes=(DeleteFile("d", "day=1"),))
+    found = overlap(change(own), theirs(step(Mode.APPEND, (file("x", "day=3"),))))
+    assert found is not None
+    assert "merge-on-read" in found.why
+
+
+# -- compactions on main -------------------------------------------------------------------------------
+
+
+def sized(path: str, rows: int | None, partition: str = "day=1") -> File:
+    return File(path, partition, rows=rows)
+
+
+F1, F2, BIG = sized("f1", 3), sized("f2", 4), sized("big", 7)
+MERGED = Step(9, Mode.COMPACT, (BIG,), (F1, F2), run_id="them")
+SWAPPED = step(Mode.REPLACE_PARTITIONS, (MINE,), (F1, F2))
+
+
+def test_a_compaction_is_mapped_when_all_its_files_were_removed() -> None:
+    main = change(MERGED)
+    mine = mapped(change(SWAPPED), main)
+    assert mine.steps[0].removed == (BIG,)
+    assert overlap(mine, main) is None
+    split = change(step(Mode.REWRITE, (), (F2,)), step(Mode.REWRITE, (MINE,), (F1,)))
+    assert [one.removed for one in mapped(split, main).steps] == [(BIG,), ()]
+    again = change(MERGED, Step(10, Mode.COMPACT, (sized("bigger", 7),), (BIG,), run_id="them"))
+    assert [one.path for one in mapped(change(SWAPPED), again).steps[0].removed] == ["bigger"]
+
+
+@pytest.mark.parametrize(
+    "main",
+    [
+        change(Step(9, Mode.COMPACT, (sized("big", 6),), (F1, F2), run_id="them")),
+        change(Step(9, Mode.COMPACT, (sized("big", None),), (F1, F2), run_id="them")),
+        change(Step(9, Mode.COMPACT, (sized("big", 9),), (F1, F2, sized("f3", 2)), run_id="them")),
+        change(deleting(DeleteFile("d", "day=1", ("f1", "f1"))), MERGED),
+        change(MERGED, step(Mode.REWRITE, (), (BIG,), run="them")),
+        change(MERGED, deleting(DeleteFile("d", "day=1", ("big", "big")))),
+        change(MERGED, step(Mode.APPEND, (file("more"),), run="them")),
+    ],
+)
+def test_a_compaction_is_not_mapped_without_proof(main: TableChange) -> None:
+    found = overlap(mapped(change(SWAPPED), main), main)
+    assert found is not None
+    assert (found.partitions, found.runs) == (("day=1",), ("them",))
+
+
+def test_partitions_are_mapped_apart() -> None:
+    other = sized("other", 2, "day=2")
+    both = Step(9, Mode.COMPACT, (BIG, sized("big2", 4, "day=2")), (F1, F2, other, sized("o2", 2, "day=2")))
+    assert mapped(change(SWAPPED), change(both)).steps[0].removed == (BIG,)
+    half = step(Mode.REPLACE_PARTITIONS, (MINE,), (F1, F2, other))
+    assert mapped(change(half), change(both)).steps[0].removed == (other, BIG)
+
+
+# -- what is not carried -------------------------------------------------------------------------------
+
+
+def with_(name: str, value: str, **more: int) -> Layout:
+    return replace(LAYOUT, others=((name, value),), **more)
+
+
+def test_what_a_rebase_does_not_carry_is_named() -> None:
+    run = change(APPEND, before=with_("sort order", ""), after=with_("sort order", "id"))
+    found = overlap(run, change())
+    assert found is not None
+    assert found.why == "the run changed its sort order, which a rebase does not carry"
+    assert overlap(change(APPEND), run) is None  # what main changed stays
+    new = change(APPEND, after=replace(LAYOUT, format_version=3))
+    for mine, main in ((change(APPEND), new), (new, change())):
+        told = overlap(mine, main)
+        assert told is not None
+        assert "format version" in told.why
+    expired = overlap(replace(change(APPEND), expired=2), change())
+    assert expired is not None
+    assert "expired 2" in expired.why
+
+
+def test_a_lost_key_column_is_named() -> None:
+    renamed = Layout((DAY, Column(2, "number", "long", False)), BY_DAY, 2)
+    found = overlap(change(UPSERT_1), change(step(Mode.APPEND, (THEIRS,), run="them"), after=renamed))
+    assert found is not None
+    assert "its key column id was renamed or dropped" in found.why
+    assert overlap(change(UPSERT_1), change(after=renamed)) is None

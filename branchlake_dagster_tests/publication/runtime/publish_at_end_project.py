@@ -1,0 +1,39 @@
+"""A code location whose job publishes itself; loaded by name, as the daemon's run workers do."""
+
+import os
+import uuid
+
+import dagster as dg
+import polars as pl
+
+from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
+from branchlake_dagster.publication.runtime.publish_at_end import publish_at_end
+
+NAMESPACE = f"inrun{uuid.uuid4().hex[:8]}"
+
+
+@dg.asset(key=[NAMESPACE, "t"], metadata=table_metadata(write_mode="append"))
+def t() -> pl.DataFrame:
+    return pl.DataFrame({"n": [int(os.environ.get("BRANCHLAKE_TEST_N", "1"))]})
+
+
+@dg.asset_check(asset=t, metadata={"branchlake/scope": "rows"})
+def positive(t: pl.DataFrame) -> dg.AssetCheckResult:
+    return dg.AssetCheckResult(passed=bool((t["n"] > 0).all()), description="n > 0")
+
+
+defs = dg.Definitions.merge(
+    branchlake_definitions(),
+    dg.Definitions(
+        assets=[t],
+        asset_checks=[positive],
+        jobs=[
+            dg.define_asset_job(
+                "publishing_job",
+                selection=dg.AssetSelection.assets(t),
+                executor_def=publish_at_end(dg.in_process_executor),
+            )
+        ],
+    ),
+)

@@ -1,0 +1,172 @@
+"""A job that publishes as its last act, and races with the sensor."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import dagster as dg
+import pytest
+from dagster._core.definitions.reconstruct import ReconstructableRepository
+
+from branchlake_dagster.branching.branch.run_branch import branch_name
+from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG, REASON_TAG
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.lakehouse.nessie.errors import NessieUnavailable
+from branchlake_dagster.publication.commit.publisher import Publisher
+from branchlake_dagster.publication.ledger.publications import publications
+from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster_tests.publication.runtime import publish_at_end_project
+
+pytestmark = pytest.mark.integration
+
+_tokens = itertools.count(1)
+
+
+@pytest.fixture
+def environment(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(lakehouse.settings.state_dir))
+    return monkeypatch
+
+
+@pytest.fixture
+def token(environment: pytest.MonkeyPatch) -> int:
+    """The one row this test's run appends."""
+    found = next(_tokens)
+    environment.setenv("BRANCHLAKE_TEST_N", str(found))
+    return found
+
+
+@contextmanager
+def instance() -> Iterator[dg.DagsterInstance]:
+    with dg.instance_for_test() as found:
+        yield found
+
+
+def run(instance: dg.DagsterInstance) -> dg.JobExecutionResult:
+    """Through a reconstructable job: so its own executor runs it, unlike `execute_in_process`."""
+    repository = ReconstructableRepository.for_module(
+        "branchlake_dagster_tests.publication.runtime.publish_at_end_project", "defs"
+    )
+    job = repository.get_reconstructable_job("publishing_job")
+    return dg.execute_job(job, instance=instance, raise_on_error=False)
+
+
+def reconciler(lakehouse: Lakehouse, instance: dg.DagsterInstance) -> Reconciler:
+    graph = publish_at_end_project.defs.get_repository_def().asset_graph
+    return Reconciler.of(lakehouse, instance, graph)
+
+
+def times(lakehouse: Lakehouse, token: int) -> int:
+    """How often the token is on `main`."""
+    table = lakehouse.catalog().load_table((publish_at_end_project.NAMESPACE, "t"))
+    found: list[int] = table.scan().to_arrow()["n"].to_pylist()
+    return found.count(token)
+
+
+def test_a_run_publishes_itself(lakehouse: Lakehouse, environment: pytest.MonkeyPatch, token: int) -> None:
+    with instance() as store, run(store) as result:
+        assert result.success
+        assert times(lakehouse, token) == 1
+        found = store.get_run_by_id(result.run_id)
+        assert found is not None
+        (entry,) = [p for p in publications(lakehouse.nessie, limit=5) if p.run_id == result.run_id]
+        assert found.tags[PUBLICATION_TAG] == entry.hash
+        assert reconciler(lakehouse, store).run_one(result.run_id) is None
+
+
+def test_a_blocked_run_fails_and_says_why(
+    lakehouse: Lakehouse, environment: pytest.MonkeyPatch, token: int
+) -> None:
+    environment.setenv("BRANCHLAKE_TEST_N", str(-token))
+    with instance() as store, run(store) as result:
+        assert not result.success
+        (failure,) = [event for event in result.all_events if event.is_run_failure]
+        assert "NotPublished" in str(failure.event_specific_data)
+        assert "check positive on" in str(failure.event_specific_data)
+        found = store.get_run_by_id(result.run_id)
+        assert found is not None
+        assert "check positive on" in found.tags[REASON_TAG]
+        assert times(lakehouse, -token) == 0
+
+
+def test_what_the_run_could_not_do_the_sensor_does(
+    lakehouse: Lakehouse, environment: pytest.MonkeyPatch, token: int
+) -> None:
+    def away(*_: object) -> None:
+        raise NessieUnavailable("not now")
+
+    with environment.context() as patch:
+        patch.setattr(Publisher, "_merge", away)
+        with instance() as store, run(store) as result:
+            assert result.success
+            told = [
+                event.message
+                for event in result.all_events
+                if "Left to the publication" in (event.message or "")
+            ]
+            assert len(told) == 1
+            patch.undo()
+            outcome = reconciler(lakehouse, store).run_one(result.run_id)
+            assert outcome is not None
+            assert outcome.action is Action.PUBLISHED
+            assert times(lakehouse, token) == 1
+
+
+def test_a_run_that_died_after_its_publication_is_told_as_published(
+    lakehouse: Lakehouse, environment: pytest.MonkeyPatch, token: int
+) -> None:
+    class Died(BaseException):
+        pass
+
+    def die(*_: object, **__: object) -> None:
+        raise Died
+
+    with environment.context() as patch, instance() as store:
+        patch.setattr("branchlake_dagster.publication.reconcile.finish.ui.announce", die)
+        with contextlib.suppress(Died):
+            run(store)
+        assert times(lakehouse, token) == 1
+        patch.undo()
+        (found,) = store.get_runs()
+        if not found.is_finished:
+            store.report_run_failed(found)
+        outcome = reconciler(lakehouse, store).run_one(found.run_id)
+        assert outcome is not None
+        assert outcome.action is Action.PUBLISHED
+        assert outcome.publication is not None
+        assert times(lakehouse, token) == 1
+        assert branch_name(found.run_id) not in {ref.name for ref in lakehouse.nessie.references()}
+
+
+def test_the_run_and_the_sensor_race_to_one_publication(
+    lakehouse: Lakehouse, environment: pytest.MonkeyPatch, token: int
+) -> None:
+    with environment.context() as patch:
+        patch.setattr(Reconciler, "publish_now", lambda *_: None)
+        with instance() as store, run(store) as result:
+            patch.undo()
+            found = store.get_run_by_id(result.run_id)
+            assert found is not None
+            barrier = threading.Barrier(4)
+            outcomes = []
+
+            def publish(inside: bool) -> None:
+                mine = reconciler(lakehouse, store)
+                barrier.wait()
+                outcomes.append(mine.publish_now(found) if inside else mine.run_one(found.run_id))
+
+            threads = [threading.Thread(target=publish, args=(n % 2 == 0,)) for n in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert {o.action for o in outcomes if o} <= {Action.PUBLISHED, Action.TRY_AGAIN}
+            assert len({o.publication for o in outcomes if o and o.publication}) == 1
+            assert times(lakehouse, token) == 1
+            told = [p for p in publications(lakehouse.nessie, limit=10) if p.run_id == result.run_id]
+            assert len(told) == 1
