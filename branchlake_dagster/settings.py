@@ -124,7 +124,7 @@ class Settings(BaseSettings):
         """The names of the settings that nothing may show."""
         return tuple(name for name, field in cls.model_fields.items() if field.annotation == SecretStr | None)
 
-    def told(self) -> dict[str, Any]:
+    def shown(self) -> dict[str, Any]:
         """What was set, without the secrets: as `LakehouseResource` takes it."""
         return self.model_dump(exclude_unset=True, exclude=set(self.secrets()), mode="json")
 

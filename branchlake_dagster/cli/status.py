@@ -10,10 +10,10 @@ from dagster import DagsterInstance
 from rich.console import Console
 from rich.table import Table
 
-from branchlake_dagster.branching.branch.owner import claims
+from branchlake_dagster.branching.branch.owner import owners
 from branchlake_dagster.branching.branch.run_branch import run_id_of
 from branchlake_dagster.branching.fencing.discard import DISCARDED_TAGS
-from branchlake_dagster.branching.liveness.failure_detector import glance
+from branchlake_dagster.branching.liveness.failure_detector import by_timestamp
 from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore, HeartbeatsUnreadable
 from branchlake_dagster.branching.reaping.origin import Makers, instance_id
 from branchlake_dagster.branching.table.files import TableFiles
@@ -56,7 +56,7 @@ def gather(settings: Settings) -> dict[str, Any]:
     branches = []
     with DagsterInstance.get() as instance:
         refs = list(lake.nessie.references(filter=RUN_BRANCHES, fetch_metadata=True))
-        holders = claims(instance, [ref.name for ref in refs])
+        holders = owners(instance, [ref.name for ref in refs])
         try:
             pulses, unknown = _pulses(settings, now), "none"
         except HeartbeatsUnreadable:
@@ -95,7 +95,7 @@ def gather(settings: Settings) -> dict[str, Any]:
 def _pulses(settings: Settings, now: datetime) -> dict[str, str]:
     """What the heartbeats on each branch look like at a glance."""
     found: dict[str, set[str]] = {}
-    for beat, pulse in glance(HeartbeatStore.of(settings).all(), now).items():
+    for beat, pulse in by_timestamp(HeartbeatStore.of(settings).all(), now).items():
         found.setdefault(beat.branch, set()).add(pulse)
     return {branch: ", ".join(sorted(pulses)) for branch, pulses in found.items()}
 

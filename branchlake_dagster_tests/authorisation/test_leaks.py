@@ -21,7 +21,7 @@ from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized
 from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_discarded
-from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster_tests.harness import project
 
@@ -91,9 +91,9 @@ def test_the_token_is_nowhere(
         # -- good, blocked, and two whose token expires
         good = p.run(scenery.watched.key, dg.AssetKey([namespace, "sparked"]))
         told.append(str(p.settle(good)))
-        assert Action.PUBLISHED in told[-1]
+        assert PublicationAction.PUBLISHED in told[-1]
         told.append(str(blocked.settle(blocked.run())))
-        assert Action.BLOCKED in told[-1]
+        assert PublicationAction.BLOCKED in told[-1]
         waiting = p.run(scenery.watched.key)
         failed = p.run(scenery.watched.key, scenery.expiring.key, ok=False)
         p.failed_with(NessieUnauthorized)

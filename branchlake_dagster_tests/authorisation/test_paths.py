@@ -17,7 +17,7 @@ from branchlake_dagster.branching.fencing.discard import discarded_name
 from branchlake_dagster.cli import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_discarded
-from branchlake_dagster.publication.reconcile.outcome import Action, Outcome
+from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster_tests.branching.resources.test_retry import Flaky, retry
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.runtime import publish_at_end_project
@@ -49,7 +49,7 @@ def outcomes(p: Project, *run_ids: str) -> dict[str, Outcome]:
 def test_run_check_and_merge(lake: Lakehouse, namespace: str) -> None:
     with project(lake, *checked(namespace)) as p:
         run_id = p.run()
-        assert p.settle(run_id).action is Action.PUBLISHED
+        assert p.settle(run_id).action is PublicationAction.PUBLISHED
         assert p.rows(namespace, "checked") == [{"n": 1}]
         assert branch_name(run_id) not in p.branches()
 
@@ -57,7 +57,7 @@ def test_run_check_and_merge(lake: Lakehouse, namespace: str) -> None:
 def test_a_blocked_run_is_discarded(lake: Lakehouse, namespace: str) -> None:
     with project(lake, *checked(namespace, passes=False)) as p:
         run_id = p.run()
-        assert p.settle(run_id).action is Action.BLOCKED
+        assert p.settle(run_id).action is PublicationAction.BLOCKED
         assert discarded_name(branch_name(run_id)) in p.branches()
 
 
@@ -65,9 +65,9 @@ def test_two_runs_of_one_table_are_rebased(lake: Lakehouse, namespace: str) -> N
     with project(lake, appending(namespace)) as p:
         p.settle(p.run())
         first, second = p.run(), p.run()
-        assert p.settle(first).action is Action.PUBLISHED
+        assert p.settle(first).action is PublicationAction.PUBLISHED
         rebased = p.settle(second)
-        assert rebased.action is Action.PUBLISHED
+        assert rebased.action is PublicationAction.PUBLISHED
         assert "rebased" in rebased.detail
         assert len(p.rows(namespace, "t")) == 3
 
@@ -77,7 +77,7 @@ def test_runs_that_wait_together_share_a_commit(lake: Lakehouse, namespace: str)
         p.settle(p.run())
         runs = [p.run() for _ in range(3)]
         found = outcomes(p, *runs)
-        assert {one.action for one in found.values()} == {Action.PUBLISHED}
+        assert {one.action for one in found.values()} == {PublicationAction.PUBLISHED}
         assert len({one.publication for one in found.values()}) == 1
         assert len(p.rows(namespace, "t")) == 4
 
@@ -88,10 +88,10 @@ def test_serializable_runs(lake: Lakehouse, namespace: str) -> None:
     with project(lake, source, summed) as p:
         p.settle(p.run(source.key))
         passes = p.run(summed.key)
-        assert p.settle(passes).action is Action.PUBLISHED
+        assert p.settle(passes).action is PublicationAction.PUBLISHED
         fails = p.run(summed.key)
         p.settle(p.run(source.key))
-        assert p.settle(fails).action is Action.REFUSED
+        assert p.settle(fails).action is PublicationAction.REFUSED
 
 
 def test_publishing_inside_the_run(lake: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_retry_reap_and_sweep(lake: Lakehouse, namespace: str) -> None:
         assert reaped[branch_name(second)].delete
         flaky.broken = False
         third = retry(p, second)
-        assert p.settle(third).action is Action.PUBLISHED
+        assert p.settle(third).action is PublicationAction.PUBLISHED
         assert p.rows(namespace, "second") == [{"n": 1, "twice": 2}]
 
         flaky.broken = True
@@ -156,5 +156,5 @@ def test_spark_reads_writes_and_checks(lake: Lakehouse, namespace: str) -> None:
     source = appending(namespace)
     with project(lake, source, *sparked(namespace, source)) as p:
         run_id = p.run()
-        assert p.settle(run_id).action is Action.PUBLISHED
+        assert p.settle(run_id).action is PublicationAction.PUBLISHED
         assert p.rows(namespace, "sparked") == [{"n": 1}, {"n": 1}]

@@ -18,7 +18,7 @@ from branchlake_dagster.cli import main
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized
 from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_discarded
-from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster_tests.branching.resources.test_retry import Flaky, retry
 from branchlake_dagster_tests.harness import project
@@ -113,7 +113,7 @@ def test_publishing_and_discarding(
                 says_so(str(caught.value))
             else:
                 (outcome,) = [one for one in reconciler.run() if one.run_id == run_id]
-                assert outcome.action is Action.TRY_AGAIN
+                assert outcome.action is PublicationAction.TRY_AGAIN
                 says_so(outcome.detail)
         undone = {p.instance.get_run_by_id(run_id).tags.get("branchlake/verdict") for p, run_id in runs}
         assert undone == {"pending"}
@@ -124,7 +124,7 @@ def test_what_was_refused_is_published_with_the_right_token(
 ) -> None:
     with project(lakehouse, *checked(namespace)) as p:
         run_id = p.run()
-        for token, action in ((READ_ONLY, Action.TRY_AGAIN), (TOKEN, Action.PUBLISHED)):
+        for token, action in ((READ_ONLY, PublicationAction.TRY_AGAIN), (TOKEN, PublicationAction.PUBLISHED)):
             outcome = Reconciler.of(bearer(token), p.instance, p.graph).run_one(run_id)
             assert outcome is not None
             assert outcome.action is action
@@ -151,7 +151,7 @@ def test_a_run_whose_token_expires_before_it_publishes_itself(
         graph = publish_at_end_project.defs.get_repository_def().asset_graph
         outcome = Reconciler.of(bearer(TOKEN), instance, graph).run_one(result.run_id)
         assert outcome is not None
-        assert outcome.action is Action.PUBLISHED
+        assert outcome.action is PublicationAction.PUBLISHED
 
 
 @either
@@ -260,4 +260,4 @@ def test_a_token_that_expires_under_spark(
         p.failed_with(NessieUnauthorized, HINT)
         guard.full.add(TOKEN)
         assert branch_name(run_id) in p.branches()
-        assert p.settle(run_id).action is Action.DISCARDED
+        assert p.settle(run_id).action is PublicationAction.DISCARDED

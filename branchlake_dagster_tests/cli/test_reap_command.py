@@ -4,14 +4,22 @@ from datetime import timedelta
 
 import pytest
 
-from branchlake_dagster.branching.reaping.rules import Action, Reaping, RunState
+from branchlake_dagster.branching.reaping.rules import Reaping, ReapingAction, RunState
 from branchlake_dagster.branching.sweeping.sweeper import Sweeping
 from branchlake_dagster.cli.reaping import show
 
 REAPED = [
-    Reaping("run-1", "1", Action.KEEP, "its writer beats", RunState.ACTIVE, timedelta(hours=7), "beating"),
-    Reaping("run-2", "2", Action.DISCARD, "no run of that id is known", age=timedelta(minutes=90, seconds=5)),
-    Reaping("run-3", "3", Action.DELETE, "its run is published", RunState.PUBLISHED),
+    Reaping(
+        "run-1", "1", ReapingAction.KEEP, "its writer beats", RunState.ACTIVE, timedelta(hours=7), "beating"
+    ),
+    Reaping(
+        "run-2",
+        "2",
+        ReapingAction.DISCARD,
+        "no run of that id is known",
+        age=timedelta(minutes=90, seconds=5),
+    ),
+    Reaping("run-3", "3", ReapingAction.DELETE, "its run is published", RunState.PUBLISHED),
 ]
 SWEPT = [
     Sweeping("discarded-4", "4", True, "nobody needs its files", 12, 3_400_000),

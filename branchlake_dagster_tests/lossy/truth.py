@@ -12,7 +12,7 @@ import dagster as dg
 from branchlake_dagster.branching.branch.run_tags import NONE, PUBLICATION_TAG, VERDICT_TAG
 from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.automation.reports import tellings
+from branchlake_dagster.publication.automation.reports import reports
 from branchlake_dagster.publication.ledger.publications import Publication, publications
 from branchlake_dagster_tests.lossy.daemon import leftovers, settled
 from branchlake_dagster_tests.lossy.plan import REFUSABLE, TABLES
@@ -126,7 +126,7 @@ class World:
         found = Counter(
             (one.branch, one.commit, table)
             for table in _ALL
-            for one in tellings(self.instance, dg.AssetKey([NAMESPACE, table]), after=0, upto=2**60)
+            for one in reports(self.instance, dg.AssetKey([NAMESPACE, table]), after=0, upto=2**60)
         )
         yield from (f"{branch} was not told {table}" for branch, _, table in wanted - found)
         yield from (

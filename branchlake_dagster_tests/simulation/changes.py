@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from branchlake_dagster.publication.rebase.changes import DeleteFile, File, Mode, Step
+from branchlake_dagster.publication.rebase.changes import DeleteFile, File, Mode, SnapshotChange
 from branchlake_dagster_tests.simulation.tables import NOTE, Row, State, Warehouse, replacing
 
 
@@ -122,7 +122,7 @@ class Change:
             added.append(warehouse.data_file([self.row]))
         if not removed and not added and not deletes and self.kind is not Kind.CLEAR:
             return None
-        step = Step(
+        step = SnapshotChange(
             snapshot_id=warehouse.number(),
             mode=_MODES[self.kind],
             added=tuple(added),

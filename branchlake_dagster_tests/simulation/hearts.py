@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from branchlake_dagster.branching.liveness.heartbeat_store import Beat
+from branchlake_dagster.branching.liveness.heartbeat_store import Heartbeat
 from branchlake_dagster_tests.simulation.scheduler import Clock
 
 INTERVAL_S = 10.0
@@ -14,7 +14,7 @@ INTERVAL_S = 10.0
 
 @dataclass
 class _Heart:
-    beat: Beat
+    beat: Heartbeat
     beats: bool = True
 
 
@@ -29,7 +29,7 @@ class Hearts:
     def begin(self, branch: str, run_id: str, instance: str) -> str:
         """A process beats for a branch; the name it goes by."""
         writer = f"writer-{len(self._hearts)}-{run_id}"
-        beat = Beat(branch, writer, run_id, interval_s=INTERVAL_S, instance=instance)
+        beat = Heartbeat(branch, writer, run_id, interval_s=INTERVAL_S, instance=instance)
         self._hearts[writer] = _Heart(self._now(beat))
         return writer
 
@@ -51,17 +51,17 @@ class Hearts:
         """Whether it beats."""
         return writer in self._hearts and self._hearts[writer].beats
 
-    def _now(self, beat: Beat) -> Beat:
+    def _now(self, beat: Heartbeat) -> Heartbeat:
         seconds = self._clock.monotonic()
         counter = int(seconds / INTERVAL_S)
         written_at = self._clock.now() - timedelta(seconds=seconds % INTERVAL_S)
-        return Beat(
+        return Heartbeat(
             beat.branch, beat.writer, beat.run_id, "run", counter, written_at, INTERVAL_S, text=str(counter)
         )
 
     # -- what the reaper asks --------------------------------------------------------------------------
 
-    def all(self) -> Sequence[Beat]:
+    def all(self) -> Sequence[Heartbeat]:
         """The last beat of every process that did not clean up."""
         self._pause()
         return [self._now(heart.beat) if heart.beats else heart.beat for heart in self._hearts.values()]

@@ -41,5 +41,5 @@ def sweep(world: World, home: str) -> Iterator[str]:
     """One pass of a Dagster instance; what became of each discarded state."""
     files = cast(TableFiles, SimulatedTableFiles(world.warehouse))
     runs = DagsterRuns(cast(Any, world.instances[home]))
-    sweeper = Sweeper(world.client(), files, runs.holders, grace=GRACE, now=world.clock.now, instance=home)
+    sweeper = Sweeper(world.client(), files, runs.owners, grace=GRACE, now=world.clock.now, instance=home)
     return map(str, sweeper.run())

@@ -17,7 +17,7 @@ from branchlake_dagster.publication.rebase.changes import (
     File,
     Layout,
     Mode,
-    Step,
+    SnapshotChange,
     TableChange,
 )
 from branchlake_dagster.publication.rebase.replay import ReplayImpossible, Staged
@@ -51,7 +51,7 @@ class State:
     """One version of a table. A data file named twice counts twice, as in Iceberg."""
 
     files: tuple[File, ...] = ()
-    steps: tuple[Step, ...] = ()
+    steps: tuple[SnapshotChange, ...] = ()
     manifests: tuple[str, ...] = ()
     location: str = ""
     """Its metadata file; that of the state it was made from, until it is stored itself."""
@@ -130,7 +130,7 @@ class Warehouse:
         found = [row for file in state.files for row in self.rows_in(state, file)]
         return [*found, state.note] if state.note else found
 
-    def stepped(self, state: State, step: Step) -> State:
+    def stepped(self, state: State, step: SnapshotChange) -> State:
         """The state after one more snapshot, with the manifest it wrote."""
         gone = {file.path for file in step.removed}
         kept = tuple(file for file in state.files if file.path not in gone)
@@ -198,10 +198,11 @@ class SimulatedTables:
         start = len(old.steps) if old else 0
         steps = new.steps[start:]
         if old and new.steps[:start] != old.steps:
-            steps = (*new.steps, Step(0, Mode.UNKNOWN))
+            steps = (*new.steps, SnapshotChange(0, Mode.UNKNOWN))
         if not files:
             steps = tuple(
-                Step(one.snapshot_id, Mode.UNKNOWN, run_id=one.run_id, origin=one.origin) for one in steps
+                SnapshotChange(one.snapshot_id, Mode.UNKNOWN, run_id=one.run_id, origin=one.origin)
+                for one in steps
             )
         return TableChange(
             layout(old) if old else None,

@@ -33,10 +33,10 @@ from branchlake_dagster.publication.rebase import overlap as overlap_rules
 from branchlake_dagster.publication.rebase import plan as commit_plan
 from branchlake_dagster.publication.rebase.changes import Mode, TableChange
 from branchlake_dagster.publication.rebase.overlap import Overlap
-from branchlake_dagster.publication.rebase.plan import Plan
+from branchlake_dagster.publication.rebase.plan import CommitPlan
 from branchlake_dagster.publication.rebase.replay import Staged
 from branchlake_dagster.publication.reconcile import assess
-from branchlake_dagster.publication.reconcile.assess import Judge
+from branchlake_dagster.publication.reconcile.assess import Assessor
 from branchlake_dagster.publication.reconcile.backlog import Ended
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster_tests.simulation.faults import Fault
@@ -89,7 +89,7 @@ def test_a_seed_is_one_schedule() -> None:
 # -- does it find anything? ----------------------------------------------------------------------------
 
 
-def _discarding_send(self: Committer, plan: Plan, branch: str, *more: object) -> str | None:
+def _discarding_send(self: Committer, plan: CommitPlan, branch: str, *more: object) -> str | None:
     """`_send`, taking an unknown outcome for a failure."""
     commit = NessieClient.commit
 
@@ -103,9 +103,9 @@ def _discarding_send(self: Committer, plan: Plan, branch: str, *more: object) ->
         return _SEND(self, plan, branch, *more)  # type: ignore[arg-type]
 
 
-_SEND, _RUN, _OPERATIONS = Committer.send, RetryPolicy.run, Plan.operations
+_SEND, _RUN, _OPERATIONS = Committer.send, RetryPolicy.run, CommitPlan.operations
 _MADE_ON = made_on_branch.made_on
-_DELETE, _LOOK = NessieClient.delete_branch, Judge.look
+_DELETE, _LOOK = NessieClient.delete_branch, Assessor.assess
 
 
 def _always_repeated(
@@ -114,12 +114,12 @@ def _always_repeated(
     return _RUN(self, attempt, sleep=sleep, repeatable=True)  # type: ignore[arg-type]
 
 
-def _unguarded(self: Plan) -> list[Operation]:
+def _unguarded(self: CommitPlan) -> list[Operation]:
     found = _OPERATIONS(self)
     return [one for one in found if not isinstance(one, Unchanged)] or found
 
 
-def _discarded(self: Plan, values: Mapping[object, object]) -> None:
+def _discarded(self: CommitPlan, values: Mapping[object, object]) -> None:
     for value in values.values():
         if isinstance(value, Staged):
             self.tables.discard(value)
@@ -143,7 +143,7 @@ class _Listed:
         return getattr(self._client, name)
 
 
-def _look_at_listing(self: Judge, branch: Reference, *args: Any, **more: Any) -> object:
+def _look_at_listing(self: Assessor, branch: Reference, *args: Any, **more: Any) -> object:
     client = self._client
     self._client = _Listed(client, branch)  # type: ignore[assignment]
     try:
@@ -209,25 +209,25 @@ def _without_roll_backs(self: MainLog, *args: Any, **of: Any) -> object:
 
 
 def _unguarded_look(self: Reconciler, one: Ended, *, inside: bool) -> object:
-    return self._judge.look(one.branch, one.run, ended=inside)
+    return self._assessor.assess(one.branch, one.run, ended=inside)
 
 
-_PUBLISHED = MainLog.published
+_PUBLISHED = MainLog.already_published
 
 _BUGS = {
     "branches are deleted wherever they stand": (NessieClient, "delete_branch", _delete_now),
-    "the listing is taken for the end": (Judge, "look", _look_at_listing),
-    "what is judged is not pinned": (assess, "pin", lambda client, branch: (branch.hash, False)),
+    "the listing is taken for the end": (Assessor, "assess", _look_at_listing),
+    "what is judged is not claimed": (assess, "claim", lambda client, branch: (branch.hash, False)),
     "no lookup": (
         (Committer, "_landed", lambda self, candidate, at: None),
         (TableChange, "there", lambda self, other: None),
     ),
     "merges by hand are not looked for": (
-        (MainLog, "published", _without_hands),
+        (MainLog, "already_published", _without_hands),
         (MainLog, "merges", lambda self, client, **_: {}),
     ),
-    "roll-backs are not looked for": (MainLog, "published", _without_roll_backs),
-    "one run's error ends the pass": (Reconciler, "_look", _unguarded_look),
+    "roll-backs are not looked for": (MainLog, "already_published", _without_roll_backs),
+    "one run's error ends the pass": (Reconciler, "_assess", _unguarded_look),
     "an unknown outcome is a failure": (Committer, "send", _discarding_send),
     "commits are repeated blindly": (RetryPolicy, "run", _always_repeated),
     "nothing overlaps": (commit_plan, "overlap", lambda mine, theirs: None),
@@ -235,10 +235,10 @@ _BUGS = {
     "deletes are not looked for": (overlap_rules, "_hit", lambda step, own, theirs: None),
     "what is not carried is dropped": (overlap_rules, "not_carried", lambda mine, theirs: None),
     "compactions are mapped by a guess": (commit_plan, "mapped", _mapped_blindly),
-    "reads are not compared": (Plan, "_same_reads", lambda self, candidate, reads: None),
-    "reads are not guarded": (Plan, "operations", _unguarded),
+    "reads are not compared": (CommitPlan, "_same_reads", lambda self, candidate, reads: None),
+    "reads are not guarded": (CommitPlan, "operations", _unguarded),
     "the gate is open": (assess, "judge", lambda evidence, **_: Verdict(Decision.PASSED)),
-    "files of others are discarded": (Plan, "_forget", _discarded),
+    "files of others are discarded": (CommitPlan, "_forget", _discarded),
     "another instance's branches are reaped": (Makers, "of", lambda *_, **__: Origin(Maker.HERE)),
     "the sweep looks at one key only": (sweep_plan, "made_on", _everything_named),
 }
@@ -247,7 +247,7 @@ _BUGS = {
 _FOUND_AS = {
     "branches are deleted wherever they stand": "was at work and was fenced",
     "the listing is taken for the end": "was published without",
-    "what is judged is not pinned": "in 2 states",
+    "what is judged is not claimed": "in 2 states",
     "no lookup": "is in the ledger twice",
     "merges by hand are not looked for": "never quiet",
     "roll-backs are not looked for": "never quiet",

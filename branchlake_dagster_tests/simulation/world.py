@@ -20,9 +20,9 @@ from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.lakehouse.nessie.model import Namespace, Operation, Put
 from branchlake_dagster.publication.ledger.main_log import MainLog
-from branchlake_dagster.publication.rebase.changes import Mode, Step
+from branchlake_dagster.publication.rebase.changes import Mode, SnapshotChange
 from branchlake_dagster.publication.reconcile import assess, recheck
-from branchlake_dagster.publication.reconcile.outcome import Action, Outcome
+from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster.publication.runtime.publish_at_end import NotPublished
 from branchlake_dagster.settings import Settings
@@ -130,7 +130,7 @@ class World:
                 ]
                 size = self.random.choice((1, 2))
                 files = tuple(self.warehouse.data_file(rows[i : i + size]) for i in range(0, 4, size))
-                step = Step(self.warehouse.number(), Mode.APPEND, files)
+                step = SnapshotChange(self.warehouse.number(), Mode.APPEND, files)
                 state = self.warehouse.stepped(State(), step)
                 operations.append(
                     Put(table_key(name), table_content(None, self.warehouse.store(state), state))
@@ -169,7 +169,7 @@ class World:
         """A run publishes itself as its last act."""
         outcome = self.reconciler(self.homes[run_id]).publish_now(self.at(run_id).look(run_id))
         self.network.note("published itself", str(outcome))
-        if outcome and outcome.action in (Action.BLOCKED, Action.REFUSED):
+        if outcome and outcome.action in (PublicationAction.BLOCKED, PublicationAction.REFUSED):
             raise NotPublished(outcome.detail, run_id=run_id)
 
     # -- actors ----------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class World:
             outcomes = [outcome for home in self.inhabited for outcome in self._publish(home)]
             self.clock.advance(5.0)
             self.scheduler.run()  # the checks that were asked for
-            if all(outcome.action is Action.UNKNOWN_RUN for outcome in outcomes):
+            if all(outcome.action is PublicationAction.UNKNOWN_RUN for outcome in outcomes):
                 for home in self.inhabited:
                     self._reap(home)
                 self.clock.advance(24 * 3600.0)

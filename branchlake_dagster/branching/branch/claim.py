@@ -1,4 +1,4 @@
-"""Pinning what is published: the first publisher's reading of a branch holds for all that follow.
+"""Claiming what is published: the first publisher's reading of a branch holds for all that follow.
 
 Creating a reference is Nessie's compare-and-set. Without it, two publishers on either side of a zombie's
 late write judged two states of one branch, and the second was merged on top of the first.
@@ -8,45 +8,45 @@ from __future__ import annotations
 
 import contextlib
 
-from branchlake_dagster.branching.branch.reference_names import JUDGED_PREFIX, tags
+from branchlake_dagster.branching.branch.reference_names import CLAIM_PREFIX, tags
 from branchlake_dagster.branching.branch.run_branch import branch_name, run_id_of
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import Reference
 
-JUDGED_TAGS = tags(JUDGED_PREFIX)
-"""Nessie's filter for the pins."""
+CLAIM_TAGS = tags(CLAIM_PREFIX)
+"""Nessie's filter for the claims."""
 
 
-def pin_name(branch: str) -> str:
-    """The tag that pins a run branch."""
-    return f"{JUDGED_PREFIX}{run_id_of(branch)}"
+def claim_tag(branch: str) -> str:
+    """The tag that claims a run branch."""
+    return f"{CLAIM_PREFIX}{run_id_of(branch)}"
 
 
-def pin(client: NessieClient, branch: Reference) -> tuple[str, bool]:
+def claim(client: NessieClient, branch: Reference) -> tuple[str, bool]:
     """The hash at which the branch is published, and whether an earlier publisher has fixed it."""
     try:
-        return client.create_tag(pin_name(branch.name), from_ref=MAIN, from_hash=branch.hash).hash, False
+        return client.create_tag(claim_tag(branch.name), from_ref=MAIN, from_hash=branch.hash).hash, False
     except NessieAlreadyExists:
-        return client.reference(pin_name(branch.name)).hash, True
+        return client.reference(claim_tag(branch.name)).hash, True
 
 
-def pinned(client: NessieClient, branch: str) -> bool:
-    """Whether some publisher has begun with the branch."""
+def is_claimed(client: NessieClient, branch: str) -> bool:
+    """Whether some publisher has claimed the branch."""
     try:
-        client.reference(pin_name(branch))
+        client.reference(claim_tag(branch))
     except ReferenceNotFound:
         return False
     return True
 
 
-def unpin(client: NessieClient, branch: str, *, at: str | None = None) -> None:
+def release_claim(client: NessieClient, branch: str, *, at: str | None = None) -> None:
     """The end of it, after the branch is gone. One that is missed is left to the reaper.
 
-    `at`: where the pin most likely is, which saves asking.
+    `at`: where the claim most likely is, which saves asking.
     """
-    name = pin_name(branch)
+    name = claim_tag(branch)
     try:
         if at is not None:
             with contextlib.suppress(NessieConflict):
@@ -57,15 +57,15 @@ def unpin(client: NessieClient, branch: str, *, at: str | None = None) -> None:
         return  # another publisher was faster
 
 
-def pinned_branches(client: NessieClient, listing: str = JUDGED_TAGS) -> list[str]:
-    """The branches that some publisher has begun with, gone ones too; `listing` is Nessie's filter."""
+def claimed_branches(client: NessieClient, listing: str = CLAIM_TAGS) -> list[str]:
+    """The branches that some publisher has claimed, gone ones too; `listing` is Nessie's filter."""
     found = client.references(filter=listing)
-    return [branch_name(tag.name.removeprefix(JUDGED_PREFIX)) for tag in found]
+    return [branch_name(tag.name.removeprefix(CLAIM_PREFIX)) for tag in found]
 
 
-def unpin_leftover(client: NessieClient, branch: str) -> None:
-    """Delete the pin of a branch, if the branch is gone."""
+def release_leftover_claim(client: NessieClient, branch: str) -> None:
+    """Delete the claim of a branch, if the branch is gone."""
     try:
         client.reference(branch)
     except ReferenceNotFound:
-        unpin(client, branch)
+        release_claim(client, branch)

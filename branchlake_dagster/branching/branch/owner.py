@@ -24,7 +24,7 @@ def is_retry(run: DagsterRun) -> bool:
     return run.parent_run_id is not None and partial
 
 
-def claims(instance: DagsterInstance, branches: Collection[str]) -> dict[str, RunRecord | None]:
+def owners(instance: DagsterInstance, branches: Collection[str]) -> dict[str, RunRecord | None]:
     """For each run branch the record of the run it belongs to; None when Dagster knows none.
 
     That is the newest run at work on it, else the newest of those that worked on it. A retry claims its
@@ -37,13 +37,13 @@ def claims(instance: DagsterInstance, branches: Collection[str]) -> dict[str, Ru
     return {branch: _holder(branch, candidates.get(branch, [])) for branch in branches}
 
 
-def claimant(instance: DagsterInstance, branch: str) -> DagsterRun | None:
+def owner(instance: DagsterInstance, branch: str) -> DagsterRun | None:
     """The run that `branch` belongs to, as `claims` says."""
-    record = claims(instance, [branch])[branch]
+    record = owners(instance, [branch])[branch]
     return record.dagster_run if record else None
 
 
-def workers(instance: DagsterInstance, branch: str) -> tuple[DagsterRun, ...]:
+def runs_on(instance: DagsterInstance, branch: str) -> tuple[DagsterRun, ...]:
     """All runs whose work is on `branch`, oldest first: those it continues, then those that claim it."""
     records = _family(instance, [branch])
     found = [record for record in records.values() if _branch_of(record.dagster_run, records) == branch]
@@ -53,7 +53,7 @@ def workers(instance: DagsterInstance, branch: str) -> tuple[DagsterRun, ...]:
     return tuple(runs)
 
 
-def successors(instance: DagsterInstance, branches: Collection[str]) -> Iterator[tuple[str, DagsterRun]]:
+def continuing_runs(instance: DagsterInstance, branches: Collection[str]) -> Iterator[tuple[str, DagsterRun]]:
     """The branches whose work other runs took over, with those runs, the newest first."""
     for part in _chunks(branches):
         for run in instance.get_runs(RunsFilter(tags={CONTINUES_TAG: part})):

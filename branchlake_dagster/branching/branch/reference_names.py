@@ -13,10 +13,10 @@ PUBLICATION_PREFIX = "publish-"
 """Branches on which the publisher prepares what had to be rebased."""
 DISCARDED_PREFIX = "discarded-"
 SWEEPING_PREFIX = "sweeping-"
-JUDGED_PREFIX = "judged-"
+CLAIM_PREFIX = "judged-"
 
 _UUID = "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
-_ALL = (RUN_BRANCH_PREFIX, PUBLICATION_PREFIX, DISCARDED_PREFIX, SWEEPING_PREFIX, JUDGED_PREFIX)
+_ALL = (RUN_BRANCH_PREFIX, PUBLICATION_PREFIX, DISCARDED_PREFIX, SWEEPING_PREFIX, CLAIM_PREFIX)
 
 
 def _pattern(*prefixes: str) -> str:

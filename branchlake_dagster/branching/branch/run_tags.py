@@ -28,7 +28,7 @@ CHECK_HASH_TAG = "branchlake/check_hash"
 """The state of that branch which its verdict is about."""
 CHECKS_FOR_TAG = "branchlake/checks_for"
 """The runs whose publication waits for it, separated by commas."""
-TOLD_TAG = "branchlake/told"
+REPORTED_TAG = "branchlake/told"
 """How many of the published partitions their assets were told of, while there are more to tell."""
 
 ATTEMPTS_TAG = "branchlake/attempts"
@@ -43,7 +43,7 @@ FENCED = "fenced"
 """Its branch was ended before anybody judged it."""
 CONTINUED = "continued"
 """A retry took its work over."""
-UNTOLD = (PENDING, FENCED, CONTINUED)
+UNJUDGED = (PENDING, FENCED, CONTINUED)
 """No publisher's word: a run that passes in spite of it is judged."""
 TAG_LENGTH = 250
 """The longest value that a tag gets."""
@@ -84,7 +84,7 @@ def opened(run_id: str, place: Place, inherited: Mapping[str, str]) -> dict[str,
         UNBRANCHED_TAG,
         ATTEMPTS_TAG,
         NEXT_ATTEMPT_TAG,
-        TOLD_TAG,
+        REPORTED_TAG,
     )
     return {name: NONE for name in others if name in inherited} | mine
 
@@ -114,10 +114,10 @@ def base_hash_of(tags: Mapping[str, str], branch: str) -> str | None:
 
 def judged(tags: Mapping[str, str], branch: str) -> bool:
     """Whether the publisher has told its verdict on this branch."""
-    return tags.get(BRANCH_TAG) == branch and tags.get(VERDICT_TAG, PENDING) not in UNTOLD
+    return tags.get(BRANCH_TAG) == branch and tags.get(VERDICT_TAG, PENDING) not in UNJUDGED
 
 
-def published_as(tags: Mapping[str, str], branch: str) -> str | None:
+def publication_of(tags: Mapping[str, str], branch: str) -> str | None:
     """The commit on `main` that this branch was published as, if the publisher has told one."""
     return _told(tags, PUBLICATION_TAG, branch)
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from branchlake_dagster.branching.branch.claim import unpin
+from branchlake_dagster.branching.branch.claim import release_claim
 from branchlake_dagster.branching.fencing.discard import discard
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import Reference
 
 
-def end(client: NessieClient, branch: Reference, *, keep_data: bool) -> None:
-    """Delete the branch, then its pin. A branch that stays keeps it: somebody has begun with it."""
-    if drop(client, branch, keep_data=keep_data):
-        unpin(client, branch.name, at=branch.hash)
+def finish_branch(client: NessieClient, branch: Reference, *, keep_data: bool) -> None:
+    """Delete the branch, then its claim. A branch that stays keeps it: somebody has begun with it."""
+    if drop_branch(client, branch, keep_data=keep_data):
+        release_claim(client, branch.name, at=branch.hash)
 
 
-def drop(client: NessieClient, branch: Reference, *, keep_data: bool) -> bool:
+def drop_branch(client: NessieClient, branch: Reference, *, keep_data: bool) -> bool:
     """Delete the branch at the hash that was judged; whether it is gone.
 
     `keep_data`: its files are `main`'s now. Otherwise it becomes a tag, until its files are deleted.

@@ -8,14 +8,14 @@ from branchlake_dagster.branching.branch.run_tags import (
     NEXT_ATTEMPT_TAG,
     NONE,
     REASON_TAG,
-    UNTOLD,
+    UNJUDGED,
     VERDICT_TAG,
     place_of,
     shortened,
 )
 
 
-def tell_ended(instance: DagsterInstance, run_id: str, branch: str, *, verdict: str, reason: str) -> bool:
+def report_end(instance: DagsterInstance, run_id: str, branch: str, *, verdict: str, reason: str) -> bool:
     """Show `verdict` and `reason` on a run that opened `branch` and has no verdict; whether it was shown.
 
     It is no publisher's word: should the run pass after all, it is judged as though nothing had been said.
@@ -25,7 +25,7 @@ def tell_ended(instance: DagsterInstance, run_id: str, branch: str, *, verdict: 
     if run is None or place is None or place.branch != branch:
         return False
     told = run.tags.get(VERDICT_TAG)
-    if told not in UNTOLD or told == verdict:
+    if told not in UNJUDGED or told == verdict:
         return False
     instance.report_engine_event(f"Not published: {reason.rstrip('.')}.", run)
     aside = {NEXT_ATTEMPT_TAG: NONE} if NEXT_ATTEMPT_TAG in run.tags else {}

@@ -92,7 +92,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
                     branch=ref,
                     hint="Materialise it and let it be published first, or select it in the same run.",
                 ) from error
-            provenance.tell_read(context, spec, ref)
+            provenance.report_read(context, spec, ref)
             selection = self._input_selection(context, spec, definition, table.schema())
             if spark:
                 return spark_frames.read(self.spark.own_session(), spec, table.schema(), selection)

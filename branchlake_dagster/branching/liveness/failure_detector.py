@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Protocol
 
-from branchlake_dagster.branching.liveness.heartbeat_store import MISSED, Beat
+from branchlake_dagster.branching.liveness.heartbeat_store import MISSED, Heartbeat
 
 LOOKS = 2 * MISSED
 """So often at least is a suspect looked at. Elapsed time alone would count a pause of the reader itself."""
@@ -20,14 +20,14 @@ LOOKS = 2 * MISSED
 class Heartbeats(Protocol):
     """Where heartbeats are kept; see HeartbeatStore."""
 
-    def all(self) -> Sequence[Beat]:
+    def all(self) -> Sequence[Heartbeat]:
         """The last beat of every writer; raises HeartbeatsUnreadable when one cannot be read."""
 
     def remove(self, branch: str, writer: str) -> None:
         """Forget a writer."""
 
 
-class Pulse(StrEnum):
+class Liveness(StrEnum):
     """What a writer's heartbeat says about it."""
 
     ALIVE = "beating"
@@ -35,33 +35,33 @@ class Pulse(StrEnum):
     DEAD = "dead"
 
 
-def stale(beat: Beat, now: datetime) -> bool:
+def stale(beat: Heartbeat, now: datetime) -> bool:
     """Whether the beat's time is no proof of life: too old, missing, or in the future."""
     if beat.written_at is None:
         return True
     return abs(now - beat.written_at) > timedelta(seconds=beat.silent_s)
 
 
-def glance(beats: Iterable[Beat], now: datetime) -> dict[Beat, Pulse]:
+def by_timestamp(beats: Iterable[Heartbeat], now: datetime) -> dict[Heartbeat, Liveness]:
     """What the timestamps alone tell: alive or suspect."""
-    return {beat: Pulse.SUSPECT if stale(beat, now) else Pulse.ALIVE for beat in beats}
+    return {beat: Liveness.SUSPECT if stale(beat, now) else Liveness.ALIVE for beat in beats}
 
 
 def watch(
     store: Heartbeats,
-    suspects: Collection[Beat],
+    suspects: Collection[Heartbeat],
     *,
     monotonic: Callable[[], float],
     sleep: Callable[[float], None],
-) -> Mapping[Beat, Pulse]:
+) -> Mapping[Heartbeat, Liveness]:
     """Watch all `suspects` together for as long as the slowest of them may be silent.
 
     A file that changes proves life; one that is unchanged through three of its intervals and six looks is
     dead. A file that went away is left out: its writer ended well. Raises HeartbeatsUnreadable.
     """
-    settled: dict[Beat, Pulse] = {}
+    settled: dict[Heartbeat, Liveness] = {}
     waiting = set(suspects)
-    gone: set[Beat] = set()
+    gone: set[Heartbeat] = set()
     if not waiting:
         return settled
     pause = min(beat.silent_s for beat in waiting) / LOOKS
@@ -76,8 +76,8 @@ def watch(
             if text is None:
                 gone.add(beat)
             elif text != beat.text:
-                settled[beat] = Pulse.ALIVE
+                settled[beat] = Liveness.ALIVE
             elif elapsed >= beat.silent_s and looks >= LOOKS:
-                settled[beat] = Pulse.DEAD
+                settled[beat] = Liveness.DEAD
         waiting -= settled.keys() | gone
     return settled

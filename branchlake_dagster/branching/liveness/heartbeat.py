@@ -19,20 +19,20 @@ from datetime import UTC, datetime
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 
-from branchlake_dagster.branching.liveness.heartbeat_store import Beat, HeartbeatStore, Kind, new_writer
+from branchlake_dagster.branching.liveness.heartbeat_store import Heartbeat, HeartbeatStore, Kind, new_writer
 
 _log = logging.getLogger(__name__)
 _MOST_IN_FLIGHT = 4
 _PATIENCE_S = 2.0
 
 
-class Heartbeat:
+class HeartbeatThread:
     """Beats for one branch from `start` to `stop`. Never raises into the work it stands for."""
 
     def __init__(
         self,
         store: HeartbeatStore,
-        beat: Beat,
+        beat: Heartbeat,
         *,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         log: logging.Logger = _log,
@@ -52,7 +52,7 @@ class Heartbeat:
         self._timer.start()
 
     def linger(self, ended: Callable[[], bool] | None) -> None:
-        """Beat on until `ended` says so or the process exits; None: until `stop` again."""
+        """Heartbeat on until `ended` says so or the process exits; None: until `stop` again."""
         self._ended = ended
 
     def stop(self) -> None:
@@ -78,7 +78,7 @@ class Heartbeat:
             if self._stopped.wait(self._beat.interval_s):
                 return
 
-    def _write(self, beat: Beat) -> None:
+    def _write(self, beat: Heartbeat) -> None:
         try:
             self._store.write(beat)
         except Exception as error:  # noqa: BLE001 - whatever it is, the next beat tries again
@@ -114,17 +114,17 @@ class SharedHeartbeats:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._beating: dict[tuple[str, str], tuple[Heartbeat, int]] = {}
+        self._beating: dict[tuple[str, str], tuple[HeartbeatThread, int]] = {}
 
-    def take(self, store: HeartbeatStore, beat: Beat) -> tuple[str, str]:
-        """Beat from now on; the answer is what `give_back` wants."""
+    def take(self, store: HeartbeatStore, beat: Heartbeat) -> tuple[str, str]:
+        """Heartbeat from now on; the answer is what `give_back` wants."""
         key = (store.root, beat.branch)
         with self._lock:
             heart, users = self._beating.get(key, (None, 0))
             if heart is not None:
                 heart.linger(None)
             if heart is None or heart.stopped:
-                heart = Heartbeat(store, beat)
+                heart = HeartbeatThread(store, beat)
                 heart.start()
             self._beating[key] = (heart, users + 1)
         return key
@@ -165,11 +165,11 @@ def _says_yes(ended: Callable[[], bool]) -> bool:
         return False
 
 
-def first_beat(
+def first_heartbeat(
     branch: str, *, run_id: str, interval_s: float, kind: Kind = "run", instance: str = ""
-) -> Beat:
+) -> Heartbeat:
     """What this process says about itself; the counter and the time come with each beat."""
-    return Beat(
+    return Heartbeat(
         branch,
         new_writer(),
         run_id,
@@ -185,8 +185,8 @@ def first_beat(
 def beating(
     store: HeartbeatStore, branch: str, *, run_id: str, interval_s: float, kind: Kind = "run"
 ) -> Iterator[None]:
-    """Beat for `branch` while the body runs."""
-    heart = Heartbeat(store, first_beat(branch, run_id=run_id, interval_s=interval_s, kind=kind))
+    """Heartbeat for `branch` while the body runs."""
+    heart = HeartbeatThread(store, first_heartbeat(branch, run_id=run_id, interval_s=interval_s, kind=kind))
     heart.start()
     try:
         yield

@@ -45,7 +45,7 @@ def new_writer() -> str:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """What one writer said last. `counter` grows with each beat; `written_at` is the writer's own clock."""
 
     branch: str
@@ -88,7 +88,7 @@ class HeartbeatStore:
     def _path(self, branch: str, writer: str) -> str:
         return f"{self.root}/{quote(branch, safe='')}/{writer}.json"
 
-    def write(self, beat: Beat) -> None:
+    def write(self, beat: Heartbeat) -> None:
         """Replace the writer's file. Raises OSError."""
         path = self._path(beat.branch, beat.writer)
         told = {k: v for k, v in asdict(beat).items() if k != "text"}
@@ -115,7 +115,7 @@ class HeartbeatStore:
             with contextlib.suppress(OSError):  # another process beats there; S3 has no folders
                 folder.rmdir()
 
-    def all(self) -> tuple[Beat, ...]:
+    def all(self) -> tuple[Heartbeat, ...]:
         """The last beat of every writer; raises HeartbeatsUnreadable when they cannot be listed.
 
         A file that is damaged or cannot be read concerns its own branch only.
@@ -140,7 +140,7 @@ class HeartbeatStore:
             # the two is "not found" although `allow_not_found` says that nothing is wrong. It is there now.
             return cast(list[FileInfo], self._files.get_file_info(everything))
 
-    def _read(self, path: str) -> Beat | None:
+    def _read(self, path: str) -> Heartbeat | None:
         try:
             with self._files.open_input_stream(path) as stream:
                 text = stream.read(_MOST).decode(errors="replace")
@@ -153,7 +153,7 @@ class HeartbeatStore:
         return _parsed(unquote(folder.rpartition("/")[2]), name.removesuffix(".json"), text)
 
 
-def _parsed(branch: str, writer: str, text: str) -> Beat:
+def _parsed(branch: str, writer: str, text: str) -> Heartbeat:
     """The beat in a file. A damaged one still is a writer, whose silence only a watch can prove."""
     try:
         told = json.loads(text)
@@ -161,7 +161,7 @@ def _parsed(branch: str, writer: str, text: str) -> Beat:
         interval_s = float(told["interval_s"])
         if not 0 < interval_s <= LONGEST_S or written_at.tzinfo is None:
             raise ValueError("no writer of ours says that")
-        return Beat(
+        return Heartbeat(
             branch=branch,
             writer=writer,
             run_id=str(told["run_id"]),
@@ -176,4 +176,4 @@ def _parsed(branch: str, writer: str, text: str) -> Beat:
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         # OverflowError: `1e999` for a number, or a time at the end of all times. It once stopped every pass.
-        return Beat(branch, writer, run_id="", kind="unknown", text=text)
+        return Heartbeat(branch, writer, run_id="", kind="unknown", text=text)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from branchlake_dagster.branching.liveness.heartbeat_store import Beat
+from branchlake_dagster.branching.liveness.heartbeat_store import Heartbeat
 
 NEEDED = 3
 """Looks, each at least an interval of the writer after the one before: a reader that was paused itself
@@ -42,14 +42,16 @@ class _Look:
     looks: int
 
 
-def look(told: str | None, suspects: Collection[Beat], *, clock: str, now: float) -> tuple[list[Beat], str]:
+def look_again(
+    told: str | None, suspects: Collection[Heartbeat], *, clock: str, now: float
+) -> tuple[list[Heartbeat], str]:
     """Those of `suspects` that are dead, and what is to be remembered until the next look.
 
     `told` is what the look before remembered, `clock` names the clock of `now` in seconds.
     """
     before = _read(told, clock)
     seen: dict[str, _Look] = {}
-    dead: list[Beat] = []
+    dead: list[Heartbeat] = []
     for beat in suspects:
         name = f"{beat.branch}/{beat.writer}"
         text = sha256(beat.text.encode(errors="replace")).hexdigest()[:16]

@@ -46,7 +46,7 @@ class Origin:
         return "nothing says which Dagster instance made it"
 
 
-UNTOLD = Origin()
+UNKNOWN = Origin()
 """Of a branch that nobody has asked about, or of which nothing is known."""
 
 
@@ -81,7 +81,7 @@ class Makers:
             found |= {head} if head else set(self._named(ref, ancestor))
         by = tuple(sorted(found))
         if not by:
-            return UNTOLD
+            return UNKNOWN
         return Origin(Maker.HERE if by == (self._here,) else Maker.ELSEWHERE, by)
 
     def _named(self, ref: Reference, ancestor: str) -> Iterator[str]:

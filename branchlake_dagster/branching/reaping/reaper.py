@@ -16,21 +16,26 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Protocol
 
-from branchlake_dagster.branching.branch.claim import JUDGED_TAGS, pin_name, pinned_branches, unpin_leftover
+from branchlake_dagster.branching.branch.claim import (
+    CLAIM_TAGS,
+    claim_tag,
+    claimed_branches,
+    release_leftover_claim,
+)
 from branchlake_dagster.branching.branch.reference_names import PUBLICATION_PREFIX, branches, run_of
 from branchlake_dagster.branching.branch.run_branch import branch_name, run_id_of
 from branchlake_dagster.branching.fencing.discard import DISCARDED_TAGS, discard
-from branchlake_dagster.branching.liveness.failure_detector import Heartbeats, Pulse, glance, watch
-from branchlake_dagster.branching.liveness.heartbeat_store import Beat
+from branchlake_dagster.branching.liveness.failure_detector import Heartbeats, Liveness, by_timestamp, watch
+from branchlake_dagster.branching.liveness.heartbeat_store import Heartbeat
 from branchlake_dagster.branching.reaping.give_back import give_passed_back
 from branchlake_dagster.branching.reaping.main_history import MainHistory
-from branchlake_dagster.branching.reaping.origin import UNTOLD, Maker, Makers, Origin
+from branchlake_dagster.branching.reaping.origin import UNKNOWN, Maker, Makers, Origin
 from branchlake_dagster.branching.reaping.rules import (
-    Action,
     Facts,
-    Holder,
     Limits,
+    Owner,
     Reaping,
+    ReapingAction,
     RunState,
     decide,
     decide_publication,
@@ -51,13 +56,13 @@ _MANY = 200
 class Runs(Protocol):
     """What the reaper asks of Dagster, and tells it."""
 
-    def holders(self, branches: Collection[str]) -> Mapping[str, Holder]:
+    def owners(self, branches: Collection[str]) -> Mapping[str, Owner]:
         """The run of each branch; branches of unknown runs are left out."""
 
-    def reports_after(self, run_id: str, beat: Beat) -> bool:
+    def reports_after(self, run_id: str, beat: Heartbeat) -> bool:
         """Whether the run still wrote events after its writer's last beat."""
 
-    def bury(self, run_id: str, message: str) -> None:
+    def report_dead(self, run_id: str, message: str) -> None:
         """End a run whose process is dead."""
 
     def fenced(self, run_id: str, branch: str, reason: str) -> None:
@@ -69,36 +74,36 @@ class _Seen:
     """What a pass knows before it touches anything. `pulses` are by branch, also of those that are gone."""
 
     branches: Mapping[str, Reference]
-    pulses: Mapping[str, Mapping[Beat, Pulse]]
-    holders: Mapping[str, Holder]
+    pulses: Mapping[str, Mapping[Heartbeat, Liveness]]
+    owners: Mapping[str, Owner]
     moment: datetime
-    pins: frozenset[str] = frozenset()
-    """The branches, gone ones too, that were pinned before they were listed."""
-    pinned: frozenset[str] = frozenset()
-    """The branches that were pinned before or after the runs were looked up."""
+    claims: frozenset[str] = frozenset()
+    """The branches, gone ones too, that were claimed before they were listed."""
+    claimed: frozenset[str] = frozenset()
+    """The branches that were claimed before or after the runs were looked up."""
 
-    def begun(self, branch: str) -> bool:
-        return branch in self.pinned and not self.holder(branch).told
+    def in_publication(self, branch: str) -> bool:
+        return branch in self.claimed and not self.owner(branch).told
 
-    def holder(self, branch: str) -> Holder:
-        return self.holders.get(branch) or Holder(run_id_of(branch), RunState.MISSING)
+    def owner(self, branch: str) -> Owner:
+        return self.owners.get(branch) or Owner(run_id_of(branch), RunState.MISSING)
 
-    def known(self, branch: str) -> bool:
-        return self.holder(branch).state is not RunState.MISSING
+    def run_known(self, branch: str) -> bool:
+        return self.owner(branch).state is not RunState.MISSING
 
     def instances(self, branch: str) -> frozenset[str]:
         return frozenset(beat.instance for beat in self.pulses.get(branch, {}) if beat.instance)
 
-    def dead(self, branch: str) -> list[Beat]:
-        return [beat for beat, pulse in self.pulses.get(branch, {}).items() if pulse is Pulse.DEAD]
+    def dead(self, branch: str) -> list[Heartbeat]:
+        return [beat for beat, pulse in self.pulses.get(branch, {}).items() if pulse is Liveness.DEAD]
 
 
 class Reaper:
     """Judges the branches of the Nessie filter `listing` and ends those that the rules allow.
 
     `fenced` is the filter for the tags of discarded branches, which come back when their run has passed,
-    `pins` for those that a publisher has begun with. `makers` tells whose a branch is of which Dagster knows
-    no run; `instance` is the id of this Dagster instance. What another one made is left to it, unless
+    `claims` for those of the publishers' claims. `makers` tells whose a branch is of which Dagster knows no
+    run; `instance` is the id of this Dagster instance. What another one made is left to it, unless
     `anyones`: a person has named it. With `only` nothing but these branches is looked at.
 
     `now` is the wall clock, `monotonic` and `sleep` are for watching silent writers.
@@ -116,7 +121,7 @@ class Reaper:
         sleep: Callable[[float], None],
         listing: str = OUR_BRANCHES,
         fenced: str = DISCARDED_TAGS,
-        pins: str = JUDGED_TAGS,
+        claims: str = CLAIM_TAGS,
         instance: str | None = None,
         files: TableFiles | None = None,
         only: Collection[str] | None = None,
@@ -131,13 +136,13 @@ class Reaper:
         self._sleep = sleep
         self._listing = listing
         self._fenced = fenced
-        self._pins = pins
+        self._claims = claims
         self._instance = instance
         self._makers = Makers(client, instance, files)
         self._only = None if only is None else frozenset(only)
         self._anyones = anyones
 
-    def run(self, *, dry_run: bool = False, dead: Collection[Beat] | None = None) -> Iterator[Reaping]:
+    def run(self, *, dry_run: bool = False, dead: Collection[Heartbeat] | None = None) -> Iterator[Reaping]:
         """One pass. With suspects it waits once until they can be told from the dead; a dry run does not.
 
         With `dead`, somebody has watched already: of the suspects these are dead, and no other is watched.
@@ -152,47 +157,47 @@ class Reaper:
             if done.delete:
                 ended.add(done.branch)
             if not dry_run:
-                self._bury(done.branch, seen, ended)
-                if done.action is Action.DISCARD and seen.known(done.branch):
+                self._report_dead(done.branch, seen, ended)
+                if done.action is ReapingAction.DISCARD and seen.run_known(done.branch):
                     self._runs.fenced(done.run_id, done.branch, done.reason)
             yield done
         if not dry_run:
-            # A pass that died before it told Dagster left the heartbeat of the dead behind, or a pin.
+            # A pass that died before it told Dagster left the heartbeat of the dead behind, or a claim.
             for branch in seen.pulses.keys() - seen.branches.keys():
-                self._bury(branch, seen, ended)
+                self._report_dead(branch, seen, ended)
         fenced = self._fenced
         yield from give_passed_back(
-            self._client, self._runs.holders, listing=fenced, pinned=self._pins, dry_run=dry_run
+            self._client, self._runs.owners, listing=fenced, claimed=self._claims, dry_run=dry_run
         )
         if not dry_run:
-            for branch in seen.pins & (self._only or seen.pins) - (seen.branches.keys() - ended):
+            for branch in seen.claims & (self._only or seen.claims) - (seen.branches.keys() - ended):
                 self._unpin(branch, seen)
 
-    def _look(self, *, watching: bool, dead: Collection[Beat] = ()) -> _Seen:
-        # Pins before branches: one whose branch is missing afterwards is a leftover for certain.
-        pins = frozenset(pinned_branches(self._client, self._pins))
+    def _look(self, *, watching: bool, dead: Collection[Heartbeat] = ()) -> _Seen:
+        # Claims before branches: one whose branch is missing afterwards is a leftover for certain.
+        claims = frozenset(claimed_branches(self._client, self._claims))
         branches = self._list()
-        pulses = glance(self._beats(), self._now())
+        pulses = by_timestamp(self._beats(), self._now())
         # Of one that has beaten since it was watched the beat is another.
-        pulses |= {beat: Pulse.DEAD for beat in dead if pulses.get(beat) is Pulse.SUSPECT}
+        pulses |= {beat: Liveness.DEAD for beat in dead if pulses.get(beat) is Liveness.SUSPECT}
         # Another instance's writers are watched by its own reaper.
-        suspects = [b for b, pulse in pulses.items() if pulse is Pulse.SUSPECT and self._mine(b)]
+        suspects = [b for b, pulse in pulses.items() if pulse is Liveness.SUSPECT and self._mine(b)]
         if self._heartbeats and suspects and watching:
             settled = watch(self._heartbeats, suspects, monotonic=self._monotonic, sleep=self._sleep)
-            others = {b: pulse for b, pulse in pulses.items() if pulse is Pulse.ALIVE or not self._mine(b)}
+            others = {b: pulse for b, pulse in pulses.items() if pulse is Liveness.ALIVE or not self._mine(b)}
             pulses = others | dict(settled)
             branches = self._list()
-        by_branch: dict[str, dict[Beat, Pulse]] = {}
+        by_branch: dict[str, dict[Heartbeat, Liveness]] = {}
         for beat, pulse in pulses.items():
             by_branch.setdefault(beat.branch, {})[beat] = pulse
-        runs = {branch_name(run_of(name)) for name in (*branches, *by_branch, *pins)}
-        holders = self._runs.holders(sorted(runs))
-        # And once more: a run that has ended pins nothing, but it may just have done so and died.
-        pinned = pins.union(pinned_branches(self._client, self._pins))
-        seen = _Seen(branches, by_branch, holders, self._now(), pins, pinned)
+        runs = {branch_name(run_of(name)) for name in (*branches, *by_branch, *claims)}
+        owners = self._runs.owners(sorted(runs))
+        # And once more: a run that has ended claims nothing, but it may just have done so and died.
+        claimed = claims.union(claimed_branches(self._client, self._claims))
+        seen = _Seen(branches, by_branch, owners, self._now(), claims, claimed)
         return replace(seen, branches=branches | self._with_ages(seen))
 
-    def _beats(self) -> Sequence[Beat]:
+    def _beats(self) -> Sequence[Heartbeat]:
         found = self._heartbeats.all() if self._heartbeats else ()
         return [beat for beat in found if self._only is None or beat.branch in self._only]
 
@@ -214,9 +219,9 @@ class Reaper:
         oldest = seen.moment - self._limits.max_age
 
         def matters(name: str) -> bool:
-            holder = seen.holder(name)
-            young = holder.started is not None and holder.started >= oldest
-            return holder.state is RunState.MISSING or (holder.state is RunState.ACTIVE and not young)
+            owner = seen.owner(name)
+            young = owner.started is not None and owner.started >= oldest
+            return owner.state is RunState.MISSING or (owner.state is RunState.ACTIVE and not young)
 
         wanted = [name for name in seen.branches if matters(branch_name(run_of(name)))]
         # One that is gone is found gone again when it is its turn.
@@ -232,34 +237,34 @@ class Reaper:
         if branch.name.startswith(PUBLICATION_PREFIX):
             run_id = branch.name.removeprefix(PUBLICATION_PREFIX)
             waits = branch_name(run_id) in seen.branches
-            state = seen.holder(branch_name(run_id)).state
-            made = self._made(branch) if state is RunState.MISSING and not waits else UNTOLD
+            state = seen.owner(branch_name(run_id)).state
+            made = self._made(branch) if state is RunState.MISSING and not waits else UNKNOWN
             action, reason = decide_publication(publishers, run_branch_exists=waits, state=state, made=made)
             return Reaping(branch.name, run_id, action, reason, state, instance=self._other(made))
         writers = frozenset(pulse for beat, pulse in here.items() if beat.kind != "publisher")
-        holder = seen.holder(branch.name)
-        age = _age(branch, holder.started, seen.moment)
-        made = UNTOLD
-        if holder.state is RunState.MISSING:
+        owner = seen.owner(branch.name)
+        age = _age(branch, owner.started, seen.moment)
+        made = UNKNOWN
+        if owner.state is RunState.MISSING:
             made = self._made(branch, beating=seen.instances(branch.name))
         facts = Facts(
-            holder.state,
+            owner.state,
             age,
-            since_end=seen.moment - holder.ended if holder.ended else None,
+            since_end=seen.moment - owner.ended if owner.ended else None,
             # Of a run at work only a publisher inside the run itself can beat.
-            writers=frozenset(here.values()) if holder.state is RunState.ACTIVE else writers,
+            writers=frozenset(here.values()) if owner.state is RunState.ACTIVE else writers,
             publishers=publishers,
-            reports=self._reports(holder, seen.dead(branch.name)),
-            begun=seen.begun(branch.name),
-            told=holder.told,
+            reports=self._reports(owner, seen.dead(branch.name)),
+            claimed=seen.in_publication(branch.name),
+            told=owner.told,
             made=made,
         )
         action, reason = decide(facts, self._limits)
         heartbeat = ", ".join(sorted(set(here.values()))) or "none"
         other = self._other(made)
-        return Reaping(branch.name, holder.run_id, action, reason, holder.state, age, heartbeat, other)
+        return Reaping(branch.name, owner.run_id, action, reason, owner.state, age, heartbeat, other)
 
-    def _mine(self, beat: Beat) -> bool:
+    def _mine(self, beat: Heartbeat) -> bool:
         """Whether the beat may be of this instance; one that names none may be anybody's."""
         return self._anyones or not beat.instance or beat.instance == self._instance
 
@@ -269,61 +274,61 @@ class Reaper:
         return Origin(Maker.HERE) if self._anyones else self._makers.of(ref, base=base, beating=beating)
 
     def _unpin(self, branch: str, seen: _Seen) -> None:
-        """Delete a pin without a branch, if it is ours: another instance's publisher may not be done."""
-        if not seen.known(branch):
+        """Delete a claim without a branch, if it is ours: another instance's publisher may not be done."""
+        if not seen.run_known(branch):
             try:
-                tag = self._client.reference(pin_name(branch), fetch_metadata=True)
+                tag = self._client.reference(claim_tag(branch), fetch_metadata=True)
             except ReferenceNotFound:
                 return
             base = MainHistory(self._client).base_of(tag.pinned)
             if self._made(tag, base=base).maker is not Maker.HERE:
                 return
-        unpin_leftover(self._client, branch)
+        release_leftover_claim(self._client, branch)
 
     def _other(self, made: Origin) -> str:
         return ", ".join(one for one in made.by if one != self._instance)
 
-    def _reports(self, holder: Holder, dead: Sequence[Beat]) -> bool:
+    def _reports(self, owner: Owner, dead: Sequence[Heartbeat]) -> bool:
         """Whether the run writes events although a writer of it is dead: its steps are own processes."""
-        return holder.state is RunState.ACTIVE and any(
-            self._runs.reports_after(holder.run_id, beat) for beat in dead
+        return owner.state is RunState.ACTIVE and any(
+            self._runs.reports_after(owner.run_id, beat) for beat in dead
         )
 
     def _end(self, decision: Reaping, branch: Reference) -> Reaping:
         try:
-            if decision.action is Action.DISCARD:
+            if decision.action is ReapingAction.DISCARD:
                 discard(self._client, branch)
-            elif decision.action is Action.DELETE:
+            elif decision.action is ReapingAction.DELETE:
                 self._client.delete_branch(branch.name, expected_hash=branch.hash)
         except NessieConflict:
-            return replace(decision, action=Action.KEEP, reason="it was written to while we looked")
+            return replace(decision, action=ReapingAction.KEEP, reason="it was written to while we looked")
         except ReferenceNotFound:
             return replace(decision, reason="somebody else deleted it meanwhile")
         return decision
 
-    def _bury(self, branch: str, seen: _Seen, ended: Collection[str]) -> None:
+    def _report_dead(self, branch: str, seen: _Seen, ended: Collection[str]) -> None:
         """Tell Dagster of a run whose only writers are dead, and forget their heartbeats.
 
-        A publisher inside the run counts as its writer. If it had begun, the branch stays: when the run has
-        ended, the next publisher finds out how far it came.
+        A publisher inside the run counts as its writer. If it had claimed the branch, that stays: when the
+        run has ended, the next publisher finds out how far it came.
         """
         dead = seen.dead(branch)
         if not dead or self._heartbeats is None:
             return
-        holder = seen.holder(branch)
-        if holder.state is RunState.ACTIVE:
-            settled = branch in ended or seen.begun(branch)
-            if not settled or len(dead) < len(seen.pulses[branch]) or self._reports(holder, dead):
+        owner = seen.owner(branch)
+        if owner.state is RunState.ACTIVE:
+            settled = branch in ended or seen.in_publication(branch)
+            if not settled or len(dead) < len(seen.pulses[branch]) or self._reports(owner, dead):
                 return
-            self._runs.bury(holder.run_id, _obituary(dead))
+            self._runs.report_dead(owner.run_id, _silence_of(dead))
             if branch in ended:
-                self._runs.fenced(holder.run_id, branch, _obituary(dead))
+                self._runs.fenced(owner.run_id, branch, _silence_of(dead))
         for beat in dead:
-            if holder.state is not RunState.MISSING or beat.instance or branch in ended:
+            if owner.state is not RunState.MISSING or beat.instance or branch in ended:
                 self._heartbeats.remove(beat.branch, beat.writer)
 
 
-def _obituary(dead: Sequence[Beat]) -> str:
+def _silence_of(dead: Sequence[Heartbeat]) -> str:
     writers = ", ".join(sorted(f"process {beat.pid} on {beat.host}" for beat in dead))
     return f"Its writer is dead: no heartbeat of {writers} for {dead[0].silent_s:g} s."
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 
-from branchlake_dagster.branching.liveness.failure_detector import Pulse
-from branchlake_dagster.branching.reaping.origin import UNTOLD, Maker, Origin
+from branchlake_dagster.branching.liveness.failure_detector import Liveness
+from branchlake_dagster.branching.reaping.origin import UNKNOWN, Maker, Origin
 
 
 class RunState(StrEnum):
@@ -33,7 +33,7 @@ class Limits:
     keep_failed: timedelta = timedelta(0)
 
 
-class Action(StrEnum):
+class ReapingAction(StrEnum):
     """What becomes of a branch."""
 
     KEEP = "kept"
@@ -50,25 +50,25 @@ class Facts:
     """What is known about one branch. `age` is the time since its last sign of life; None: unknown.
 
     `writers` and `publishers` are the pulses of those who beat on it. `reports` tells that the run still
-    writes events, although its writer is dead: its steps are processes of their own. `begun`: a publisher
-    pinned the branch and has not told yet how it ended; it may be on `main` already. `told`: one has told its
-    verdict. `made` is asked where Dagster does not know the run.
+    writes events, although its writer is dead: its steps are processes of their own. `claimed`: by a
+    publisher that has not reported yet how it ended; it may be on `main` already. `told`: one has reported
+    its verdict. `made` is asked where Dagster does not know the run.
     """
 
     state: RunState
     age: timedelta | None
     since_end: timedelta | None = None
-    writers: frozenset[Pulse] = frozenset()
-    publishers: frozenset[Pulse] = frozenset()
+    writers: frozenset[Liveness] = frozenset()
+    publishers: frozenset[Liveness] = frozenset()
     reports: bool = False
-    begun: bool = False
+    claimed: bool = False
     told: bool = False
-    made: Origin = UNTOLD
+    made: Origin = UNKNOWN
     """Who made the branch, where its run is not known."""
 
 
 @dataclass(frozen=True)
-class Holder:
+class Owner:
     """The run that a branch belongs to."""
 
     run_id: str
@@ -87,7 +87,7 @@ class Reaping:
 
     branch: str
     run_id: str
-    action: Action
+    action: ReapingAction
     reason: str
     state: RunState = RunState.MISSING
     age: timedelta | None = None
@@ -98,84 +98,87 @@ class Reaping:
     @property
     def delete(self) -> bool:
         """Whether the branch goes."""
-        return self.action in (Action.DELETE, Action.DISCARD)
+        return self.action in (ReapingAction.DELETE, ReapingAction.DISCARD)
 
     def __str__(self) -> str:
         return f"{self.branch}: {self.action}, {self.reason}"
 
 
-def decide(facts: Facts, limits: Limits) -> tuple[Action, str]:
+def decide(facts: Facts, limits: Limits) -> tuple[ReapingAction, str]:
     """What becomes of a branch, and why. A pure function."""
-    if facts.publishers - {Pulse.DEAD}:
-        return Action.KEEP, "its publication is in progress"
+    if facts.publishers - {Liveness.DEAD}:
+        return ReapingAction.KEEP, "its publication is in progress"
     if facts.state is RunState.PUBLISHED:
-        return Action.DELETE, "its run is published and only the clean-up was missed"
-    if facts.begun and facts.state is not RunState.MISSING:
-        return Action.KEEP, "its publication was begun, and the publisher has not told how it ended"
+        return ReapingAction.DELETE, "its run is published and only the clean-up was missed"
+    if facts.claimed and facts.state is not RunState.MISSING:
+        return ReapingAction.KEEP, "a publisher has claimed it and has not reported yet how it ended"
     if facts.state is RunState.UNPUBLISHED:
         return _unpublished(facts, limits.keep_failed)
     if facts.state is RunState.AWAITING_PUBLICATION:
         waits = f" for {_hours(facts.since_end)}" if facts.since_end is not None else ""
-        return Action.KEEP, f"its run waits for the publisher{waits}"
-    if Pulse.ALIVE in facts.writers:
-        return Action.KEEP, "its writer beats"
-    if Pulse.SUSPECT in facts.writers:
-        return Action.KEEP, "its writer is silent, and only a watch can tell whether it is dead"
+        return ReapingAction.KEEP, f"its run waits for the publisher{waits}"
+    if Liveness.ALIVE in facts.writers:
+        return ReapingAction.KEEP, "its writer beats"
+    if Liveness.SUSPECT in facts.writers:
+        return ReapingAction.KEEP, "its writer is silent, and only a watch can tell whether it is dead"
     if facts.state is RunState.ACTIVE:
         return _active(facts, limits)
     return _missing(facts, limits)
 
 
 def decide_publication(
-    publishers: frozenset[Pulse], *, run_branch_exists: bool, state: RunState, made: Origin
-) -> tuple[Action, str]:
+    publishers: frozenset[Liveness], *, run_branch_exists: bool, state: RunState, made: Origin
+) -> tuple[ReapingAction, str]:
     """What becomes of a branch on which a publisher prepares what had to be rebased, and why.
 
     `state` is that of the run it is about, `made` says who made it where that is missing.
     """
-    if publishers - {Pulse.DEAD}:
-        return Action.KEEP, "a publication is in progress"
+    if publishers - {Liveness.DEAD}:
+        return ReapingAction.KEEP, "a publication is in progress"
     if run_branch_exists:
-        return Action.KEEP, "its run's branch waits for publication"
+        return ReapingAction.KEEP, "its run's branch waits for publication"
     if state is RunState.MISSING and made.maker is not Maker.HERE:
-        return Action.KEEP, f"no run of that id is known: {made}"
-    return Action.DELETE, "the branch that it was prepared for is gone"
+        return ReapingAction.KEEP, f"no run of that id is known: {made}"
+    return ReapingAction.DELETE, "the branch that it was prepared for is gone"
 
 
-def _unpublished(facts: Facts, keep: timedelta) -> tuple[Action, str]:
+def _unpublished(facts: Facts, keep: timedelta) -> tuple[ReapingAction, str]:
     since_end = facts.since_end
     if not keep and not facts.told:
         # The reaper came before the publisher, and its word is what the run will show.
-        return Action.DISCARD, "its run has failed, so it is not published"
+        return ReapingAction.DISCARD, "its run has failed, so it is not published"
     if not keep:
-        return Action.DISCARD, "its run was not published and only the clean-up was missed"
+        return ReapingAction.DISCARD, "its run was not published and only the clean-up was missed"
     if since_end is None or since_end < keep:
         left = f" for another {_hours(keep - since_end)}" if since_end is not None else ""
-        return Action.KEEP, f"its run was not published; it is kept for debugging{left}"
-    return Action.DISCARD, f"its run was not published, and it was kept for {_hours(keep)}"
+        return ReapingAction.KEEP, f"its run was not published; it is kept for debugging{left}"
+    return ReapingAction.DISCARD, f"its run was not published, and it was kept for {_hours(keep)}"
 
 
-def _active(facts: Facts, limits: Limits) -> tuple[Action, str]:
-    if Pulse.DEAD in facts.writers:
+def _active(facts: Facts, limits: Limits) -> tuple[ReapingAction, str]:
+    if Liveness.DEAD in facts.writers:
         if facts.reports:
-            return Action.KEEP, "one of its writers is dead, but the run still reports"
-        return Action.DISCARD, "its writer is dead"
+            return ReapingAction.KEEP, "one of its writers is dead, but the run still reports"
+        return ReapingAction.DISCARD, "its writer is dead"
     if facts.age is not None and facts.age > limits.max_age:
-        return Action.DISCARD, f"its run is active, but its last sign of life is {_hours(facts.age)} old"
-    return Action.KEEP, "its run is active"
+        return (
+            ReapingAction.DISCARD,
+            f"its run is active, but its last sign of life is {_hours(facts.age)} old",
+        )
+    return ReapingAction.KEEP, "its run is active"
 
 
-def _missing(facts: Facts, limits: Limits) -> tuple[Action, str]:
+def _missing(facts: Facts, limits: Limits) -> tuple[ReapingAction, str]:
     # Another Dagster instance may work on the same lake; its runs are not ours to judge.
     if facts.made.maker is Maker.ELSEWHERE:
-        return Action.KEEP, f"no run of that id is known: {facts.made}"
+        return ReapingAction.KEEP, f"no run of that id is known: {facts.made}"
     if facts.age is None:
-        return Action.KEEP, "no run of that id is known, and its age is unknown"
+        return ReapingAction.KEEP, "no run of that id is known, and its age is unknown"
     if facts.age <= min(limits.orphan_grace, limits.max_age):
-        return Action.KEEP, "no run of that id is known, but it was written to a short while ago"
+        return ReapingAction.KEEP, "no run of that id is known, but it was written to a short while ago"
     if facts.made.maker is Maker.UNKNOWN:
-        return Action.KEEP, f"no run of that id is known, and {facts.made}"
-    return Action.DISCARD, "no run of that id is known any more to the Dagster instance that made it"
+        return ReapingAction.KEEP, f"no run of that id is known, and {facts.made}"
+    return ReapingAction.DISCARD, "no run of that id is known any more to the Dagster instance that made it"
 
 
 def _hours(span: timedelta) -> str:

@@ -16,7 +16,7 @@ from branchlake_dagster.branching.branch.owner import is_retry
 from branchlake_dagster.branching.branch.run_branch import RunBranch, branch_name
 from branchlake_dagster.branching.branch.run_tags import CHECK_REF_TAG
 from branchlake_dagster.branching.errors import RetryNeedsFullRun
-from branchlake_dagster.branching.liveness.heartbeat import SharedHeartbeats, first_beat
+from branchlake_dagster.branching.liveness.heartbeat import SharedHeartbeats, first_heartbeat
 from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
 from branchlake_dagster.branching.reaping.origin import INSTANCE, instance_id
 from branchlake_dagster.branching.resources.read_set import ReadSet
@@ -142,7 +142,7 @@ class LakehouseResource(ConfigurableResource[Any]):
         with _first_use:
             if self._heartbeat is None:
                 settings = self.lakehouse.settings
-                beat = first_beat(
+                beat = first_heartbeat(
                     branch,
                     run_id=run_id,
                     interval_s=settings.heartbeat_interval_s,

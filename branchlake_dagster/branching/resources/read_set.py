@@ -44,24 +44,24 @@ _merging: ContextVar[Identifier | None] = ContextVar("branchlake_merging", defau
 
 
 @dataclass(frozen=True)
-class Step:
+class RunningStep:
     """The step that runs here now, and whether it writes a serializable asset; both None in own threads."""
 
     key: str | None
     strict: bool | None
 
 
-def current_step() -> Step:
+def running_step() -> RunningStep:
     """What Dagster executes in this thread. In a thread of the user's own nobody knows."""
     context: Any = current_execution_context.get()
     if context is None:
-        return Step(None, None)
+        return RunningStep(None, None)
     step = context.op_execution_context.get_step_execution_context()
     assets = step.job_def.asset_layer.get_assets_def_for_node(step.node_handle)
     wants = assets is not None and any(
         _plain(spec.metadata.get(ISOLATION)) == "serializable" for spec in assets.specs
     )
-    return Step(step.step.key, wants)
+    return RunningStep(step.step.key, wants)
 
 
 def _plain(value: Any) -> Any:
@@ -87,12 +87,12 @@ class ReadSet:
         client: Callable[[], NessieClient],
         ref: Callable[[], str],
         *,
-        step: Callable[[], Step] | None = None,
+        step: Callable[[], RunningStep] | None = None,
     ) -> None:
         self._report = report
         self._client = client
         self._ref = ref
-        self.step = step or current_step
+        self.step = step or running_step
         self._lock = threading.Lock()
         self._told: set[tuple[str | None, object]] = set()
 

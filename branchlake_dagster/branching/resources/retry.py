@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dagster import DagsterInstance, DagsterRun
 
-from branchlake_dagster.branching.branch.claim import pinned
-from branchlake_dagster.branching.branch.owner import is_retry, successors, workers
+from branchlake_dagster.branching.branch.claim import is_claimed
+from branchlake_dagster.branching.branch.owner import continuing_runs, is_retry, runs_on
 from branchlake_dagster.branching.branch.run_branch import branch_name, run_id_of
 from branchlake_dagster.branching.branch.run_tags import (
     CONTINUED,
@@ -13,11 +13,11 @@ from branchlake_dagster.branching.branch.run_tags import (
     base_hash_of,
     judged,
     place_of,
-    published_as,
+    publication_of,
 )
 from branchlake_dagster.branching.errors import RetryNeedsFullRun
 from branchlake_dagster.branching.fencing.discard import take_over
-from branchlake_dagster.branching.fencing.report_end import tell_ended
+from branchlake_dagster.branching.fencing.report_end import report_end
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 
 _HINT = "Re-execute all steps; the new run will start from today's main."
@@ -46,7 +46,7 @@ def inherited(client: NessieClient, instance: DagsterInstance, run: DagsterRun) 
             run_id=run.run_id,
             hint=_HINT,
         )
-    tell_ended(
+    report_end(
         instance,
         run_id_of(place.branch),
         place.branch,
@@ -67,7 +67,7 @@ def _parents_place(client: NessieClient, instance: DagsterInstance, run: Dagster
         place = Place(own, base)
     if place is None:
         return _parents_place(client, instance, parent) if is_retry(parent) else None
-    if publication := published_as(parent.tags, place.branch):
+    if publication := publication_of(parent.tags, place.branch):
         raise RetryNeedsFullRun(
             f"The run's parent was published as {publication[:12]}, so there is nothing to continue.",
             branch=place.branch,
@@ -75,7 +75,7 @@ def _parents_place(client: NessieClient, instance: DagsterInstance, run: Dagster
             hint=_HINT,
         )
     told = place.unbranched or judged(parent.tags, place.branch)
-    if not told and (parent.is_success or pinned(client, place.branch)):
+    if not told and (parent.is_success or is_claimed(client, place.branch)):
         # Its rows may be on `main` already, or come there while the retry works on them too.
         raise RetryNeedsFullRun(
             "The run's parent waits for its verdict, so its work is not free to be continued.",
@@ -92,7 +92,7 @@ def _refuse_second(instance: DagsterInstance, run: DagsterRun, branch: str) -> N
     A clean-up that overlapped with the first retry leaves the parent's tag, and the parent's rows were once
     published by two retries.
     """
-    for _, other in successors(instance, [branch]):
+    for _, other in continuing_runs(instance, [branch]):
         if other.run_id != run.run_id:
             raise RetryNeedsFullRun(
                 "The work of the run's parent was continued by another retry.",
@@ -104,7 +104,7 @@ def _refuse_second(instance: DagsterInstance, run: DagsterRun, branch: str) -> N
 
 def _refuse_company(instance: DagsterInstance, run: DagsterRun, branch: str) -> None:
     """Two runs must not take over one branch; the older one may."""
-    for other in workers(instance, branch):
+    for other in runs_on(instance, branch):
         if other.run_id == run.run_id:
             return
         if not other.is_finished:

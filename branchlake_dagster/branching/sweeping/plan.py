@@ -27,7 +27,7 @@ class StateUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like th
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """Files by location with their size in bytes, in phases to be deleted one after the other.
 
     Files of a phase are named by later ones, so a sweep that died can be planned again. `held_by` are the
@@ -51,7 +51,7 @@ class Plan:
         return sum(sum(phase.values()) for phase in self.phases)
 
 
-class Planner:
+class SweepPlanner:
     """Plans sweeps against the present references; contents and files are read once for all plans.
 
     `references` are all branches and tags, with metadata, listed after the fence.
@@ -69,7 +69,7 @@ class Planner:
         """A reference is gone; what only it reached is dead now."""
         self._references.pop(name, None)
 
-    def plan(self, tag: Reference, base_hash: str, base_time: datetime | None) -> Plan:
+    def plan(self, tag: Reference, base_hash: str, base_time: datetime | None) -> SweepPlan:
         """What may be deleted of `tag`, which left `main` at `base_hash`, committed at `base_time`.
 
         Raises StateUnreadable.
@@ -79,7 +79,7 @@ class Planner:
         except FileUnreadable as error:
             raise StateUnreadable(error.message, hint="Nothing was deleted.") from error
 
-    def _plan(self, tag: Reference, base_hash: str, base_time: datetime | None) -> Plan:
+    def _plan(self, tag: Reference, base_hash: str, base_time: datetime | None) -> SweepPlan:
         base = self._at(f"@{base_hash}")
         log = self._client.log(_as_listed(tag), since=base_hash, fetch_operations=True)
         made = made_on(log, base, base_hash, self._files)
@@ -102,7 +102,7 @@ class Planner:
                 holders |= names
                 needed |= reached
         free = [_keep(phase, lambda path: plain(path) not in needed) for phase in dead]
-        return Plan(tuple(free), tuple(sorted(holders)), foreign, borrowed)
+        return SweepPlan(tuple(free), tuple(sorted(holders)), foreign, borrowed)
 
     # -- the dead --------------------------------------------------------------------------------------
 

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
-from branchlake_dagster.branching.branch.claim import pin_name
+from branchlake_dagster.branching.branch.claim import claim_tag
 from branchlake_dagster.branching.branch.reference_names import (
+    CLAIM_PREFIX,
     DISCARDED_PREFIX,
-    JUDGED_PREFIX,
     SWEEPING_PREFIX,
     is_ours,
     run_of,
@@ -24,8 +24,8 @@ from branchlake_dagster.branching.branch.reference_names import (
 from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.reaping.main_history import MainHistory
 from branchlake_dagster.branching.reaping.origin import Maker, Makers
-from branchlake_dagster.branching.reaping.rules import Holder, RunState
-from branchlake_dagster.branching.sweeping.plan import Plan, Planner, StateUnreadable
+from branchlake_dagster.branching.reaping.rules import Owner, RunState
+from branchlake_dagster.branching.sweeping.plan import StateUnreadable, SweepPlan, SweepPlanner
 from branchlake_dagster.branching.table.files import TableFiles
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN
@@ -38,7 +38,7 @@ TAGS = tags(DISCARDED_PREFIX, SWEEPING_PREFIX)
 """Nessie's filter for the tags that the sweeper looks at."""
 
 _AT_ONCE = 8
-_OURS = (RUN_BRANCH_PREFIX, DISCARDED_PREFIX, JUDGED_PREFIX)
+_OURS = (RUN_BRANCH_PREFIX, DISCARDED_PREFIX, CLAIM_PREFIX)
 """References whose own end takes care of the files that they still need."""
 
 
@@ -75,7 +75,7 @@ class _Due:
 class Sweeper:
     """Sweeps the tags of the Nessie filter `listing` that are older than `grace`.
 
-    `holders(branches)` tells whose state it was, as for the reaper. What none of them holds is swept only if
+    `owners(branches)` tells whose state it was, as for the reaper. What none of them holds is swept only if
     Dagster instance `instance` made it, or `anyones`: a person has said so.
     """
 
@@ -83,7 +83,7 @@ class Sweeper:
         self,
         client: NessieClient,
         files: TableFiles,
-        holders: Callable[[Collection[str]], Mapping[str, Holder]],
+        owners: Callable[[Collection[str]], Mapping[str, Owner]],
         *,
         grace: timedelta,
         now: Callable[[], datetime],
@@ -93,7 +93,7 @@ class Sweeper:
     ) -> None:
         self._client = client
         self._files = files
-        self._holders = holders
+        self._owners = owners
         self._grace = grace
         self._now = now
         self._listing = listing
@@ -101,7 +101,7 @@ class Sweeper:
         self._anyones = anyones
 
     def run(self, *, dry_run: bool = False) -> Iterator[Sweeping]:
-        """One pass. Raises, before it deletes a file, what Nessie and `holders` raise."""
+        """One pass. Raises, before it deletes a file, what Nessie and `owners` raise."""
         due: list[_Due] = []
         for found in self._due():
             if isinstance(found, Sweeping):
@@ -115,9 +115,9 @@ class Sweeper:
         if due:
             # Only now: whoever copied the state before the claim is in this list.
             references = list(self._client.references(fetch_metadata=True))
-            planner = Planner(self._client, self._files, references)
+            planner = SweepPlanner(self._client, self._files, references)
             for one in due:
-                planner.forget(pin_name(branch_name(one.run_id)))  # it speaks of a branch that is gone
+                planner.forget(claim_tag(branch_name(one.run_id)))  # it speaks of a branch that is gone
                 yield self._sweep(one, planner, dry_run=dry_run)
 
     # -- what is due -----------------------------------------------------------------------------------
@@ -126,20 +126,20 @@ class Sweeper:
         found = {ref.name: ref for ref in self._client.references(filter=self._listing, fetch_metadata=True)}
         if not found:
             return
-        holders = self._holders([branch_name(run_of(name)) for name in found])
+        owners = self._owners([branch_name(run_of(name)) for name in found])
         history = MainHistory(self._client)
         for name, tag in found.items():
             run_id = run_of(name)
-            holder = holders.get(branch_name(run_id))
+            owner = owners.get(branch_name(run_id))
             if name.startswith(SWEEPING_PREFIX):
                 other = found.get(f"{DISCARDED_PREFIX}{run_id}")
                 if other is not None and other.hash == tag.hash:
                     continue  # a sweep died while it claimed this; the other tag starts it again
-            elif (why := self._too_early(tag, holder)) is not None:
+            elif (why := self._too_early(tag, owner)) is not None:
                 yield Sweeping(name, run_id, False, why)
                 continue
             base = history.base_of(tag.pinned)
-            if holder is None and (why := self._not_ours(tag, base)) is not None:
+            if owner is None and (why := self._not_ours(tag, base)) is not None:
                 yield Sweeping(name, run_id, False, why)
                 continue
             if base is None:
@@ -151,13 +151,13 @@ class Sweeper:
             else:
                 yield _Due(run_id, tag, base, history.time_of(base))
 
-    def _too_early(self, tag: Reference, holder: Holder | None) -> str | None:
-        if holder is not None and holder.state is RunState.ACTIVE:
-            return f"run {holder.run_id} may continue it"
-        if holder is not None and holder.state is RunState.AWAITING_PUBLICATION and not holder.continued:
-            return f"run {holder.run_id} has passed, so the reaper gives it back"
+    def _too_early(self, tag: Reference, owner: Owner | None) -> str | None:
+        if owner is not None and owner.state is RunState.ACTIVE:
+            return f"run {owner.run_id} may continue it"
+        if owner is not None and owner.state is RunState.AWAITING_PUBLICATION and not owner.continued:
+            return f"run {owner.run_id} has passed, so the reaper gives it back"
         head = tag.metadata.head_commit if tag.metadata else None
-        signs = [moment for moment in (head.commit_time if head else None, holder and holder.ended) if moment]
+        signs = [moment for moment in (head.commit_time if head else None, owner and owner.ended) if moment]
         if not signs:
             return "its age is unknown"
         left = self._grace - (self._now() - max(signs))
@@ -201,8 +201,8 @@ class Sweeper:
 
     # -- the deletion ----------------------------------------------------------------------------------
 
-    def _sweep(self, due: _Due, planner: Planner, *, dry_run: bool) -> Sweeping:
-        plan = Plan()
+    def _sweep(self, due: _Due, planner: SweepPlanner, *, dry_run: bool) -> Sweeping:
+        plan = SweepPlan()
         reason = "nobody needs its files" if due.base_hash else "its run was published: its files are main's"
         if due.base_hash is not None:
             try:
@@ -224,7 +224,7 @@ class Sweeper:
             planner.forget(due.tag.name)
         return Sweeping(due.tag.name, due.run_id, not strangers, reason, plan.files, plan.size)
 
-    def _delete(self, plan: Plan) -> None:
+    def _delete(self, plan: SweepPlan) -> None:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             for phase in plan.phases:
                 list(pool.map(self._delete_file, phase))

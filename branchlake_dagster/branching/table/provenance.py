@@ -106,7 +106,7 @@ def asset_partitions(context: OutputContext) -> tuple[str, ...]:
     return tuple(context.asset_partition_keys) if context.has_asset_partitions else ()
 
 
-def tell_read(context: InputContext, spec: TableSpec, ref: str) -> None:
+def report_read(context: InputContext, spec: TableSpec, ref: str) -> None:
     """Let the input's LOADED_INPUT event say which table was read and where: a run's read set.
 
     Not by `add_input_metadata`: that also reports an observation of the upstream asset, which Dagster takes

@@ -15,7 +15,7 @@ from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseR
 from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
 
@@ -73,7 +73,7 @@ def _plain(lake: Lakehouse, rows: int, name: str) -> float:
 def _on_a_branch(lake: Lakehouse, rows: int, name: str) -> tuple[float, float]:
     """Seconds of the write itself and of all else the machinery did for it."""
     took: dict[str, float] = {}
-    resource = LakehouseResource(settings=lake.settings.told())
+    resource = LakehouseResource(settings=lake.settings.shown())
 
     @dg.asset(key=["bench", name], metadata=table_metadata(require_checks=False))
     def written(lakehouse: LakehouseResource, spark: BranchSparkResource) -> None:
@@ -96,6 +96,6 @@ def _on_a_branch(lake: Lakehouse, rows: int, name: str) -> tuple[float, float]:
         graph = definitions.get_repository_def().asset_graph
         outcome = Reconciler.of(lake, instance, graph).run_one(run.run_id)
         took["settle"] = time.perf_counter() - began
-        if outcome is None or outcome.action is not Action.PUBLISHED:
+        if outcome is None or outcome.action is not PublicationAction.PUBLISHED:
             raise RuntimeError(f"A benchmark's publication failed: {outcome}")
     return took["write"], took["open"] + took["settle"]

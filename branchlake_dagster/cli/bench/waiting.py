@@ -16,7 +16,7 @@ from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.branch.run_tags import Place, opened
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 
 _NAMESPACE, _TABLE = "waiting", "t"
@@ -57,7 +57,7 @@ def waiting_seconds(lake: Lakehouse, count: int, *, say: Callable[[str], None]) 
         while published < count:
             start, before = time.perf_counter(), published
             for outcome in reconciler.run(budget_s=_BUDGET_S):
-                if outcome.action is Action.PUBLISHED:
+                if outcome.action is PublicationAction.PUBLISHED:
                     first = first or time.perf_counter() - began
                     published += 1
             passes.append(time.perf_counter() - start)

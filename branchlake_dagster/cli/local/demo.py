@@ -20,7 +20,7 @@ from branchlake_dagster.fusion.partitions import FIRST_WINDOW, gp_snapshots, win
 from branchlake_dagster.fusion.sensors.native import SOURCE_KINDS
 from branchlake_dagster.fusion.sources import DEFAULT_SNAPSHOT, snapshot_id, snapshot_time
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import Action, Outcome
+from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import RUN_BRANCHES, Reconciler
 from branchlake_dagster.settings import Settings
 
@@ -168,7 +168,11 @@ def _line(
 
 
 def _checks(outcome: Outcome | None, done: dg.ExecuteInProcessResult) -> str:
-    if outcome is not None and outcome.verdict is not None and outcome.action is not Action.WAITING:
+    if (
+        outcome is not None
+        and outcome.verdict is not None
+        and outcome.action is not PublicationAction.WAITING
+    ):
         return f"{outcome.verdict.checks_passed}/{outcome.verdict.checks_total}"
     # The sensor of a `make dev` beside us was faster; the events tell the same.
     found = done.get_asset_check_evaluations()

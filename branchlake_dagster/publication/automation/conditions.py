@@ -37,7 +37,7 @@ from dagster._core.definitions.sensor_definition import SensorType
 
 from branchlake_dagster.branching.branch.run_tags import PENDING, VERDICT_TAG
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.publication.automation.reports import Position, Telling, step
+from branchlake_dagster.publication.automation.reports import Position, Report, next_reports
 from branchlake_dagster.publication.automation.written import brought_by, written_with
 
 FORGOTTEN_AFTER = timedelta(hours=6)
@@ -155,7 +155,9 @@ class Published(AutomationCondition[AssetKey]):
         last = Position.from_text(context.cursor) if context.cursor else None
         # A condition that was rewritten has no cursor; the asset's last evaluation still counts.
         start = upto if context.previous_evaluation_time is None else context.previous_max_storage_id or 0
-        new, position = step(context.asset_graph_view.instance, context.key, last, start=start, upto=upto)
+        new, position = next_reports(
+            context.asset_graph_view.instance, context.key, last, start=start, upto=upto
+        )
         if self.ignore_same_run:
             new = _news(context, new)
         found = _subset(context, context.key, {telling.partition for telling in new})
@@ -207,16 +209,16 @@ class AwaitingVerdict(AutomationCondition[AssetOrCheckKey]):
         return AutomationResult(context, context.candidate_subset.compute_intersection(found))
 
 
-def _news(context: AutomationContext[AssetKey], told: Iterable[Telling]) -> list[Telling]:
+def _news(context: AutomationContext[AssetKey], told: Iterable[Report]) -> list[Report]:
     """Without the publications of branches that carry all partitions of the target that depend on them."""
     target = context.root_context.key
     if not isinstance(target, AssetKey) or target not in context.asset_graph.get(context.key).child_keys:
         return list(told)
-    by_branch: dict[str, list[Telling]] = defaultdict(list)
+    by_branch: dict[str, list[Report]] = defaultdict(list)
     for telling in told:
         by_branch[telling.branch].append(telling)
     brought = brought_by(context.asset_graph_view.instance, by_branch, target)
-    found: list[Telling] = []
+    found: list[Report] = []
     for branch, tellings in by_branch.items():
         if written := brought.get(branch):
             published = _subset(context, context.key, {telling.partition for telling in tellings})

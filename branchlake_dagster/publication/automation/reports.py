@@ -28,7 +28,7 @@ Name = tuple[str, str | None]
 
 
 @dataclass(frozen=True)
-class Telling:
+class Report:
     """One observation of a publication: its place in the event log, and what was published as what."""
 
     storage_id: int
@@ -42,7 +42,7 @@ class Telling:
         return f"{self.branch}@{self.commit}", self.partition
 
 
-def tellings(instance: DagsterInstance, key: AssetKey, *, after: int, upto: int) -> Iterator[Telling]:
+def reports(instance: DagsterInstance, key: AssetKey, *, after: int, upto: int) -> Iterator[Report]:
     """The publications told to `key` with `after` < storage id <= `upto`, in that order.
 
     What was told of blocked, refused and discarded runs has no publication and is left out, as are
@@ -58,7 +58,7 @@ def tellings(instance: DagsterInstance, key: AssetKey, *, after: int, upto: int)
                 continue
             commit, branch = observation.metadata.get(PUBLICATION_TAG), observation.metadata.get(BRANCH_TAG)
             if commit is not None and branch is not None:
-                yield Telling(record.storage_id, str(branch.value), str(commit.value), observation.partition)
+                yield Report(record.storage_id, str(branch.value), str(commit.value), observation.partition)
         if not page.has_more:
             return
         cursor = page.cursor
@@ -86,16 +86,16 @@ class Position:
         return cls(found["upto"], frozenset((pub, part) for pub, parts in names.items() for part in parts))
 
 
-def step(
+def next_reports(
     instance: DagsterInstance, key: AssetKey, last: Position | None, *, start: int, upto: int
-) -> tuple[list[Telling], Position]:
+) -> tuple[list[Report], Position]:
     """The publications told since `last` and up to the event `upto`, and the position after them.
 
     Without a `last` position what was told up to the event `start` counts as passed on: history does not
     fire.
     """
     since = last.upto if last else start
-    read = list(tellings(instance, key, after=since - LOOK_BACK, upto=upto))
+    read = list(reports(instance, key, after=since - LOOK_BACK, upto=upto))
     known = last.passed_on if last else {telling.name for telling in read if telling.storage_id <= since}
     new = {telling.name: telling for telling in read if telling.name not in known}
     recent = {telling.name for telling in read if telling.storage_id > upto - LOOK_BACK}

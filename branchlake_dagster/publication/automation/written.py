@@ -8,7 +8,7 @@ from itertools import islice
 
 from dagster import AssetKey, DagsterEventType, DagsterInstance, DagsterRun, RunsFilter
 
-from branchlake_dagster.branching.branch.owner import workers
+from branchlake_dagster.branching.branch.owner import runs_on
 from branchlake_dagster.branching.branch.run_branch import run_id_of
 from branchlake_dagster.branching.branch.run_tags import place_of
 
@@ -24,7 +24,7 @@ def written_on(instance: DagsterInstance, branch: str) -> Written:
 
     Empty for the branch of a run that this instance does not know: another Dagster may write to the lake.
     """
-    return _written_by(instance, workers(instance, branch))
+    return _written_by(instance, runs_on(instance, branch))
 
 
 def written_with(instance: DagsterInstance, run: DagsterRun) -> Written:

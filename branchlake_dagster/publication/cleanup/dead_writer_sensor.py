@@ -18,9 +18,9 @@ from dagster import (
     sensor,
 )
 
-from branchlake_dagster.branching.liveness.failure_detector import Pulse, glance
-from branchlake_dagster.branching.liveness.heartbeat_store import Beat, HeartbeatStore
-from branchlake_dagster.branching.liveness.silence_watch import look, this_clock
+from branchlake_dagster.branching.liveness.failure_detector import Liveness, by_timestamp
+from branchlake_dagster.branching.liveness.heartbeat_store import Heartbeat, HeartbeatStore
+from branchlake_dagster.branching.liveness.silence_watch import look_again, this_clock
 from branchlake_dagster.branching.reaping.origin import instance_id
 from branchlake_dagster.branching.reaping.rules import Reaping
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
@@ -31,12 +31,12 @@ from branchlake_dagster.settings import Settings
 
 def dead_writers(
     lake: Lakehouse, instance: DagsterInstance, told: str | None, *, clock: str, now: float, at: datetime
-) -> tuple[list[Beat], str]:
+) -> tuple[list[Heartbeat], str]:
     """The instance's writers that are dead, and what the next look needs; `at` is the wall clock's time."""
     here = instance_id(instance)
     beats = [beat for beat in HeartbeatStore.of(lake.settings).all() if beat.instance in ("", here)]
-    suspects = [beat for beat, pulse in glance(beats, at).items() if pulse is Pulse.SUSPECT]
-    return look(told, suspects, clock=clock, now=now)
+    suspects = [beat for beat, pulse in by_timestamp(beats, at).items() if pulse is Liveness.SUSPECT]
+    return look_again(told, suspects, clock=clock, now=now)
 
 
 def dead_writer_sensor(settings: Settings) -> SensorDefinition:

@@ -22,19 +22,19 @@ from dagster import (
     op,
 )
 
-from branchlake_dagster.branching.branch.owner import claims, successors
+from branchlake_dagster.branching.branch.owner import continuing_runs, owners
 from branchlake_dagster.branching.branch.reference_names import (
     DISCARDED_PREFIX,
     PUBLICATION_PREFIX,
     SWEEPING_PREFIX,
     is_ours,
 )
-from branchlake_dagster.branching.branch.run_tags import FENCED, judged, opened_by, published_as
-from branchlake_dagster.branching.fencing.report_end import tell_ended
-from branchlake_dagster.branching.liveness.heartbeat_store import Beat, HeartbeatStore
+from branchlake_dagster.branching.branch.run_tags import FENCED, judged, opened_by, publication_of
+from branchlake_dagster.branching.fencing.report_end import report_end
+from branchlake_dagster.branching.liveness.heartbeat_store import Heartbeat, HeartbeatStore
 from branchlake_dagster.branching.reaping.origin import instance_id
 from branchlake_dagster.branching.reaping.reaper import Reaper
-from branchlake_dagster.branching.reaping.rules import Action, Holder, Limits, Reaping, RunState
+from branchlake_dagster.branching.reaping.rules import Limits, Owner, Reaping, ReapingAction, RunState
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.sweeping.sweeper import TAGS, Sweeper, Sweeping
 from branchlake_dagster.branching.table.files import TableFiles
@@ -60,13 +60,13 @@ class DagsterRuns:
     def __init__(self, instance: DagsterInstance) -> None:
         self._instance = instance
 
-    def holders(self, branches: Collection[str]) -> Mapping[str, Holder]:
+    def owners(self, branches: Collection[str]) -> Mapping[str, Owner]:
         """The run of each branch with its state; raises RunsUnreadable."""
         try:
-            records = claims(self._instance, branches)
-            found = {branch: _holder(branch, record) for branch, record in records.items() if record}
+            records = owners(self._instance, branches)
+            found = {branch: _owner_of(branch, record) for branch, record in records.items() if record}
             waiting = [b for b, one in found.items() if one.state is RunState.AWAITING_PUBLICATION]
-            continued = {branch for branch, _ in successors(self._instance, waiting)}
+            continued = {branch for branch, _ in continuing_runs(self._instance, waiting)}
         except Exception as error:
             # Whatever the storage raises (SQL, gRPC, HTTP): without an answer nothing may be deleted.
             raise RunsUnreadable(
@@ -75,7 +75,7 @@ class DagsterRuns:
             ) from error
         return {branch: replace(one, continued=branch in continued) for branch, one in found.items()}
 
-    def reports_after(self, run_id: str, beat: Beat) -> bool:
+    def reports_after(self, run_id: str, beat: Heartbeat) -> bool:
         """Whether the run's executor outlived the writer of `beat`, as it does when steps are processes.
 
         It noted the failure of a step after that beat, or wrote anything when the writer was silent already.
@@ -96,7 +96,7 @@ class DagsterRuns:
             ) from error
         return page.records[0].timestamp if page.records else 0.0
 
-    def bury(self, run_id: str, message: str) -> None:
+    def report_dead(self, run_id: str, message: str) -> None:
         """Report a run as failed that Dagster still takes for running."""
         run = self._instance.get_run_by_id(run_id)
         if run is not None and not run.is_finished:
@@ -104,23 +104,23 @@ class DagsterRuns:
 
     def fenced(self, run_id: str, branch: str, reason: str) -> None:
         """Show on a run that has no verdict that its branch was discarded, and why."""
-        tell_ended(self._instance, run_id, branch, verdict=FENCED, reason=f"its branch was ended: {reason}")
+        report_end(self._instance, run_id, branch, verdict=FENCED, reason=f"its branch was ended: {reason}")
 
 
-def _holder(branch: str, record: RunRecord) -> Holder:
+def _owner_of(branch: str, record: RunRecord) -> Owner:
     run = record.dagster_run
     own = opened_by(run.tags, run.run_id)
     told = own and judged(run.tags, branch)
     if not run.is_finished:
         state = RunState.ACTIVE
-    elif own and published_as(run.tags, branch):
+    elif own and publication_of(run.tags, branch):
         state = RunState.PUBLISHED
     elif run.is_success and not told:
         state = RunState.AWAITING_PUBLICATION
     else:
         state = RunState.UNPUBLISHED
     ended = datetime.fromtimestamp(record.end_time, UTC) if record.end_time else None
-    return Holder(run.run_id, state, record.create_timestamp, ended, told)
+    return Owner(run.run_id, state, record.create_timestamp, ended, told)
 
 
 def reap_branches(
@@ -169,7 +169,7 @@ def _reaper(
     )
 
 
-def end_dead(lake: Lakehouse, instance: DagsterInstance, dead: Collection[Beat]) -> Iterator[Reaping]:
+def end_dead(lake: Lakehouse, instance: DagsterInstance, dead: Collection[Heartbeat]) -> Iterator[Reaping]:
     """End the branches and runs of writers that were watched and are dead; look at nothing else."""
     branches = {beat.branch for beat in dead}
     return _reaper(lake, instance, only=branches).run(dead=dead)
@@ -191,7 +191,7 @@ def sweep_discarded(
     return Sweeper(
         lake.nessie,
         TableFiles(settings.file_io_properties()),
-        DagsterRuns(instance).holders,
+        DagsterRuns(instance).owners,
         grace=timedelta(hours=settings.discard_grace_h),
         now=now,
         instance=instance_id(instance),
@@ -241,7 +241,7 @@ def reap_job() -> JobDefinition:
         reaped = _logged(context, reap_branches(lake, context.instance))
         swept = _logged(context, sweep_discarded(lake, context.instance))
         deleted = [one for one in reaped if one.delete]
-        kept = [one for one in reaped if one.action is Action.KEEP]
+        kept = [one for one in reaped if one.action is ReapingAction.KEEP]
         context.add_output_metadata(
             {
                 "deleted": MetadataValue.int(len(deleted)),

@@ -17,10 +17,10 @@ from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, NessieError, NessieOutcomeUnknown
 from branchlake_dagster.lakehouse.nessie.model import Content, ContentKey, ContentsAt, DiffEntry
 from branchlake_dagster.publication.ledger.candidate import Candidate, NeedsChecks, Published, Refused, Result
-from branchlake_dagster.publication.ledger.changed_by import brought_by, explained
+from branchlake_dagster.publication.ledger.changed_by import brought_by, with_culprits
 from branchlake_dagster.publication.ledger.main_log import BaseNotOnMain, MainLog
 from branchlake_dagster.publication.ledger.publications import message, properties
-from branchlake_dagster.publication.rebase.plan import Plan
+from branchlake_dagster.publication.rebase.plan import CommitPlan
 from branchlake_dagster.publication.rebase.replay import Tables
 
 _ATTEMPTS = 5
@@ -49,7 +49,7 @@ class Committer:
     def publish(
         self, batch: Sequence[Candidate], *, alive: Callable[[], None] = lambda: None
     ) -> dict[str, Result | Exception]:
-        """Plan and commit until `main` holds still in between; `alive` may object before each commit.
+        """CommitPlan and commit until `main` holds still in between; `alive` may object before each commit.
 
         What is wrong with one candidate is its own result; raised is what concerns all of them.
         """
@@ -76,7 +76,7 @@ class Committer:
             hint="Nothing is lost: the next tick of the publication sensor tries again.",
         )
 
-    def plan_checked(self, batch: Sequence[Candidate]) -> tuple[Plan, dict[str, Result | Exception]]:
+    def plan_checked(self, batch: Sequence[Candidate]) -> tuple[CommitPlan, dict[str, Result | Exception]]:
         """A plan of candidates whose checks will be made on the result, and why others are not in it.
 
         One that only collides with others of the plan is left out without a word: whether those come to
@@ -94,7 +94,7 @@ class Committer:
 
     def plan_state(
         self, batch: Sequence[Candidate], changes: Sequence[DiffEntry]
-    ) -> tuple[Plan, dict[str, Result | Exception], bool]:
+    ) -> tuple[CommitPlan, dict[str, Result | Exception], bool]:
         """A plan that puts a checked state of all candidates on `main`, whose `changes` it is.
 
         What keeps one of them out, for which the whole state is no more what was checked; and whether it
@@ -102,13 +102,13 @@ class Committer:
         """
         extra = [entry.key for entry in changes]
         seen = self._client.contents_at(MAIN, sorted({*_involved(batch), *extra}))
-        plan = Plan(seen.reference.hash, seen.contents, self._tables)
+        plan = CommitPlan(seen.reference.hash, seen.contents, self._tables)
         results: dict[str, Result | Exception] = {}
         for one in batch:
             if done := self._landed(one, plan.onto):
                 results[one.branch] = done
             elif stopped := plan.add_reader(one, self._reads(one)):
-                results[one.branch] = explained(self._client, one, stopped, at=plan.onto)
+                results[one.branch] = with_culprits(self._client, one, stopped, at=plan.onto)
         with _files_of(batch[0]):
             fits = not results and plan.add_state(changes)
         return plan, results, fits
@@ -124,8 +124,8 @@ class Committer:
 
     def _planned(
         self, batch: Iterable[Candidate], seen: ContentsAt, *, checked: bool = False
-    ) -> tuple[Plan, dict[str, Result | Exception]]:
-        plan = Plan(seen.reference.hash, seen.contents, self._tables)
+    ) -> tuple[CommitPlan, dict[str, Result | Exception]]:
+        plan = CommitPlan(seen.reference.hash, seen.contents, self._tables)
         results: dict[str, Result | Exception] = {}
         for candidate in batch:
             stopped = self._landed(candidate, plan.onto) or self._add(plan, candidate, checked=checked)
@@ -140,21 +140,21 @@ class Committer:
         plan, which is then refused and made again.
         """
         try:
-            return self._log.published(
+            return self._log.already_published(
                 self._client, candidate.branch, base=candidate.base_hash, head=candidate.head_hash, at=at
             )
         except BaseNotOnMain as gone:
             return Refused(dict.fromkeys(candidate.tables, gone.message))
 
     def _add(
-        self, plan: Plan, candidate: Candidate, *, checked: bool
+        self, plan: CommitPlan, candidate: Candidate, *, checked: bool
     ) -> Published | Refused | NeedsChecks | Exception | None:
         """Add a candidate to a plan; why it is not in, else None."""
         try:
             with _files_of(candidate):
                 stopped = plan.add(candidate, self._reads(candidate), checked=checked)
             if isinstance(stopped, Refused):
-                return explained(self._client, candidate, stopped, at=plan.onto)
+                return with_culprits(self._client, candidate, stopped, at=plan.onto)
             if isinstance(stopped, Published):
                 return replace(
                     stopped, hash=brought_by(self._client, candidate, at=plan.onto) or stopped.hash
@@ -171,7 +171,9 @@ class Committer:
             return {}
         return self._client.contents(f"@{candidate.base_hash}", sorted(candidate.read_set))
 
-    def send(self, plan: Plan, branch: str, more: Mapping[str, str] = MappingProxyType({})) -> str | None:
+    def send(
+        self, plan: CommitPlan, branch: str, more: Mapping[str, str] = MappingProxyType({})
+    ) -> str | None:
         """Commit the plan to `branch`; None when one of its keys has changed, or nobody can say."""
         entries = [one.publication() for one in plan.accepted]
         with _files_of(next(iter(plan.accepted))):

@@ -22,7 +22,7 @@ from branchlake_dagster.lakehouse.nessie.model import ContentKey, DiffEntry, Nam
 from branchlake_dagster.publication.commit.committer import Committer
 from branchlake_dagster.publication.commit.publication_branch import PreparedStates
 from branchlake_dagster.publication.ledger.candidate import Candidate, Published, Result
-from branchlake_dagster.publication.ledger.main_log import BaseNotOnMain, MainLog
+from branchlake_dagster.publication.ledger.main_log import MainLog
 from branchlake_dagster.publication.ledger.publications import Publication, message, properties
 from branchlake_dagster.publication.rebase.replay import IcebergTables, Tables
 
@@ -87,13 +87,14 @@ class Publisher:
             found |= self._guarded(publish, [one])
         return found
 
-    def known(self, branch: str, base_hash: str, head_hash: str | None = None) -> Published | None:
+    def already_published(
+        self, branch: str, base_hash: str, head_hash: str | None = None
+    ) -> Published | None:
         """How a branch that was made from `base_hash` is on `main` already; None: it is not.
 
-        With `head_hash` a merge by somebody else counts too. Raises BaseNotOnMain.
+        With `head_hash` a merge by somebody else counts too.
         """
-        at = self._client.reference(MAIN).hash
-        return self._log.published(self._client, branch, base=base_hash, head=head_hash, at=at)
+        return self._log.on_main(self._client, branch, base=base_hash, head=head_hash)
 
     def _group(
         self, group: Sequence[Candidate], *, alive: Callable[[], None]
@@ -131,16 +132,14 @@ class Publisher:
             # Of a dropped namespace Nessie tells by an error, as it does when it lost a race with itself.
             return None
         except ReferenceNotFound:
-            try:
-                self.known(branch, publication.base_hash)
-            except BaseNotOnMain:
-                return None
+            if not self._log.holds(self._client, publication.base_hash):
+                return None  # the commit says so, in words
             raise  # the branch itself is gone
         if result.applied:
             return Published(result.target_hash)
         if not result.successful:
             return None
-        found = self.known(branch, publication.base_hash, head_hash)
+        found = self.already_published(branch, publication.base_hash, head_hash)
         found = found or self._within_a_merge(publication.base_hash, head_hash)
         if found is None:
             raise PublicationUnexplained(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, DiffEntry, IcebergTable, Reference
@@ -104,16 +104,6 @@ class NeedsChecks:
     """It can be rebased, but checks on these whole tables must pass on the result before."""
 
     tables: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """The rebased state on a branch of its own, `main` at `onto` plus one commit, for checks to run on."""
-
-    branch: str
-    hash: str
-    onto: str
-    tables: tuple[str, ...] = field(default=())
 
 
 Result = Published | Refused | NeedsChecks

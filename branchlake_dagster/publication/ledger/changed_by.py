@@ -17,7 +17,7 @@ _MOST = 2000
 OUTSIDE = "somebody outside branchlake"
 
 
-def explained(client: NessieClient, candidate: Candidate, refused: Refused, *, at: str) -> Refused:
+def with_culprits(client: NessieClient, candidate: Candidate, refused: Refused, *, at: str) -> Refused:
     """`refused` with the publications it collided with, and the new names of renamed tables.
 
     `at`: the hash of `main` it was refused at. Reads the log since the candidate's base, once.

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import LogEntry
@@ -50,7 +51,7 @@ class MainLog:
         self._merged: dict[str, int] = {}
         """Places by the hash that a merge took in; of merges that are no publications."""
 
-    def published(
+    def already_published(
         self, client: NessieClient, branch: str, *, base: str, at: str, head: str | None = None
     ) -> Published | None:
         """How a branch, made from the commit `base`, came to `main` up to the commit `at`; None: it did not.
@@ -66,6 +67,26 @@ class MainLog:
             if start < taken <= end:
                 return Published(self._chain[taken - self._low], now=False, by_hand=True)
             return None
+
+    def on_main(
+        self, client: NessieClient, branch: str, *, base: str, head: str | None = None
+    ) -> Published | None:
+        """The same for `main` as it is now. None too when it has lost the base; the publisher says so."""
+        try:
+            at = client.reference(MAIN).hash
+            return self.already_published(client, branch, base=base, head=head, at=at)
+        except BaseNotOnMain:
+            return None
+
+    def holds(self, client: NessieClient, base: str) -> bool:
+        """Whether the commit is in `main`'s history now."""
+        at = client.reference(MAIN).hash
+        try:
+            with self._lock:
+                self._span(client, base, at)
+        except BaseNotOnMain:
+            return False
+        return True
 
     def merges(self, client: NessieClient, *, base: str, at: str) -> dict[str, str]:
         """The merges by hand after the commit `base` up to `at`, by the hash that each took in."""

@@ -84,7 +84,7 @@ class DeleteFile:
 
 
 @dataclass(frozen=True)
-class Step:
+class SnapshotChange:
     """One snapshot. `run_id` is the run that made it, None for a writer that does not say."""
 
     snapshot_id: int
@@ -163,7 +163,7 @@ class TableChange:
 
     before: Layout | None
     after: Layout
-    steps: tuple[Step, ...] = ()
+    steps: tuple[SnapshotChange, ...] = ()
     properties_set: Mapping[str, str] = field(default_factory=dict)
     properties_removed: tuple[str, ...] = ()
     base_snapshot_id: int | None = None
@@ -182,6 +182,6 @@ class TableChange:
         return self.before is None
 
     @property
-    def removed(self) -> dict[str, Step]:
+    def removed(self) -> dict[str, SnapshotChange]:
         """The step that removed each file, by path."""
         return {file.path: step for step in self.steps for file in step.removed}

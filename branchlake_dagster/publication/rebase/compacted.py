@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from branchlake_dagster.publication.rebase.changes import File, Mode, Step, TableChange
+from branchlake_dagster.publication.rebase.changes import File, Mode, SnapshotChange, TableChange
 
 
 def mapped(mine: TableChange, theirs: TableChange) -> TableChange:
@@ -22,7 +22,7 @@ def mapped(mine: TableChange, theirs: TableChange) -> TableChange:
     return mine
 
 
-def _over(mine: TableChange, compaction: Step, since: Sequence[Step]) -> TableChange:
+def _over(mine: TableChange, compaction: SnapshotChange, since: Sequence[SnapshotChange]) -> TableChange:
     """`mine` over one compaction; `since` are `main`'s steps from the base up to it."""
     gone, made = _by_partition(compaction.removed), _by_partition(compaction.added)
     removed = {file.path for step in mine.steps for file in step.removed}
@@ -33,7 +33,7 @@ def _over(mine: TableChange, compaction: Step, since: Sequence[Step]) -> TableCh
     }
     if not instead:
         return mine
-    steps: list[Step] = []
+    steps: list[SnapshotChange] = []
     for step in mine.steps:
         files = list(step.removed)
         for partition, (old, new) in list(instead.items()):
@@ -45,7 +45,7 @@ def _over(mine: TableChange, compaction: Step, since: Sequence[Step]) -> TableCh
     return replace(mine, steps=tuple(steps))
 
 
-def _same_rows(old: Iterable[File], new: Iterable[File], since: Sequence[Step]) -> bool:
+def _same_rows(old: Iterable[File], new: Iterable[File], since: Sequence[SnapshotChange]) -> bool:
     counts = [[file.rows for file in files] for files in (old, new)]
     if any(rows is None for side in counts for rows in side):
         return False

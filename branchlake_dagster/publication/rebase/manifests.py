@@ -26,7 +26,7 @@ from branchlake_dagster.publication.rebase.changes import (
     File,
     Layout,
     Mode,
-    Step,
+    SnapshotChange,
     TableChange,
 )
 
@@ -106,13 +106,13 @@ def change(before: Table | None, after: Table, *, files: bool = True) -> TableCh
     steps = [
         _step(after, snapshot, before, read)
         if files
-        else Step(
+        else SnapshotChange(
             snapshot.snapshot_id, Mode.UNKNOWN, run_id=_property(snapshot, _RUN), origin=_origin(snapshot)
         )
         for snapshot in snapshots
     ]
     if not complete:
-        steps.append(Step(0, Mode.UNKNOWN))
+        steps.append(SnapshotChange(0, Mode.UNKNOWN))
     was, now = (_properties(old) if old else {}), _properties(after.metadata)
     return TableChange(
         before=layout(old) if old else None,
@@ -165,7 +165,7 @@ def _property(snapshot: Snapshot, name: str) -> str | None:
     return snapshot.summary.additional_properties.get(name) if snapshot.summary else None
 
 
-def _step(table: Table, snapshot: Snapshot, before: Table | None, files: _Files) -> Step:
+def _step(table: Table, snapshot: Snapshot, before: Table | None, files: _Files) -> SnapshotChange:
     added: list[File] = []
     removed: list[File] = []
     deletes: list[DeleteFile] = []
@@ -191,7 +191,7 @@ def _step(table: Table, snapshot: Snapshot, before: Table | None, files: _Files)
     keys = tuple(name for name in summary.get(_KEYS, "").split(",") if name)
     mode = mode or _mode(snapshot, removed, before)
     record = summary.get(_REPLACED) if mode is Mode.REPLACE_PARTITIONS else None
-    return Step(
+    return SnapshotChange(
         snapshot_id=snapshot.snapshot_id,
         mode=mode,
         added=tuple(added),
@@ -222,7 +222,7 @@ def _mode(snapshot: Snapshot, removed: list[File], before: Table | None) -> Mode
     return Mode.REWRITE
 
 
-def _own_undone(steps: list[Step]) -> Iterator[Step]:
+def _own_undone(steps: list[SnapshotChange]) -> Iterator[SnapshotChange]:
     """An append that removes files judged by whose they are: a step's second attempt undoes its first."""
     own: set[str] = set()
     for step in steps:

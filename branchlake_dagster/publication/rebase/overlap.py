@@ -16,7 +16,7 @@ from branchlake_dagster.publication.rebase.changes import (
     File,
     Layout,
     Mode,
-    Step,
+    SnapshotChange,
     TableChange,
 )
 
@@ -57,7 +57,7 @@ def overlap(mine: TableChange, theirs: TableChange) -> Overlap | None:
     return None
 
 
-def _step(step: Step, own: Set[str], theirs: TableChange) -> Overlap | None:
+def _step(step: SnapshotChange, own: Set[str], theirs: TableChange) -> Overlap | None:
     """One step of the run's; `own` are the paths of the files that its earlier steps added."""
     everyone = _runs(theirs.steps)
     mode = Mode.ROW_DELETES if step.deletes and step.mode not in _NEVER else step.mode
@@ -91,7 +91,10 @@ def _step(step: Step, own: Set[str], theirs: TableChange) -> Overlap | None:
 
 
 def _upserted(
-    step: Step, shared: Mapping[str, Sequence[Step]], others: Sequence[Step], now: Layout
+    step: SnapshotChange,
+    shared: Mapping[str, Sequence[SnapshotChange]],
+    others: Sequence[SnapshotChange],
+    now: Layout,
 ) -> Overlap | None:
     """An upsert is apart from others by partition, if the key has it, or by the bounds of a key column."""
     names = {column.name for column in now.columns}
@@ -106,7 +109,7 @@ def _upserted(
     return Overlap(why, tuple(sorted(shared)), _runs(meeting or others))
 
 
-def _replaced(step: Step, others: Sequence[Step]) -> Overlap | None:
+def _replaced(step: SnapshotChange, others: Sequence[SnapshotChange]) -> Overlap | None:
     """What either side replaced as a predicate, which its files do not tell."""
     mine = step.recorded
     for other in others:
@@ -128,13 +131,13 @@ def _replaced(step: Step, others: Sequence[Step]) -> Overlap | None:
     return None
 
 
-def _named(step: Step, other: Step, held: Set[str] = frozenset()) -> tuple[str, ...]:
+def _named(step: SnapshotChange, other: SnapshotChange, held: Set[str] = frozenset()) -> tuple[str, ...]:
     """For people: the Dagster partitions that both sides name, else the step's own, else the files'."""
     both = {name for name in set(step.named) & set(other.named) if not name.startswith("…")}
     return tuple(sorted(both or set(step.named) or set(other.named) or held))
 
 
-def _hit(step: Step, own: Set[str], theirs: TableChange) -> Overlap | None:
+def _hit(step: SnapshotChange, own: Set[str], theirs: TableChange) -> Overlap | None:
     """Files the run removed from which `main` has deleted rows by delete files: they would come back.
 
     Every delete file since the base applies to them, whatever else was done to the table before or after it.
@@ -165,7 +168,7 @@ def _which(deletes: Sequence[DeleteFile], files: Sequence[File]) -> list[File]:
     ]
 
 
-def _gone(step: Step, theirs: TableChange) -> Overlap | None:
+def _gone(step: SnapshotChange, theirs: TableChange) -> Overlap | None:
     """Files the run removed that somebody else removed too."""
     theirs_removed = theirs.removed
     twice = [file for file in step.removed if file.path in theirs_removed]
@@ -177,7 +180,7 @@ def _gone(step: Step, theirs: TableChange) -> Overlap | None:
     return Overlap(why, tuple(sorted({file.partition for file in twice})), _runs(others))
 
 
-def _disjoint(step: Step, others: Sequence[Step]) -> bool:
+def _disjoint(step: SnapshotChange, others: Sequence[SnapshotChange]) -> bool:
     """Whether the bounds of one key column prove that no key is on both sides."""
     theirs = [file for other in others for file in other.touched]
     return any(_apart(step.touched, theirs, key) for key in step.keys)
@@ -235,5 +238,5 @@ def _readable(written: Layout, now: Layout) -> str | None:
     return None
 
 
-def _runs(steps: Iterable[Step]) -> tuple[str, ...]:
+def _runs(steps: Iterable[SnapshotChange]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(step.run_id for step in steps if step.run_id))

@@ -40,7 +40,7 @@ class _Stop(Exception):  # noqa: N818 - it never leaves this module
 
 
 @dataclass
-class Plan:
+class CommitPlan:
     """A commit in the making: `main` holds `contents` (of all keys involved) at `onto`."""
 
     onto: str

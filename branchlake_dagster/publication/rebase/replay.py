@@ -38,7 +38,7 @@ from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.catalog.catalog import table_content
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.publication.rebase import manifests
-from branchlake_dagster.publication.rebase.changes import Mode, Step, TableChange
+from branchlake_dagster.publication.rebase.changes import Mode, SnapshotChange, TableChange
 
 _log = logging.getLogger(__name__)
 
@@ -218,7 +218,7 @@ class _Fixed(Transaction):
         return self._table.metadata
 
 
-def _replayed(staged: Staged, step: Step, start: Snapshot | None) -> tuple[TableUpdate, ...]:
+def _replayed(staged: Staged, step: SnapshotChange, start: Snapshot | None) -> tuple[TableUpdate, ...]:
     table = staged.table
     properties = {**step.properties, manifests.REPLAYED_FROM: str(step.snapshot_id)}
     transaction = _Fixed(table)

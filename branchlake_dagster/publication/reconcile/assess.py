@@ -9,23 +9,22 @@ from typing import Any
 from dagster import DagsterInstance, DagsterRun
 from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGraph
 
-from branchlake_dagster.branching.branch.claim import pin, pinned
-from branchlake_dagster.branching.branch.owner import workers
-from branchlake_dagster.branching.branch.run_tags import base_hash_of, judged, opened_by, published_as
-from branchlake_dagster.branching.fencing.end import end
+from branchlake_dagster.branching.branch.claim import claim, is_claimed
+from branchlake_dagster.branching.branch.owner import runs_on
+from branchlake_dagster.branching.branch.run_tags import base_hash_of, judged, opened_by, publication_of
+from branchlake_dagster.branching.fencing.end import finish_branch
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, Reference
 from branchlake_dagster.publication.gate.evidence import RunEvidence, collect
 from branchlake_dagster.publication.gate.verdict import Verdict, judge
 from branchlake_dagster.publication.ledger.candidate import Candidate, Published, tables_in, write_set
-from branchlake_dagster.publication.ledger.main_log import BaseNotOnMain
-from branchlake_dagster.publication.reconcile.outcome import Action, Outcome
+from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.settings import Settings
 
 
 @dataclass(frozen=True)
-class Judged:
+class Assessed:
     """A finished run and the gate's word on it. `branch` is at the hash that was judged."""
 
     run: DagsterRun
@@ -34,25 +33,26 @@ class Judged:
     verdict: Verdict
     candidate: Candidate | None
     why: str | None
-    action: Action
+    action: PublicationAction
     began: float
-    known: Published | None = None
+    already_published: Published | None = None
     """What the ledger has of it already: an earlier publisher died before it could tell."""
     base_hash: str = ""
-    begun: bool = False
+    claimed: bool = False
     """Whether some publisher was here before."""
 
 
-class Judge:
+class Assessor:
     """Looks at branches with the gate's eyes.
 
-    `known` looks for a branch, by name, base hash and head, on `main`; the rest as for the `Reconciler`.
+    `already_published` looks for a branch on `main`, by name, base hash and head; the rest as for the
+    `Reconciler`.
     """
 
     def __init__(
         self,
         client: NessieClient,
-        known: Callable[[str, str, str], Published | None],
+        already_published: Callable[[str, str, str], Published | None],
         instance: DagsterInstance,
         graph: BaseAssetGraph[Any],
         settings: Settings,
@@ -60,13 +60,13 @@ class Judge:
         clock: Callable[[], float],
     ) -> None:
         self._client = client
-        self._known = known
+        self._already_published = already_published
         self._instance = instance
         self._graph = graph
         self._settings = settings
         self._clock = clock
 
-    def look(self, branch: Reference, run: DagsterRun, *, ended: bool = False) -> Outcome | Judged:
+    def assess(self, branch: Reference, run: DagsterRun, *, ended: bool = False) -> Outcome | Assessed:
         """The verdict on an ended run, or the outcome where there is none to be found.
 
         `ended`: the run has not, and says of itself that all its steps have succeeded.
@@ -76,51 +76,52 @@ class Judge:
             # and half a run was published once.
             branch = self._client.reference(branch.name)
         except ReferenceNotFound:
-            return Outcome(branch.name, run.run_id, Action.WAITING, "another publisher was faster")
+            return Outcome(branch.name, run.run_id, PublicationAction.WAITING, "another publisher was faster")
         # Dagster copies tags: a retry that opened no branch has its parent's verdict among its own.
         if opened_by(run.tags, run.run_id) and judged(run.tags, branch.name):
             return self._again(run, branch)
         base_hash = base_hash_of(run.tags, branch.name) or self._ancestor(branch)
         if base_hash is None:
-            return Outcome(branch.name, run.run_id, Action.TRY_AGAIN, "its base hash is unknown")
+            return Outcome(branch.name, run.run_id, PublicationAction.TRY_AGAIN, "its base hash is unknown")
         if run.is_success or ended:
-            head, begun = pin(self._client, branch)
+            head, claimed = claim(self._client, branch)
             branch = replace(branch, hash=head)
         else:
-            begun = pinned(self._client, branch.name)
-        # A publisher that has begun may have published it and died, inside the run too.
-        known = self._already(branch, base_hash) if begun else None
-        return replace(self._judge(run, branch, base_hash, ended, known), begun=begun)
-
-    def _already(self, branch: Reference, base_hash: str) -> Published | None:
-        try:
-            return self._known(branch.name, base_hash, branch.hash)
-        except BaseNotOnMain:
-            return None  # the publisher refuses it, in words
+            claimed = is_claimed(self._client, branch.name)
+        # A publisher that has claimed it may have published it and died, inside the run too.
+        already_published = self._already_published(branch.name, base_hash, branch.hash) if claimed else None
+        return replace(self._judge(run, branch, base_hash, ended, already_published), claimed=claimed)
 
     def _again(self, run: DagsterRun, branch: Reference) -> Outcome:
         """A branch whose verdict was told already: only its deletion was missed, or it is kept."""
-        if publication := published_as(run.tags, branch.name):
-            end(self._client, branch, keep_data=True)
-            return Outcome(branch.name, run.run_id, Action.PUBLISHED, "told before", None, publication)
+        if publication := publication_of(run.tags, branch.name):
+            finish_branch(self._client, branch, keep_data=True)
+            return Outcome(
+                branch.name, run.run_id, PublicationAction.PUBLISHED, "told before", None, publication
+            )
         if self._settings.keep_failed_hours:
             hours = self._settings.keep_failed_hours
             detail = f"not published, kept for debugging for {hours:g} h after its end"
-            return Outcome(branch.name, run.run_id, Action.WAITING, detail)
-        end(self._client, branch, keep_data=False)
-        return Outcome(branch.name, run.run_id, Action.DISCARDED, "its verdict was told before")
+            return Outcome(branch.name, run.run_id, PublicationAction.WAITING, detail)
+        finish_branch(self._client, branch, keep_data=False)
+        return Outcome(branch.name, run.run_id, PublicationAction.DISCARDED, "its verdict was told before")
 
     def _ancestor(self, branch: Reference) -> str | None:
         found = self._client.reference(branch.name, fetch_metadata=True).metadata
         return found.common_ancestor_hash if found else None
 
     def _judge(
-        self, run: DagsterRun, branch: Reference, base_hash: str, ended: bool, known: Published | None
-    ) -> Judged:
+        self,
+        run: DagsterRun,
+        branch: Reference,
+        base_hash: str,
+        ended: bool,
+        already_published: Published | None,
+    ) -> Assessed:
         began = self._clock()
         changes = write_set(self._client, base_hash, branch)
         tables = tables_in(changes)
-        runs = workers(self._instance, branch.name) if run.parent_run_id else (run,)
+        runs = runs_on(self._instance, branch.name) if run.parent_run_id else (run,)
         evidence = collect(
             self._instance,
             runs or (run,),
@@ -129,16 +130,16 @@ class Judge:
             default_namespace=self._settings.default_namespace,
             require_checks=self._settings.require_checks,
         )
-        if ended or known:
+        if ended or already_published:
             evidence = replace(evidence, succeeded=True)
         verdict = judge(evidence, strict_tables=self._settings.require_checks)
-        why, action, candidate = None, Action.PUBLISHED, None
+        why, action, candidate = None, PublicationAction.PUBLISHED, None
         if not evidence.succeeded:
-            why, action = f"the run ended as {run.status.value.lower()}", Action.DISCARDED
+            why, action = f"the run ended as {run.status.value.lower()}", PublicationAction.DISCARDED
         elif verdict.blocked:
-            action = Action.BLOCKED
+            action = PublicationAction.BLOCKED
         elif not tables:
-            why, action = "the run changed no table", Action.DISCARDED
+            why, action = "the run changed no table", PublicationAction.DISCARDED
         else:
             reads = evidence.read_set
             candidate = Candidate(
@@ -152,6 +153,8 @@ class Judge:
                 read_set=None if reads is None else frozenset(map(ContentKey.from_path, reads)),
                 table_checks=frozenset(map(ContentKey.from_path, evidence.whole_tables)),
             )
-        if known:
-            why, action = None, Action.PUBLISHED
-        return Judged(run, branch, evidence, verdict, candidate, why, action, began, known, base_hash)
+        if already_published:
+            why, action = None, PublicationAction.PUBLISHED
+        return Assessed(
+            run, branch, evidence, verdict, candidate, why, action, began, already_published, base_hash
+        )

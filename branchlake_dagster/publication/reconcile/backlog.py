@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from dagster import DagsterInstance, DagsterRun
 
-from branchlake_dagster.branching.branch.owner import claims
+from branchlake_dagster.branching.branch.owner import owners
 from branchlake_dagster.branching.branch.run_branch import run_id_of
 from branchlake_dagster.lakehouse.nessie.model import Reference
-from branchlake_dagster.publication.reconcile.outcome import Action, Outcome
+from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ def backlog(
     """
     found: list[tuple[float, int, Ended]] = []
     others: list[Outcome] = []
-    records = claims(instance, [branch.name for branch in branches])
+    records = owners(instance, [branch.name for branch in branches])
     for branch in branches:
         record = records[branch.name]
         if record is None:
             detail = "Dagster knows no such run; left to the reaper"
-            others.append(Outcome(branch.name, run_id_of(branch.name), Action.UNKNOWN_RUN, detail))
+            others.append(Outcome(branch.name, run_id_of(branch.name), PublicationAction.UNKNOWN_RUN, detail))
             continue
         run = record.dagster_run
         if (other := other_location(run, location)) is not None:
@@ -45,7 +45,7 @@ def backlog(
         else:
             found.append((record.end_time or 0.0, record.storage_id, Ended(branch, run)))
             continue
-        others.append(Outcome(branch.name, run.run_id, Action.WAITING, detail))
+        others.append(Outcome(branch.name, run.run_id, PublicationAction.WAITING, detail))
     found.sort(key=lambda one: one[:2])
     return [one for _, _, one in found], others
 

@@ -11,7 +11,7 @@ from dagster import AssetCheckKey, AssetKey, RunRequest
 from branchlake_dagster.publication.gate.verdict import Verdict
 
 
-class Action(StrEnum):
+class PublicationAction(StrEnum):
     """What was done about a branch."""
 
     PUBLISHED = "published"
@@ -59,7 +59,7 @@ class Outcome:
 
     branch: str
     run_id: str
-    action: Action
+    action: PublicationAction
     detail: str
     verdict: Verdict | None = None
     publication: str | None = None

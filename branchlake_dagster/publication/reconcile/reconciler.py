@@ -22,7 +22,7 @@ from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGra
 from branchlake_dagster.branching.branch.reference_names import branches
 from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.branch.run_tags import BRANCH_TAG, FENCED, base_hash_of
-from branchlake_dagster.branching.fencing.report_end import tell_ended
+from branchlake_dagster.branching.fencing.report_end import report_end
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieError, ReferenceNotFound
@@ -37,10 +37,10 @@ from branchlake_dagster.publication.ledger.candidate import (
     Refused,
     write_set,
 )
-from branchlake_dagster.publication.reconcile.assess import Judge, Judged
+from branchlake_dagster.publication.reconcile.assess import Assessed, Assessor
 from branchlake_dagster.publication.reconcile.backlog import Ended, backlog
 from branchlake_dagster.publication.reconcile.finish import Finisher
-from branchlake_dagster.publication.reconcile.outcome import Action, Outcome
+from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.recheck import Answer, Recheck, Waits
 from branchlake_dagster.publication.reconcile.trouble import Troubles
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX, Settings
@@ -77,7 +77,7 @@ class Reconciler:
         self._clock = clock
         self._until = math.inf
         self._at_once = at_once
-        self._judge = Judge(client, publisher.known, instance, graph, settings, clock=clock)
+        self._assessor = Assessor(client, publisher.already_published, instance, graph, settings, clock=clock)
         self._finisher = Finisher(
             client, publisher, instance, keep_hours=settings.keep_failed_hours, clock=clock
         )
@@ -129,7 +129,10 @@ class Reconciler:
         name = run.tags.get(BRANCH_TAG) or branch_name(run.run_id)
         branch = self._branch(name)
         outcome = next(self._pass([Ended(branch, run)], inside=True)) if branch else None
-        unsettled = outcome is None or outcome.action in (Action.TRY_AGAIN, Action.WAITING)
+        unsettled = outcome is None or outcome.action in (
+            PublicationAction.TRY_AGAIN,
+            PublicationAction.WAITING,
+        )
         return self._fenced(run, name) or outcome if unsettled else outcome
 
     def _fenced(self, run: DagsterRun, name: str) -> Outcome | None:
@@ -140,11 +143,13 @@ class Reconciler:
         base_hash = base_hash_of(run.tags, name)
         if base_hash is None or self._branch(name):
             return None
-        if done := self._publisher.known(name, base_hash):
-            return Outcome(name, run.run_id, Action.PUBLISHED, "by another publisher", None, done.hash)
+        if done := self._publisher.already_published(name, base_hash):
+            return Outcome(
+                name, run.run_id, PublicationAction.PUBLISHED, "by another publisher", None, done.hash
+            )
         why = "the run was fenced: its branch is gone"
-        tell_ended(self._instance, run.run_id, name, verdict=FENCED, reason=why)
-        return Outcome(name, run.run_id, Action.REFUSED, why)
+        report_end(self._instance, run.run_id, name, verdict=FENCED, reason=why)
+        return Outcome(name, run.run_id, PublicationAction.REFUSED, why)
 
     def _branch(self, name: str) -> Reference | None:
         try:
@@ -203,9 +208,11 @@ class Reconciler:
             # Nobody publishes into its tables meanwhile: a busy table would move away under every check.
             reserved |= dict.fromkeys(state.tables_changed, state.members[0])
             pending = pending or f"waits for the checks on {state.branch}"
-            return [Outcome(one.branch.name, one.run.run_id, Action.CHECKING, pending) for one in mine]
-        judged = [found for one in mine if isinstance(found := self._look(one, inside=inside), Judged)]
-        members = {one.candidate: one for one in judged if one.candidate and not one.known}
+            return [
+                Outcome(one.branch.name, one.run.run_id, PublicationAction.CHECKING, pending) for one in mine
+            ]
+        judged = [found for one in mine if isinstance(found := self._assess(one, inside=inside), Assessed)]
+        members = {one.candidate: one for one in judged if one.candidate and not one.already_published}
         if len(members) < len(mine):
             self._recheck.release(state)
             return []
@@ -221,14 +228,14 @@ class Reconciler:
     ) -> Iterator[Outcome]:
         """From verdict to publication."""
 
-        def look(one: Ended) -> Outcome | Judged:
+        def look(one: Ended) -> Outcome | Assessed:
             held = self._held(one, reserved) if reserved else None
-            return held or self._look(one, inside=inside)
+            return held or self._assess(one, inside=inside)
 
-        found: list[Outcome | Judged] = list(each(look, batch))
+        found: list[Outcome | Assessed] = list(each(look, batch))
         yield from (one for one in found if isinstance(one, Outcome))
-        judged = [one for one in found if isinstance(one, Judged)]
-        ready = [one for one in judged if one.candidate and not one.known]
+        judged = [one for one in found if isinstance(one, Assessed)]
+        ready = [one for one in judged if one.candidate and not one.already_published]
         candidates = [one.candidate for one in ready if one.candidate]
         results = (
             # The run may have been taken for dead while its process stood still.
@@ -236,7 +243,7 @@ class Reconciler:
             if inside
             else self._publisher.publish(candidates)
         )
-        answers = [(one, results.get(one.branch.name, one.known)) for one in judged]
+        answers = [(one, results.get(one.branch.name, one.already_published)) for one in judged]
         unchecked = [one for one, answer in answers if isinstance(answer, NeedsChecks)]
         settled = [pair for pair in answers if not isinstance(pair[1], NeedsChecks)]
         yield from each(lambda pair: self._finished(*pair), settled)
@@ -247,7 +254,7 @@ class Reconciler:
 
     def _answered(
         self,
-        members: Mapping[Candidate, Judged],
+        members: Mapping[Candidate, Assessed],
         ask: Callable[[Mapping[Candidate, RunEvidence]], Mapping[str, Answer]],
         reserved: dict[ContentKey, str],
     ) -> list[Outcome]:
@@ -273,12 +280,12 @@ class Reconciler:
         for one in candidates:
             self._client.reference(one.branch)
 
-    def _look(self, one: Ended, *, inside: bool) -> Outcome | Judged:
+    def _assess(self, one: Ended, *, inside: bool) -> Outcome | Assessed:
         held = self._troubles.holds(one.branch.name, one.run)
         if held is not None:
             return held
         try:
-            return self._judge.look(one.branch, one.run, ended=inside)
+            return self._assessor.assess(one.branch, one.run, ended=inside)
         except Exception as error:  # noqa: BLE001 - it becomes this run's outcome
             return self._troubles.note(one.branch.name, one.run, error)
 
@@ -294,7 +301,7 @@ class Reconciler:
         owner = next((reserved[entry.key] for entry in changes if entry.key in reserved), None)
         return _waits(one, f"waits for the checks of {owner} on the same table") if owner else None
 
-    def _finished(self, one: Judged, result: Answer | None) -> Outcome:
+    def _finished(self, one: Assessed, result: Answer | None) -> Outcome:
         try:
             if isinstance(result, Exception):
                 raise result
@@ -319,14 +326,14 @@ def _tables(candidate: Candidate) -> Iterator[ContentKey]:
 
 
 def _waits(one: Ended, why: str) -> Outcome:
-    return Outcome(one.branch.name, one.run.run_id, Action.WAITING, why)
+    return Outcome(one.branch.name, one.run.run_id, PublicationAction.WAITING, why)
 
 
-def _checking(one: Judged, answer: Waits) -> Outcome:
+def _checking(one: Assessed, answer: Waits) -> Outcome:
     return Outcome(
         one.branch.name,
         one.run.run_id,
-        Action.CHECKING,
+        PublicationAction.CHECKING,
         answer.detail,
         one.verdict,
         check_run=answer.check_run,

@@ -14,7 +14,7 @@ from branchlake_dagster.branching.branch.run_tags import (
     NONE,
     PUBLICATION_TAG,
     REASON_TAG,
-    TOLD_TAG,
+    REPORTED_TAG,
     VERDICT_TAG,
     opened_by,
     shortened,
@@ -27,7 +27,7 @@ _ROWS = {True: "dagster/row_count", False: "dagster/partition_row_count"}
 """Dagster's own names, by whether the whole asset was written."""
 
 
-def announce(
+def report_outcome(
     instance: DagsterInstance,
     run: DagsterRun,
     evidence: RunEvidence,
@@ -65,7 +65,7 @@ def announce(
     told = _told(now, run.run_id)
     for number, ((asset, partition), written) in enumerate(shown[told:], start=told):
         if number > told and not more():
-            instance.add_run_tags(run.run_id, {TOLD_TAG: str(number)})
+            instance.add_run_tags(run.run_id, {REPORTED_TAG: str(number)})
             return len(shown) - number
         rows = {_ROWS[partition is None]: MetadataValue.int(written.rows)} if written.rows is not None else {}
         instance.report_runless_asset_event(
@@ -85,7 +85,7 @@ def announce(
 
 def _told(tags: Mapping[str, str], run_id: str) -> int:
     """How many partitions an earlier call has told."""
-    count = tags.get(TOLD_TAG, "") if opened_by(tags, run_id) else ""
+    count = tags.get(REPORTED_TAG, "") if opened_by(tags, run_id) else ""
     return int(count) if count.isdigit() else 0
 
 

@@ -15,7 +15,7 @@ from dagster import DagsterInstance, DagsterRun, RunsFilter
 from dagster._core.events import EngineEventData
 from sqlalchemy.exc import InterfaceError, OperationalError
 
-from branchlake_dagster.branching.branch.claim import unpin
+from branchlake_dagster.branching.branch.claim import release_claim
 from branchlake_dagster.branching.branch.run_tags import (
     ATTEMPTS_TAG,
     BRANCH_TAG,
@@ -28,15 +28,15 @@ from branchlake_dagster.branching.branch.run_tags import (
     opened_by,
     shortened,
 )
-from branchlake_dagster.branching.fencing.end import drop
+from branchlake_dagster.branching.fencing.end import drop_branch
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieError, ReferenceNotFound, may_pass
 from branchlake_dagster.publication.commit.committer import PublicationContended
 from branchlake_dagster.publication.ledger.candidate import Published
-from branchlake_dagster.publication.ledger.main_log import BaseNotOnMain, MainLog
-from branchlake_dagster.publication.reconcile.outcome import Action, Outcome
+from branchlake_dagster.publication.ledger.main_log import MainLog
+from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 
 ATTEMPTS = 8
 """Passes after which a run is set aside: at twice the pause each time, ten minutes."""
@@ -67,13 +67,13 @@ class Troubles:
             return None
         why = run.tags.get(REASON_TAG, "")
         if due == SET_ASIDE:
-            return Outcome(branch, run.run_id, Action.SET_ASIDE, why)
+            return Outcome(branch, run.run_id, PublicationAction.SET_ASIDE, why)
         try:
             if self._now() >= datetime.fromisoformat(due):
                 return None
         except (ValueError, TypeError):
             return None  # somebody wrote the tag by hand
-        return Outcome(branch, run.run_id, Action.WAITING, f"tried again at {due}: {why}")
+        return Outcome(branch, run.run_id, PublicationAction.WAITING, f"tried again at {due}: {why}")
 
     def note(self, branch: str, run: DagsterRun, error: Exception) -> Outcome:
         """The outcome of an attempt that broke. Counted is only what does not pass by itself.
@@ -84,11 +84,11 @@ class Troubles:
         """
         text = said(error)
         if _everybodys(error):
-            return Outcome(branch, run.run_id, Action.TRY_AGAIN, text)
+            return Outcome(branch, run.run_id, PublicationAction.TRY_AGAIN, text)
         if may_pass(error):
             due = (self._now() + _PAUSE).isoformat(timespec="seconds")
             self._tell(run, {NEXT_ATTEMPT_TAG: due, REASON_TAG: shortened(text)})
-            return Outcome(branch, run.run_id, Action.TRY_AGAIN, text)
+            return Outcome(branch, run.run_id, PublicationAction.TRY_AGAIN, text)
         own = opened_by(run.tags, run.run_id)
         before = run.tags.get(ATTEMPTS_TAG, "") if own else ""
         attempts = (int(before) if before.isdigit() else 0) + 1
@@ -106,7 +106,7 @@ class Troubles:
         )
         self._tell(run, tags, event if aside else None)
         told = f"set aside after {attempts} attempts: {text}" if aside else text
-        return Outcome(branch, run.run_id, Action.TRY_AGAIN, told)
+        return Outcome(branch, run.run_id, PublicationAction.TRY_AGAIN, told)
 
     def _tell(self, run: DagsterRun, tags: Mapping[str, str], event: str | None = None) -> None:
         try:
@@ -145,14 +145,14 @@ def give_up(client: NessieClient, instance: DagsterInstance, run: DagsterRun) ->
             retry(instance, run)
             return f"Run {run.run_id} is on main, as {done.hash}: the next tick of the sensor tells it."
         with contextlib.suppress(ReferenceNotFound):
-            if not drop(client, client.reference(branch), keep_data=False):
+            if not drop_branch(client, client.reference(branch), keep_data=False):
                 return f"Run {run.run_id}: its branch is being written to. Try it once more."
     reason = f"{text} {run.tags.get(REASON_TAG, '')}".rstrip()
     instance.report_engine_event(text, run, EngineEventData({}))
     tags = {VERDICT_TAG: "blocked", REASON_TAG: shortened(reason), NEXT_ATTEMPT_TAG: NONE}
     instance.add_run_tags(run.run_id, tags)
     if branch != MAIN:
-        unpin(client, branch)
+        release_claim(client, branch)
     return f"Run {run.run_id}: {text}"
 
 
@@ -163,11 +163,7 @@ def _landed(client: NessieClient, run: DagsterRun, branch: str) -> Published | N
         head = client.reference(branch).hash
     if base is None:
         return None
-    try:
-        at = client.reference(MAIN).hash
-        return MainLog().published(client, branch, base=base, head=head, at=at)
-    except BaseNotOnMain:
-        return None
+    return MainLog().on_main(client, branch, base=base, head=head)
 
 
 def retry(instance: DagsterInstance, run: DagsterRun) -> None:

@@ -27,7 +27,7 @@ from branchlake_dagster.branching.liveness.heartbeat import beating
 from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import BranchlakeError, Terminal
-from branchlake_dagster.publication.reconcile.outcome import Action, Outcome
+from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 
 
@@ -83,15 +83,15 @@ class _Publishing(Executor):
         outcome = self._publish(plan_context)
         if outcome is None:
             return
-        if outcome.action in (Action.BLOCKED, Action.REFUSED):
+        if outcome.action in (PublicationAction.BLOCKED, PublicationAction.REFUSED):
             raise NotPublished(
                 f"The run was not published: {outcome.detail}.",
                 branch=outcome.branch,
                 run_id=outcome.run_id,
                 hint="The reasons stand in the run's tags and on the assets' pages.",
             )
-        if outcome.action is not Action.PUBLISHED:
-            nothing = outcome.action is Action.DISCARDED
+        if outcome.action is not PublicationAction.PUBLISHED:
+            nothing = outcome.action is PublicationAction.DISCARDED
             text = (
                 f"{'Nothing to publish' if nothing else 'Left to the publication sensor'}: {outcome.detail}"
             )
@@ -115,4 +115,4 @@ class _Publishing(Executor):
             with beating(store, branch, run_id=run.run_id, interval_s=interval, kind="publisher"):
                 return Reconciler.of(lake, context.instance, graph).publish_now(run)
         except BranchlakeError as error:
-            return Outcome(branch, run.run_id, Action.TRY_AGAIN, str(error))
+            return Outcome(branch, run.run_id, PublicationAction.TRY_AGAIN, str(error))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from branchlake_dagster.publication.reconcile.outcome import Action, CheckRun, Outcome
+from branchlake_dagster.publication.reconcile.outcome import CheckRun, Outcome, PublicationAction
 
 _EXAMPLES = 10
 _LONGEST = 300
 _LOGGED = 500
-_COUNTED = (Action.WAITING, Action.UNKNOWN_RUN, Action.SET_ASIDE)
+_COUNTED = (PublicationAction.WAITING, PublicationAction.UNKNOWN_RUN, PublicationAction.SET_ASIDE)
 """Said of branches that are left alone, at every tick again: 4,300 of them gave 459,000 characters."""
 
 
@@ -18,7 +18,7 @@ _COUNTED = (Action.WAITING, Action.UNKNOWN_RUN, Action.SET_ASIDE)
 class Tick:
     """The outcomes of one pass: counted, the first ones in words, and the runs to launch."""
 
-    counts: Counter[Action] = field(default_factory=Counter)
+    counts: Counter[PublicationAction] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
     check_runs: list[CheckRun] = field(default_factory=list)
 
@@ -37,9 +37,9 @@ class Tick:
     def message(self) -> str:
         """All of it in at most a few thousand characters."""
         others = {
-            Action.WAITING: "wait or are at work",
-            Action.UNKNOWN_RUN: "belong to no run of this Dagster",
-            Action.SET_ASIDE: "are set aside (`branchlake set-aside`)",
+            PublicationAction.WAITING: "wait or are at work",
+            PublicationAction.UNKNOWN_RUN: "belong to no run of this Dagster",
+            PublicationAction.SET_ASIDE: "are set aside (`branchlake set-aside`)",
         }
         counted = [f"{count} {others[one]}" for one in others if (count := self.counts[one])]
         more = self._told() - len(self.examples)

@@ -19,7 +19,7 @@ from branchlake_dagster.publication.gate.evidence import collect
 from branchlake_dagster.publication.gate.verdict import judge
 from branchlake_dagster.publication.reconcile import report
 from branchlake_dagster.publication.reconcile.backlog import other_location
-from branchlake_dagster.publication.reconcile.outcome import Action, Outcome
+from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.trouble import Troubles
 from branchlake_dagster.settings import Settings
 
@@ -79,7 +79,7 @@ def _settle(
         if run.is_success:
             instance.report_run_failed(run, f"{MANUAL}. {'; '.join(verdict.reasons)}")
     name = f"{MAIN} (run {run.run_id})"
-    report.announce(
+    report.report_outcome(
         instance, run, evidence, verdict, branch=name, publication=publication, why=why, text=text, took_s=0.0
     )
-    return Outcome(MAIN, run.run_id, Action.UNBRANCHED, text, verdict, publication)
+    return Outcome(MAIN, run.run_id, PublicationAction.UNBRANCHED, text, verdict, publication)

@@ -9,7 +9,7 @@ import pytest
 from dagster._core.storage.tags import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG
 from dagster._core.test_utils import create_run_for_test
 
-from branchlake_dagster.branching.branch.owner import claimant, claims, is_retry, workers
+from branchlake_dagster.branching.branch.owner import is_retry, owner, owners, runs_on
 from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.branch.run_tags import OPENED_TAG, Place, opened
 
@@ -52,22 +52,22 @@ def launch(
 def test_a_branch_belongs_to_the_run_in_its_name(instance: dg.DagsterInstance) -> None:
     run = launch(instance, opens="")
     branch = branch_name(run.run_id)
-    assert claims(instance, [branch, "run-unknown"]).keys() == {branch, "run-unknown"}
-    assert claims(instance, ["run-unknown"]) == {"run-unknown": None}
-    found = claimant(instance, branch)
+    assert owners(instance, [branch, "run-unknown"]).keys() == {branch, "run-unknown"}
+    assert owners(instance, ["run-unknown"]) == {"run-unknown": None}
+    found = owner(instance, branch)
     assert found is not None
     assert found.run_id == run.run_id
-    assert claims(instance, []) == {}
+    assert owners(instance, []) == {}
 
 
 def test_a_retry_claims_its_parents_branch_before_it_touched_it(instance: dg.DagsterInstance) -> None:
     parent = launch(instance, FAILED, opens="")
     branch = branch_name(parent.run_id)
     retry = launch(instance, parent=parent, steps=["b"])
-    assert claimant(instance, branch).run_id == retry.run_id
+    assert owner(instance, branch).run_id == retry.run_id
     again = launch(instance, parent=retry, steps=["b"])
-    assert claimant(instance, branch).run_id == again.run_id
-    assert [run.run_id for run in workers(instance, branch)] == [parent.run_id, retry.run_id, again.run_id]
+    assert owner(instance, branch).run_id == again.run_id
+    assert [run.run_id for run in runs_on(instance, branch)] == [parent.run_id, retry.run_id, again.run_id]
 
 
 def test_the_work_of_a_run_includes_what_it_took_over(instance: dg.DagsterInstance) -> None:
@@ -80,8 +80,8 @@ def test_the_work_of_a_run_includes_what_it_took_over(instance: dg.DagsterInstan
     )
     third = launch(instance, parent=second, steps=["b"])
     ids = [parent.run_id, first.run_id, second.run_id, third.run_id]
-    assert [run.run_id for run in workers(instance, branch_name(second.run_id))] == ids
-    assert claimant(instance, branch_name(first.run_id)).run_id == first.run_id
+    assert [run.run_id for run in runs_on(instance, branch_name(second.run_id))] == ids
+    assert owner(instance, branch_name(first.run_id)).run_id == first.run_id
 
 
 def test_a_retry_whose_tags_were_not_copied_claims_too(instance: dg.DagsterInstance) -> None:
@@ -93,14 +93,14 @@ def test_a_retry_whose_tags_were_not_copied_claims_too(instance: dg.DagsterInsta
         step_keys_to_execute=["b"],
         tags={PARENT_RUN_ID_TAG: parent.run_id},
     )
-    assert claimant(instance, branch_name(parent.run_id)).run_id == retry.run_id
+    assert owner(instance, branch_name(parent.run_id)).run_id == retry.run_id
 
 
 def test_a_retry_of_single_assets_is_one(instance: dg.DagsterInstance) -> None:
     parent = launch(instance, FAILED, opens="")
     retry = launch(instance, parent=parent, **{ASSET_RESUME_RETRY_TAG: "true"})
     assert is_retry(retry)
-    assert claimant(instance, branch_name(parent.run_id)).run_id == retry.run_id
+    assert owner(instance, branch_name(parent.run_id)).run_id == retry.run_id
 
 
 def test_a_full_re_execution_does_not_claim_with_inherited_tags(instance: dg.DagsterInstance) -> None:
@@ -108,8 +108,8 @@ def test_a_full_re_execution_does_not_claim_with_inherited_tags(instance: dg.Dag
     whole = launch(instance, parent=parent)
     assert whole.tags[OPENED_TAG] == parent.run_id
     assert not is_retry(whole)
-    assert claimant(instance, branch_name(parent.run_id)).run_id == parent.run_id
-    assert claimant(instance, branch_name(whole.run_id)).run_id == whole.run_id
+    assert owner(instance, branch_name(parent.run_id)).run_id == parent.run_id
+    assert owner(instance, branch_name(whole.run_id)).run_id == whole.run_id
 
 
 def test_a_run_at_work_comes_before_newer_ones_that_ended(instance: dg.DagsterInstance) -> None:
@@ -117,7 +117,7 @@ def test_a_run_at_work_comes_before_newer_ones_that_ended(instance: dg.DagsterIn
     branch = branch_name(parent.run_id)
     works = launch(instance, parent=parent, steps=["b"])
     launch(instance, FAILED, parent=parent, steps=["b"])
-    assert claimant(instance, branch).run_id == works.run_id
+    assert owner(instance, branch).run_id == works.run_id
 
 
 def test_a_retry_that_failed_before_it_touched_the_lake_changes_nothing(
@@ -126,14 +126,14 @@ def test_a_retry_that_failed_before_it_touched_the_lake_changes_nothing(
     parent = launch(instance, SUCCESS, opens="")
     branch = branch_name(parent.run_id)
     launch(instance, FAILED, parent=parent, steps=["b"])
-    assert claimant(instance, branch).run_id == parent.run_id
+    assert owner(instance, branch).run_id == parent.run_id
     # One that succeeded without touching it made the whole a success.
     good = launch(instance, SUCCESS, parent=parent, steps=["b"])
-    assert claimant(instance, branch).run_id == good.run_id
+    assert owner(instance, branch).run_id == good.run_id
 
 
 def test_a_retry_of_a_run_without_tables_has_a_branch_of_its_own(instance: dg.DagsterInstance) -> None:
     parent = launch(instance, FAILED)
     retry = launch(instance, parent=parent, steps=["b"], opens="")
-    assert claimant(instance, branch_name(retry.run_id)).run_id == retry.run_id
-    assert [run.run_id for run in workers(instance, branch_name(retry.run_id))] == [retry.run_id]
+    assert owner(instance, branch_name(retry.run_id)).run_id == retry.run_id
+    assert [run.run_id for run in runs_on(instance, branch_name(retry.run_id))] == [retry.run_id]

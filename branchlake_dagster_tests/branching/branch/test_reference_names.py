@@ -11,7 +11,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.model import ContentKey
 from branchlake_dagster.lakehouse.spark.quoting import dotted, quoted, text_literal
-from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import project
 
 ODD = ["a b", "we`ird", "dots.in.it", "quo'te", 'dou"ble', "back\\slash", "Ünï {} [] $ ; -- /* x"]
@@ -89,7 +89,7 @@ def test_odd_names_of_tables_and_columns(
 
     with project(lakehouse, by_polars if engine == "polars" else by_spark) as p:
         for kind in ODD[1:4]:
-            assert p.settle(p.run(partition=kind)).action is Action.PUBLISHED
+            assert p.settle(p.run(partition=kind)).action is PublicationAction.PUBLISHED
     with project(lakehouse, by_polars, seen_by_polars, seen_by_spark) as p:
         for reader in ("seen", "sparkled"):
             p.run(dg.AssetKey([namespace, reader]), partition=ODD[3])

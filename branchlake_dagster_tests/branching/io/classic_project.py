@@ -11,7 +11,7 @@ from branchlake_dagster.branching.resources.spark_resource import BranchSparkRes
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.spark.session import is_connect
-from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import project
 
 NAMESPACE = f"c{uuid.uuid4().hex[:12]}"
@@ -51,10 +51,13 @@ def run() -> None:
     lake = Lakehouse()
     with project(lake, t, sums, frame) as p:
         for kind in ("a", "b"):
-            assert p.settle(p.run(dg.AssetKey([NAMESPACE, "t"]), partition=kind)).action is Action.PUBLISHED
+            assert (
+                p.settle(p.run(dg.AssetKey([NAMESPACE, "t"]), partition=kind)).action
+                is PublicationAction.PUBLISHED
+            )
         rest = [dg.AssetKey([NAMESPACE, name]) for name in ("sums", "frame")]
         for _ in range(2):
-            assert p.settle(p.run(*rest)).action is Action.PUBLISHED
+            assert p.settle(p.run(*rest)).action is PublicationAction.PUBLISHED
         found = sorted((row["kind"], row["total"]) for row in p.rows(NAMESPACE, "frame"))
         assert found == [("a", 3), ("b", 3)], found
         assert len(p.rows(NAMESPACE, "t")) == 4

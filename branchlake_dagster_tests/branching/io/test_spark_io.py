@@ -29,7 +29,7 @@ from branchlake_dagster.branching.sweeping.sweeper import Sweeper
 from branchlake_dagster.branching.table.files import TableFiles
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 
 pytestmark = [pytest.mark.integration, pytest.mark.spark]
@@ -46,7 +46,7 @@ def at(hour: int, minute: int = 0) -> datetime:
 def settled(p: Project, *assets: str, partition: str | None = None) -> str:
     run_id = p.run(*assets, partition=partition)
     outcome = p.settle(run_id)
-    assert outcome.action is Action.PUBLISHED, outcome
+    assert outcome.action is PublicationAction.PUBLISHED, outcome
     return run_id
 
 
@@ -90,7 +90,7 @@ def test_a_partition_is_replaced_and_rows_outside_it_are_refused(
         rows[:] = [{"ts": at(1), "n": 4}, {"ts": at(2), "n": 5}, {"ts": None, "n": 6}]
         run_id = p.run(partition="2026-08-08-01:00", ok=False)
         p.failed_with(PartitionMismatch, "2 rows of the frame are outside", f"{namespace}.t")
-        assert p.settle(run_id).action is Action.DISCARDED
+        assert p.settle(run_id).action is PublicationAction.DISCARDED
         assert lakehouse.nessie.reference("main").hash == main
 
         rows[:] = []  # an hour without data empties its partition and no other
@@ -243,7 +243,7 @@ def test_an_upsert_updates_known_keys_and_inserts_new_ones(lakehouse: Lakehouse,
             "branchlake.attempt": "1",
             "branchlake.instance": instance_id(p.instance),
         }
-        assert p.settle(run_id).action is Action.PUBLISHED
+        assert p.settle(run_id).action is PublicationAction.PUBLISHED
         assert by_n(p.rows(namespace, "t")) == [
             {"kind": "a", "id": 1, "n": 1},
             {"kind": "a", "id": 2, "n": 20},
@@ -341,7 +341,7 @@ def test_sql_inside_an_asset_stands_on_the_runs_branch(lakehouse: Lakehouse, nam
             e for e in p.last.get_asset_materialization_events() if e.asset_key.path == [namespace, "t"]
         ]
         assert event.materialization.metadata["dagster/row_count"].value == 1
-        assert p.settle(run_id).action is Action.PUBLISHED
+        assert p.settle(run_id).action is PublicationAction.PUBLISHED
         assert p.rows(namespace, "twice") == [{"n": 10}]
         assert p.rows(namespace, "silent") == [{"n": 5}]
 

@@ -13,12 +13,21 @@ import pytest
 from moto.server import ThreadedMotoServer
 from pyarrow.fs import FileSelector, LocalFileSystem
 
-from branchlake_dagster.branching.liveness.failure_detector import Pulse, glance, watch
-from branchlake_dagster.branching.liveness.heartbeat import Heartbeat, SharedHeartbeats, beating, first_beat
-from branchlake_dagster.branching.liveness.heartbeat_store import Beat, HeartbeatStore, HeartbeatsUnreadable
+from branchlake_dagster.branching.liveness.failure_detector import Liveness, by_timestamp, watch
+from branchlake_dagster.branching.liveness.heartbeat import (
+    HeartbeatThread,
+    SharedHeartbeats,
+    beating,
+    first_heartbeat,
+)
+from branchlake_dagster.branching.liveness.heartbeat_store import (
+    Heartbeat,
+    HeartbeatStore,
+    HeartbeatsUnreadable,
+)
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
-BEAT = Beat("run-1", "host-1-abc", "1", counter=1, written_at=NOW, interval_s=10, pid=1, host="host")
+BEAT = Heartbeat("run-1", "host-1-abc", "1", counter=1, written_at=NOW, interval_s=10, pid=1, host="host")
 
 
 @pytest.fixture
@@ -114,7 +123,7 @@ def test_a_damaged_file_is_a_writer_that_proves_nothing(store: HeartbeatStore, t
     (tmp_path / "_branchlake/heartbeats/run-1/host-1-abc.json").write_text("{")
     (beat,) = store.all()
     assert (beat.branch, beat.writer, beat.text) == ("run-1", "host-1-abc", "{")
-    assert glance([beat], NOW) == {beat: Pulse.SUSPECT}
+    assert by_timestamp([beat], NOW) == {beat: Liveness.SUSPECT}
 
 
 GOOD = {
@@ -171,10 +180,10 @@ def test_a_bad_file_concerns_its_own_branch(store: HeartbeatStore, tmp_path: Pat
     assert replace(found["run-1"], text="") == BEAT
     bad = found["run-2"]
     assert (bad.writer, bad.kind, bad.silent_s) == ("bad", "unknown", 30)
-    assert glance(found.values(), NOW)[bad] is Pulse.SUSPECT
+    assert by_timestamp(found.values(), NOW)[bad] is Liveness.SUSPECT
     time = Time()
     told = watch(store, [bad], monotonic=time.monotonic, sleep=time.sleep)
-    assert (told, time.now) == ({bad: Pulse.DEAD}, 1030)
+    assert (told, time.now) == ({bad: Liveness.DEAD}, 1030)
     store.remove("run-2", "bad")
     assert not bad_file.exists()
 
@@ -214,7 +223,7 @@ def test_who_cannot_be_read_is_not_called_silent(
     assert replace(found["run-1"], text="") == BEAT
     time = Time()
     told = watch(store, [found["run-2"]], monotonic=time.monotonic, sleep=time.sleep)
-    assert told == {found["run-2"]: Pulse.ALIVE}
+    assert told == {found["run-2"]: Liveness.ALIVE}
 
 
 def test_an_unreadable_folder_is_no_empty_one(tmp_path: Path) -> None:
@@ -271,7 +280,7 @@ def test_it_beats_while_the_body_runs_and_leaves_no_file(store: HeartbeatStore, 
 
 def test_resources_of_one_process_share_a_heartbeat(store: HeartbeatStore) -> None:
     shared = SharedHeartbeats()
-    keys = [shared.take(store, first_beat("run-1", run_id="1", interval_s=0.02)) for _ in range(2)]
+    keys = [shared.take(store, first_heartbeat("run-1", run_id="1", interval_s=0.02)) for _ in range(2)]
     until(lambda: len(store.all()) == 1)
     shared.give_back(keys[0])
     until(lambda: any(beat.counter >= 3 for beat in store.all()))
@@ -288,7 +297,7 @@ class Slow(HeartbeatStore):
         self.failing = False
         self.attempts = 0
 
-    def write(self, beat: Beat) -> None:
+    def write(self, beat: Heartbeat) -> None:
         self.attempts += 1
         if self.failing:
             raise OSError("the store is away")
@@ -306,7 +315,7 @@ def slow(tmp_path: Path) -> Iterator[Slow]:
 
 def test_a_write_that_hangs_does_not_stop_the_timer(slow: Slow) -> None:
     """apache/hudi#18903: a slow storage write stopped the heartbeat, and a live writer was aborted."""
-    heart = Heartbeat(slow, replace(BEAT, interval_s=0.02))
+    heart = HeartbeatThread(slow, replace(BEAT, interval_s=0.02))
     heart.start()
     until(lambda: any(beat.counter >= 5 for beat in slow.all()))
     slow.release.set()
@@ -317,7 +326,7 @@ def test_a_write_that_hangs_does_not_stop_the_timer(slow: Slow) -> None:
 def test_a_failing_beat_is_told_once_and_tried_again(slow: Slow, caplog: pytest.LogCaptureFixture) -> None:
     slow.failing = True
     slow.release.set()
-    heart = Heartbeat(slow, replace(BEAT, interval_s=0.02))
+    heart = HeartbeatThread(slow, replace(BEAT, interval_s=0.02))
     with caplog.at_level(logging.WARNING):
         heart.start()
         until(lambda: slow.attempts >= 4)
@@ -334,15 +343,15 @@ def test_a_failing_beat_is_told_once_and_tried_again(slow: Slow, caplog: pytest.
 @pytest.mark.parametrize(
     ("age_s", "pulse"),
     [
-        (0, Pulse.ALIVE),
-        (29, Pulse.ALIVE),
-        (31, Pulse.SUSPECT),
-        (-29, Pulse.ALIVE),
-        (-3600, Pulse.SUSPECT),  # the writer's clock is an hour ahead: its file would look fresh for long
+        (0, Liveness.ALIVE),
+        (29, Liveness.ALIVE),
+        (31, Liveness.SUSPECT),
+        (-29, Liveness.ALIVE),
+        (-3600, Liveness.SUSPECT),  # the writer's clock is an hour ahead: its file would look fresh for long
     ],
 )
-def test_a_timestamp_makes_a_suspect_and_no_more(age_s: float, pulse: Pulse) -> None:
-    assert glance([BEAT], NOW + timedelta(seconds=age_s)) == {BEAT: pulse}
+def test_a_timestamp_makes_a_suspect_and_no_more(age_s: float, pulse: Liveness) -> None:
+    assert by_timestamp([BEAT], NOW + timedelta(seconds=age_s)) == {BEAT: pulse}
 
 
 class Time:
@@ -361,7 +370,7 @@ class Time:
             self.plan.pop(when)()
 
 
-def read(store: HeartbeatStore) -> dict[str, Beat]:
+def read(store: HeartbeatStore) -> dict[str, Heartbeat]:
     return {beat.writer: beat for beat in store.all()}
 
 
@@ -377,9 +386,9 @@ def test_suspects_are_watched_together_and_only_silence_is_death(store: Heartbea
     )
     told = watch(store, found.values(), monotonic=time.monotonic, sleep=time.sleep)
     assert {beat.writer: pulse for beat, pulse in told.items()} == {
-        "dead": Pulse.DEAD,
-        "alive": Pulse.ALIVE,
-        "paused": Pulse.ALIVE,
+        "dead": Liveness.DEAD,
+        "alive": Liveness.ALIVE,
+        "paused": Liveness.ALIVE,
     }
     assert time.now - 1000 == 30
 
@@ -388,7 +397,7 @@ def test_nobody_is_watched_longer_than_needed(store: HeartbeatStore) -> None:
     store.write(BEAT)
     time = Time(s5=lambda: store.write(replace(BEAT, counter=2)))
     told = watch(store, store.all(), monotonic=time.monotonic, sleep=time.sleep)
-    assert list(told.values()) == [Pulse.ALIVE]
+    assert list(told.values()) == [Liveness.ALIVE]
     assert time.now - 1000 == 5
     assert watch(store, [], monotonic=time.monotonic, sleep=time.sleep) == {}
 
@@ -398,7 +407,10 @@ def test_the_interval_of_the_writer_counts(store: HeartbeatStore) -> None:
     store.write(replace(BEAT, writer="slow", interval_s=60))
     time = Time(s170=lambda: store.write(replace(BEAT, writer="slow", interval_s=60, counter=2)))
     told = watch(store, store.all(), monotonic=time.monotonic, sleep=time.sleep)
-    assert {beat.writer: pulse for beat, pulse in told.items()} == {"quick": Pulse.DEAD, "slow": Pulse.ALIVE}
+    assert {beat.writer: pulse for beat, pulse in told.items()} == {
+        "quick": Liveness.DEAD,
+        "slow": Liveness.ALIVE,
+    }
 
 
 def test_a_pause_of_the_reader_itself_kills_nobody(store: HeartbeatStore) -> None:
@@ -414,7 +426,7 @@ def test_a_pause_of_the_reader_itself_kills_nobody(store: HeartbeatStore) -> Non
             time.now += 3600
 
     told = watch(store, store.all(), monotonic=time.monotonic, sleep=sleep)
-    assert list(told.values()) == [Pulse.ALIVE]
+    assert list(told.values()) == [Liveness.ALIVE]
 
 
 def test_a_store_that_fails_under_watch_says_nothing_about_anybody(

@@ -6,19 +6,19 @@ from datetime import UTC, datetime
 
 import pytest
 
-from branchlake_dagster.branching.liveness.heartbeat_store import Beat
-from branchlake_dagster.branching.liveness.silence_watch import look, this_clock
+from branchlake_dagster.branching.liveness.heartbeat_store import Heartbeat
+from branchlake_dagster.branching.liveness.silence_watch import look_again, this_clock
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
-BEAT = Beat("run-1", "host-1-abc", "1", counter=1, written_at=NOW, interval_s=10, text="1")
+BEAT = Heartbeat("run-1", "host-1-abc", "1", counter=1, written_at=NOW, interval_s=10, text="1")
 OTHER = replace(BEAT, branch="run-2", text="9")
 
 
-def looks(*steps: tuple[float, str], beat: Beat = BEAT, clock: str = "c") -> list[bool]:
+def looks(*steps: tuple[float, str], beat: Heartbeat = BEAT, clock: str = "c") -> list[bool]:
     """Whether the writer is dead at each look, at times in seconds, with what its file says then."""
     told, found = None, []
     for now, text in steps:
-        dead, told = look(told, [replace(beat, text=text)] if text else [], clock=clock, now=now)
+        dead, told = look_again(told, [replace(beat, text=text)] if text else [], clock=clock, now=now)
         found.append(bool(dead))
     return found
 
@@ -47,22 +47,22 @@ def test_the_interval_of_the_writer_counts() -> None:
 
 
 def test_writers_are_told_apart() -> None:
-    _, told = look(None, [BEAT], clock="c", now=0)
-    _, told = look(told, [BEAT, OTHER], clock="c", now=30)
-    dead, told = look(told, [BEAT, OTHER], clock="c", now=60)
+    _, told = look_again(None, [BEAT], clock="c", now=0)
+    _, told = look_again(told, [BEAT, OTHER], clock="c", now=30)
+    dead, told = look_again(told, [BEAT, OTHER], clock="c", now=60)
     assert dead == [BEAT]
     assert set(json.loads(told)["seen"]) == {"run-1/host-1-abc", "run-2/host-1-abc"}
 
 
 def test_another_clock_begins_anew() -> None:
-    _, told = look(None, [BEAT], clock="before the reboot", now=1000)
-    _, told = look(told, [BEAT], clock="before the reboot", now=1030)
+    _, told = look_again(None, [BEAT], clock="before the reboot", now=1000)
+    _, told = look_again(told, [BEAT], clock="before the reboot", now=1030)
     for now, dead in ((0, []), (30, []), (60, [BEAT])):
-        found, told = look(told, [BEAT], clock="after it", now=now)
+        found, told = look_again(told, [BEAT], clock="after it", now=now)
         assert found == dead
     assert this_clock() == this_clock() != ""
 
 
 @pytest.mark.parametrize("told", ["", "{", "[]", "7", '{"clock": "c"}', '{"clock": "c", "seen": {"a": 1}}'])
 def test_what_cannot_be_understood_begins_anew(told: str) -> None:
-    assert look(told, [BEAT], clock="c", now=60)[0] == []
+    assert look_again(told, [BEAT], clock="c", now=60)[0] == []

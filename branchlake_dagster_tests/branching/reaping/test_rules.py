@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchlake_dagster.branching.liveness.failure_detector import Pulse
-from branchlake_dagster.branching.reaping.origin import UNTOLD, Maker, Origin
+from branchlake_dagster.branching.liveness.failure_detector import Liveness
+from branchlake_dagster.branching.reaping.origin import UNKNOWN, Maker, Origin
 from branchlake_dagster.branching.reaping.rules import (
-    Action,
     Facts,
     Limits,
+    ReapingAction,
     RunState,
     decide,
     decide_publication,
@@ -19,9 +19,9 @@ from branchlake_dagster.branching.reaping.rules import (
 
 HOUR = timedelta(hours=1)
 LIMITS = Limits(max_age=6 * HOUR, orphan_grace=HOUR)
-KEEP, DELETE, DISCARD, GIVE_BACK = Action
+KEEP, DELETE, DISCARD, GIVE_BACK = ReapingAction
 ACTIVE, AWAITING, PUBLISHED, UNPUBLISHED, MISSING = RunState
-ALIVE, SUSPECT, DEAD = Pulse
+ALIVE, SUSPECT, DEAD = Liveness
 OURS, THEIRS = Origin(Maker.HERE, ("here",)), Origin(Maker.ELSEWHERE, ("there",))
 
 
@@ -42,7 +42,9 @@ OURS, THEIRS = Origin(Maker.HERE, ("here",)), Origin(Maker.ELSEWHERE, ("there",)
         (MISSING, None, KEEP),
     ],
 )
-def test_seed_000_rules_and_their_guards(state: RunState, age: timedelta | None, action: Action) -> None:
+def test_seed_000_rules_and_their_guards(
+    state: RunState, age: timedelta | None, action: ReapingAction
+) -> None:
     found, reason = decide(Facts(state, age), LIMITS)
     assert found is action
     assert reason
@@ -64,7 +66,7 @@ def test_seed_000_rules_and_their_guards(state: RunState, age: timedelta | None,
     ],
 )
 def test_heartbeats_of_writers(
-    state: RunState, age: timedelta, pulses: set[Pulse], action: Action, told: str
+    state: RunState, age: timedelta, pulses: set[Liveness], action: ReapingAction, told: str
 ) -> None:
     found, reason = decide(Facts(state, age, writers=frozenset(pulses)), LIMITS)
     assert found is action
@@ -98,7 +100,7 @@ def test_a_run_that_still_reports_is_not_dead() -> None:
     ],
 )
 def test_what_was_not_published_is_kept_for_debugging(
-    since_end: timedelta | None, action: Action, told: str
+    since_end: timedelta | None, action: ReapingAction, told: str
 ) -> None:
     limits = Limits(max_age=6 * HOUR, orphan_grace=HOUR, keep_failed=24 * HOUR)
     found, reason = decide(Facts(UNPUBLISHED, 100 * HOUR, since_end), limits)
@@ -109,20 +111,20 @@ def test_what_was_not_published_is_kept_for_debugging(
 @pytest.mark.parametrize("state", [ACTIVE, UNPUBLISHED, AWAITING])
 def test_a_publication_that_was_begun_is_left_to_the_publisher(state: RunState) -> None:
     """It may be on `main` already, and nobody has been told."""
-    action, reason = decide(Facts(state, 100 * HOUR, 100 * HOUR, frozenset({DEAD}), begun=True), LIMITS)
+    action, reason = decide(Facts(state, 100 * HOUR, 100 * HOUR, frozenset({DEAD}), claimed=True), LIMITS)
     assert action is KEEP
-    assert "begun" in reason or "waits" in reason
+    assert "claimed" in reason or "waits" in reason
 
 
 @pytest.mark.parametrize(
     ("pulses", "exists", "action"),
     [(set(), True, KEEP), ({DEAD}, True, KEEP), ({DEAD}, False, DELETE), ({ALIVE}, False, KEEP)],
 )
-def test_publication_branches(pulses: set[Pulse], exists: bool, action: Action) -> None:
-    for state, made in ((PUBLISHED, UNTOLD), (MISSING, OURS)):
+def test_publication_branches(pulses: set[Liveness], exists: bool, action: ReapingAction) -> None:
+    for state, made in ((PUBLISHED, UNKNOWN), (MISSING, OURS)):
         found, _ = decide_publication(frozenset(pulses), run_branch_exists=exists, state=state, made=made)
         assert found is action
-    for made in (THEIRS, UNTOLD):
+    for made in (THEIRS, UNKNOWN):
         found, _ = decide_publication(frozenset(pulses), run_branch_exists=exists, state=MISSING, made=made)
         assert found is KEEP
 
@@ -135,11 +137,11 @@ def test_publication_branches(pulses: set[Pulse], exists: bool, action: Action) 
         (2 * HOUR, OURS, DISCARD, "any more"),
         (1000 * HOUR, THEIRS, KEEP, "it belongs to Dagster instance there"),
         (None, THEIRS, KEEP, "it belongs to Dagster instance there"),
-        (1000 * HOUR, UNTOLD, KEEP, "nothing says which Dagster instance made it"),
+        (1000 * HOUR, UNKNOWN, KEEP, "nothing says which Dagster instance made it"),
     ],
 )
 def test_what_no_run_is_known_of_is_ended_by_its_own_instance(
-    age: timedelta | None, made: Origin, action: Action, told: str
+    age: timedelta | None, made: Origin, action: ReapingAction, told: str
 ) -> None:
     found, reason = decide(Facts(MISSING, age, made=made), LIMITS)
     assert found is action
@@ -151,7 +153,7 @@ def test_a_waiting_run_says_for_how_long() -> None:
 
 
 ages = st.none() | st.integers(0, 10_000).map(lambda minutes: timedelta(minutes=minutes))
-pulses = st.frozensets(st.sampled_from(list(Pulse)))
+pulses = st.frozensets(st.sampled_from(list(Liveness)))
 
 
 @given(
@@ -174,7 +176,7 @@ def test_what_is_proven_neither_finished_nor_abandoned_is_kept(facts: Facts, lim
     assert reason
     if facts.publishers & {ALIVE, SUSPECT} or facts.state is AWAITING:
         assert action is KEEP
-    if facts.begun and facts.state in (ACTIVE, UNPUBLISHED):
+    if facts.claimed and facts.state in (ACTIVE, UNPUBLISHED):
         assert action is KEEP
     if facts.state in (ACTIVE, MISSING) and facts.writers & {ALIVE, SUSPECT}:
         assert action is KEEP

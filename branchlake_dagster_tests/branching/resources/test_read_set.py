@@ -13,7 +13,13 @@ from pyspark.sql import SparkSession
 
 from branchlake_dagster.branching.errors import ReadsUnknown
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.resources.read_set import READ_TABLES, READ_UNTOLD, ReadSet, Step, merging
+from branchlake_dagster.branching.resources.read_set import (
+    READ_TABLES,
+    READ_UNTOLD,
+    ReadSet,
+    RunningStep,
+    merging,
+)
 from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.spark.plans import Scanned
@@ -30,7 +36,7 @@ KEYS = (READ_TABLES, READ_UNTOLD)
 T = ("lake", "t")
 
 
-def read_set(log: Log, step: Step) -> ReadSet:
+def read_set(log: Log, step: RunningStep) -> ReadSet:
     nothing = cast("NessieClient", SimpleNamespace(contents=lambda ref, keys: {}))
     return ReadSet(log, lambda: nothing, lambda: "run-1", step=lambda: step)
 
@@ -38,13 +44,13 @@ def read_set(log: Log, step: Step) -> ReadSet:
 @pytest.mark.parametrize(("strict", "told"), [(True, 1), (False, 0), (None, 1)])
 def test_only_steps_that_are_surely_not_serializable_are_not_watched(strict: bool | None, told: int) -> None:
     log = Log()
-    read_set(log, Step("s", strict)).loaded(T)
+    read_set(log, RunningStep("s", strict)).loaded(T)
     assert log == [({READ_TABLES: ["lake.t"]}, "s")] * told
 
 
 def test_a_table_is_told_once() -> None:
     log = Log()
-    reads = read_set(log, Step("s", True))
+    reads = read_set(log, RunningStep("s", True))
     for _ in range(2):
         reads.loaded(T)
         reads.note(Scanned(frozenset({T, ("lake", "u")}), frozenset({"a stream"})))
@@ -56,7 +62,7 @@ def test_a_table_is_told_once() -> None:
 
 def test_a_merge_of_ones_own_reads_its_target_and_the_io_managers_does_not() -> None:
     log = Log()
-    reads = read_set(log, Step("s", True))
+    reads = read_set(log, RunningStep("s", True))
     with merging(T):
         reads.note(Scanned(merged=frozenset({T})))
     assert log == []
@@ -71,10 +77,10 @@ def test_a_classic_session_is_refused_to_a_serializable_asset(strict: bool | Non
     spark = BranchSparkResource(lakehouse=lakehouse)
     classic = cast("SparkSession", object())
     spark._spark_session = classic
-    spark.lakehouse._reads = read_set(log, Step("s", strict))
+    spark.lakehouse._reads = read_set(log, RunningStep("s", strict))
     assert spark.spark_session is classic
     assert log == [({READ_UNTOLD: ["a classic Spark session"]}, "s")] * told
-    spark.lakehouse._reads = read_set(log, Step("s", True))
+    spark.lakehouse._reads = read_set(log, RunningStep("s", True))
     with pytest.raises(ReadsUnknown, match="Use Spark Connect"):
         assert spark.spark_session
     assert spark.own_session() is classic

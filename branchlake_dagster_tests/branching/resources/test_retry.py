@@ -13,7 +13,7 @@ from dagster._core.execution.api import create_execution_plan, execute_run
 from dagster._core.execution.plan.state import KnownExecutionState
 from dagster._core.storage.tags import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 
-from branchlake_dagster.branching.branch.claim import pin
+from branchlake_dagster.branching.branch.claim import claim
 from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.branch.run_tags import (
     BASE_TAG,
@@ -201,7 +201,7 @@ def test_what_a_publisher_may_have_begun_with_is_not_continued(
     branch = lakehouse.nessie.reference(branch_name(parent))
     if not passed:
         # It published itself, and died before it could tell.
-        pin(lakehouse.nessie, branch)
+        claim(lakehouse.nessie, branch)
     retry(p, parent, f"{namespace}__second", ok=False)
     p.failed_with(RetryNeedsFullRun, "waits for its verdict", "Retry when its verdict is told")
     assert lakehouse.nessie.reference(branch.name).hash == branch.hash

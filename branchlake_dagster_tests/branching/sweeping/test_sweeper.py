@@ -19,7 +19,7 @@ from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.fencing.discard import discard, discarded_name, take_over
 from branchlake_dagster.branching.reaping.main_history import MainHistory
 from branchlake_dagster.branching.reaping.origin import INSTANCE
-from branchlake_dagster.branching.reaping.rules import Holder, RunState
+from branchlake_dagster.branching.reaping.rules import Owner, RunState
 from branchlake_dagster.branching.sweeping.sweeper import Sweeper, Sweeping
 from branchlake_dagster.branching.table.files import TableFiles, plain, within
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -43,7 +43,7 @@ class Lake:
         catalog.create_table((namespace, "t"), ROWS.schema)
         catalog.load_table((namespace, "t")).append(ROWS)
         self.root = Path(lake.settings.warehouse_uri.removeprefix("file://")) / namespace
-        self.holders: dict[str, Holder] = {}
+        self.owners: dict[str, Owner] = {}
 
     def named(self, name: str) -> str:
         """The branch of a run: its UUID ends in the namespace's."""
@@ -78,13 +78,13 @@ class Lake:
     def sweep(
         self, *, later: timedelta = 2 * HOUR, dry_run: bool = False, anyones: bool = True
     ) -> list[Sweeping]:
-        def holders(branches: Collection[str]) -> Mapping[str, Holder]:
-            return {branch: self.holders[branch] for branch in branches if branch in self.holders}
+        def owners(branches: Collection[str]) -> Mapping[str, Owner]:
+            return {branch: self.owners[branch] for branch in branches if branch in self.owners}
 
         sweeper = Sweeper(
             self.nessie,
             TableFiles({}),
-            holders,
+            owners,
             grace=HOUR,
             now=lambda: datetime.now(UTC) + later,
             anyones=anyones,
@@ -151,12 +151,12 @@ def test_what_a_passed_run_is_to_get_back_is_not_swept(lake: Lake) -> None:
     branch = lake.branch("awake")
     lake.table(branch).append(pa.table({"n": [10]}))
     tag = lake.discard(branch)
-    waits = Holder("x", RunState.AWAITING_PUBLICATION)
-    lake.holders[branch] = waits
+    waits = Owner("x", RunState.AWAITING_PUBLICATION)
+    lake.owners[branch] = waits
     (kept,) = lake.sweep(later=100 * HOUR)
     assert (kept.tag, kept.done) == (tag, False)
     assert "gives it back" in kept.reason
-    lake.holders[branch] = replace(waits, continued=True)
+    lake.owners[branch] = replace(waits, continued=True)
     (swept,) = lake.sweep(later=100 * HOUR)
     assert swept.done
 
@@ -168,9 +168,9 @@ def test_a_tag_waits_for_its_grace_and_for_a_retry(lake: Lake) -> None:
     (early,) = lake.sweep(later=HOUR / 2)
     assert "a retry may continue it for another 0.5 h" in early.reason
     now = datetime.now(UTC)
-    lake.holders[branch] = Holder("r", RunState.UNPUBLISHED, ended=now + 1.5 * HOUR)
+    lake.owners[branch] = Owner("r", RunState.UNPUBLISHED, ended=now + 1.5 * HOUR)
     assert "another 0.5 h" in lake.sweep()[0].reason
-    lake.holders[branch] = Holder("r", RunState.ACTIVE)
+    lake.owners[branch] = Owner("r", RunState.ACTIVE)
     assert lake.sweep()[0].reason == "run r may continue it"
     assert lake.names() == {tag}
 
@@ -567,17 +567,17 @@ def test_what_spark_wrote_is_the_runs_and_what_it_copied_is_not(lake: Lake) -> N
     assert lake.rows() == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("holder", ["run", "mine", "tag"])
-def test_a_copy_at_another_reference_keeps_the_runs_files(lake: Lake, holder: str) -> None:
+@pytest.mark.parametrize("owner", ["run", "mine", "tag"])
+def test_a_copy_at_another_reference_keeps_the_runs_files(lake: Lake, owner: str) -> None:
     """(f) The run's uncommitted work, registered on a second branch under another key."""
     branch = lake.branch("blocked")
     lake.table(branch).append(pa.table({"n": [10]}))
-    other = lake.branch("other") if holder != "mine" else f"mine-{lake.namespace}"
-    if holder == "mine":
+    other = lake.branch("other") if owner != "mine" else f"mine-{lake.namespace}"
+    if owner == "mine":
         lake.nessie.create_branch(other, from_ref=MAIN, from_hash=lake.nessie.reference(MAIN).hash)
     register(lake, other, "copy", at(lake, branch))
     lake.table(other, "copy").append(pa.table({"n": [12]}))
-    if holder == "tag":
+    if owner == "tag":
         name = f"keep_{lake.namespace}"
         lake.nessie.create_tag(name, from_ref=other, from_hash=lake.nessie.reference(other).hash)
         lake.nessie.delete_branch(other, expected_hash=lake.nessie.reference(other).hash)

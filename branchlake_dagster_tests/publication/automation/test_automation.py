@@ -26,7 +26,7 @@ from branchlake_dagster.publication.automation.conditions import (
     publication_automation_sensor,
     published,
 )
-from branchlake_dagster.publication.automation.reports import LOOK_BACK, Position, Telling, step
+from branchlake_dagster.publication.automation.reports import LOOK_BACK, Position, Report, next_reports
 
 UP, DOWN = dg.AssetKey("up"), dg.AssetKey("down")
 DAYS = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-11")
@@ -534,17 +534,17 @@ def test_each_publication_is_passed_on_once_however_late_its_event_is_committed(
             at += 1
     now = 0
 
-    def visible(_: Any, __: Any, *, after: int, upto: int) -> Iterator[Telling]:
+    def visible(_: Any, __: Any, *, after: int, upto: int) -> Iterator[Report]:
         for storage_id, seen_from, name in sorted(events):
             if after < storage_id <= upto and seen_from <= now:
-                yield Telling(storage_id, name, "c", None)
+                yield Report(storage_id, name, "c", None)
 
     passed_on: list[str] = []
     position: Position | None = None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reports, "tellings", visible)
+        patch.setattr(reports, "reports", visible)
         while now <= at + 2 * LOOK_BACK:
-            new, position = step(None, UP, position, start=0, upto=now)  # type: ignore[arg-type]
+            new, position = next_reports(None, UP, position, start=0, upto=now)  # type: ignore[arg-type]
             position = Position.from_text(position.to_text())
             passed_on += [telling.branch for telling in new]
             now += every

@@ -13,7 +13,7 @@ from branchlake_dagster.branching.table.spec import CHECK_SCOPE, table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.automation.conditions import on_publication
 from branchlake_dagster.publication.automation.published_sensor import published_sensor
-from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 
 pytestmark = pytest.mark.integration
@@ -77,7 +77,7 @@ def test_the_downstream_is_requested_when_main_has_the_upstream(lakehouse: Lakeh
         assert requested() == set()
         run = p.run(up.key)
         assert requested() == set()
-        assert p.settle(run).action is Action.PUBLISHED
+        assert p.settle(run).action is PublicationAction.PUBLISHED
         assert requested() == {None}
         assert requested() == set()
         # The requested run is published itself, which is nobody's upstream.
@@ -95,11 +95,11 @@ def test_blocked_and_failed_runs_request_nothing(lakehouse: Lakehouse, namespace
     with project(lakehouse, up, down, good, boom) as p:
         requested = Evaluator(p, down)
         requested()
-        assert p.settle(p.run(up.key)).action is Action.BLOCKED
+        assert p.settle(p.run(up.key)).action is PublicationAction.BLOCKED
         assert requested() == set()
-        assert p.settle(p.run(up.key, boom.key, ok=False)).action is Action.DISCARDED
+        assert p.settle(p.run(up.key, boom.key, ok=False)).action is PublicationAction.DISCARDED
         assert requested() == set()
-        assert p.settle(p.run(up.key)).action is Action.PUBLISHED
+        assert p.settle(p.run(up.key)).action is PublicationAction.PUBLISHED
         assert requested() == {None}
 
 
@@ -112,7 +112,7 @@ def test_a_refused_run_requests_nothing(lakehouse: Lakehouse, namespace: str) ->
         first, second = p.run(up.key), p.run(up.key)
         p.settle(first)
         assert requested() == {None}
-        assert p.settle(second).action is Action.REFUSED
+        assert p.settle(second).action is PublicationAction.REFUSED
         assert requested() == set()
 
 
@@ -121,7 +121,7 @@ def test_a_run_of_both_requests_nothing(lakehouse: Lakehouse, namespace: str) ->
     with project(lakehouse, up, down, good) as p:
         requested = Evaluator(p, down)
         requested()
-        assert p.settle(p.run()).action is Action.PUBLISHED
+        assert p.settle(p.run()).action is PublicationAction.PUBLISHED
         assert requested() == set()
 
 
@@ -136,9 +136,9 @@ def test_the_next_request_waits_until_the_last_one_is_judged(lakehouse: Lakehous
         mine = p.run(down.key)
         p.settle(p.run(up.key))
         assert requested() == set()
-        assert p.settle(mine).action is Action.PUBLISHED
+        assert p.settle(mine).action is PublicationAction.PUBLISHED
         assert requested() == {None}
-        assert p.settle(p.run(down.key)).action is Action.PUBLISHED
+        assert p.settle(p.run(down.key)).action is PublicationAction.PUBLISHED
         assert requested() == set()
 
 
@@ -150,11 +150,11 @@ def test_a_backfill_in_many_runs_requests_each_day_once(lakehouse: Lakehouse, na
         requested()
         runs = [p.run(up.key, partition=day) for day in days]
         assert requested() == set()
-        assert p.settle(runs[0]).action is Action.PUBLISHED
+        assert p.settle(runs[0]).action is PublicationAction.PUBLISHED
         assert requested() == {days[0]}
         # The others at once, as the publication sensor finds them: rebased, in one commit.
         outcomes = [one for one in p.reconciler().run() if one.run_id in runs]
-        assert {one.action for one in outcomes} == {Action.PUBLISHED}
+        assert {one.action for one in outcomes} == {PublicationAction.PUBLISHED}
         assert requested() == set(days[1:])
         assert requested() == set()
 
@@ -179,7 +179,7 @@ def test_the_sensor_on_mains_log_launches_by_partition(lakehouse: Lakehouse, nam
         runs = [p.run(up.key, partition=day) for day in days]
         assert tick(start) == ([], start)
         outcomes = {one.run_id: one.action for one in p.reconciler().run() if one.run_id in runs}
-        assert set(outcomes.values()) == {Action.PUBLISHED}
+        assert set(outcomes.values()) == {PublicationAction.PUBLISHED}
         requests, after = tick(start)
         found = {request.partition_key: request.tags["branchlake/after_run"] for request in requests}
         assert found == dict(zip(days, runs, strict=True))

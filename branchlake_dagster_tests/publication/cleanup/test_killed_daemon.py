@@ -17,7 +17,7 @@ import requests
 
 from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.branch.run_tags import PENDING, VERDICT_TAG
-from branchlake_dagster.branching.liveness.heartbeat_store import Beat, HeartbeatStore
+from branchlake_dagster.branching.liveness.heartbeat_store import Heartbeat, HeartbeatStore
 from branchlake_dagster.cli.local.dagster_dev import dagster_dev
 from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -59,7 +59,7 @@ def test_a_run_that_died_with_its_code_server_ends_by_itself(
     dagster_home(lakehouse.settings)
     store = HeartbeatStore.of(lakehouse.settings)
 
-    def launched(url: str) -> Beat:
+    def launched(url: str) -> Heartbeat:
         """A run at work on its second asset, by its heartbeat."""
         selector = {
             "repositoryLocationName": MODULE,

@@ -13,7 +13,7 @@ import pytest
 
 from branchlake_dagster.branching.branch.run_branch import branch_name, main_with_history
 from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
-from branchlake_dagster.branching.reaping.rules import Action
+from branchlake_dagster.branching.reaping.rules import ReapingAction
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_discarded
@@ -107,14 +107,14 @@ def test_a_killed_run_is_found_dead_and_leaves_nothing(own_lake: Lakehouse, run:
     with dg.DagsterInstance.get() as instance:
         # While it works, it beats and is left alone.
         (kept,) = reap_branches(own_lake, instance)
-        assert (kept.action, kept.reason) == (Action.KEEP, "its writer beats")
+        assert (kept.action, kept.reason) == (ReapingAction.KEEP, "its writer beats")
         run.end(signal.SIGKILL)
         assert run.status(instance) is dg.DagsterRunStatus.STARTED
         store = HeartbeatStore.of(own_lake.settings)
         assert [beat.branch for beat in store.all()] == [run.branch]
         time.sleep(1)
         (ended,) = reap_branches(own_lake, instance)
-        assert (ended.branch, ended.action) == (run.branch, Action.DISCARD)
+        assert (ended.branch, ended.action) == (run.branch, ReapingAction.DISCARD)
         assert ended.reason == "its writer is dead"
         # Dagster alone would take it for running for ever.
         assert run.status(instance) is dg.DagsterRunStatus.FAILURE
@@ -139,7 +139,7 @@ def test_a_cancelled_run_leaves_nothing(own_lake: Lakehouse, run: Run) -> None:
     with dg.DagsterInstance.get() as instance:
         assert run.status(instance) in (dg.DagsterRunStatus.CANCELED, dg.DagsterRunStatus.FAILURE)
         (ended,) = reap_branches(own_lake, instance)
-        assert (ended.branch, ended.action) == (run.branch, Action.DISCARD)
+        assert (ended.branch, ended.action) == (run.branch, ReapingAction.DISCARD)
         list(sweep_discarded(own_lake, instance))
     assert own_lake.nessie.reference(MAIN).hash == run.main
     assert run.files() == []
@@ -192,7 +192,7 @@ def ticks(lake: Lakehouse, instance: dg.DagsterInstance) -> Iterator[str]:
     definition = (
         branchlake_definitions(lake.settings).get_repository_def().get_sensor_def("dead_writer_sensor")
     )
-    resource = LakehouseResource(settings=lake.settings.told())
+    resource = LakehouseResource(settings=lake.settings.shown())
     cursor = None
     while True:
         with dg.build_sensor_context(

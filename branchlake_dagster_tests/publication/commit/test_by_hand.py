@@ -9,7 +9,7 @@ from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.ledger.candidate import Published, Refused
-from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench
 
@@ -136,7 +136,7 @@ def test_it_is_told_as_what_it_is(lakehouse: Lakehouse, namespace: str) -> None:
         run_id = p.run()
         done = merge(lakehouse, branch_name(run_id))
         outcome = p.settle(run_id)
-        assert (outcome.action, outcome.publication) == (Action.PUBLISHED, done)
+        assert (outcome.action, outcome.publication) == (PublicationAction.PUBLISHED, done)
         assert "merged by hand" in outcome.detail
         (told,) = p.observations([namespace, "t"])
         assert told.description == f"On main already: somebody merged its branch by hand, as {done}."
@@ -152,7 +152,7 @@ def test_a_blocked_run_that_was_merged_by_hand_is_not_told_to_be_off_main(
         run_id = p.run()
         done = merge(lakehouse, branch_name(run_id))
         outcome = p.settle(run_id)
-        assert outcome.action is Action.BLOCKED
+        assert outcome.action is PublicationAction.BLOCKED
         assert f"somebody merged its branch into main by hand, as {done}" in outcome.detail
         (told,) = p.observations([namespace, "t"])
         assert "by hand" in (told.description or "")
@@ -186,7 +186,7 @@ def test_a_run_whose_base_was_rolled_back_is_told(lakehouse: Lakehouse, namespac
         run_id = p.run(asset.key)
         assign_main(lakehouse, before)
         outcome = p.settle(run_id)
-        assert outcome.action is Action.REFUSED
+        assert outcome.action is PublicationAction.REFUSED
         assert "rolled back" in outcome.detail
         run = p.instance.get_run_by_id(run_id)
         assert run is not None

@@ -24,7 +24,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.cleanup.reaping import reap_branches
 from branchlake_dagster.publication.ledger.publications import publications
 from branchlake_dagster.publication.reconcile.backlog import other_location
-from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import project
 
 pytestmark = pytest.mark.integration
@@ -61,7 +61,7 @@ def test_a_passing_run_is_published_in_one_commit_with_its_story(
 
         outcome = p.settle(run_id)
 
-        assert outcome.action is Action.PUBLISHED
+        assert outcome.action is PublicationAction.PUBLISHED
         assert p.rows(namespace, "one") == [{"n": 1}, {"n": 2}, {"n": 3}]
         assert p.rows(namespace, "two") == [{"n": 7}]
         assert branch_name(run_id) not in p.branches()
@@ -82,10 +82,13 @@ def test_a_passing_run_is_published_in_one_commit_with_its_story(
 
 @pytest.mark.parametrize(
     ("severity", "action", "verdict"),
-    [("ERROR", Action.BLOCKED, "blocked"), ("WARN", Action.PUBLISHED, "passed_with_warnings")],
+    [
+        ("ERROR", PublicationAction.BLOCKED, "blocked"),
+        ("WARN", PublicationAction.PUBLISHED, "passed_with_warnings"),
+    ],
 )
 def test_severity_decides(
-    lakehouse: Lakehouse, namespace: str, severity: str, action: Action, verdict: str
+    lakehouse: Lakehouse, namespace: str, severity: str, action: PublicationAction, verdict: str
 ) -> None:
     asset = table(namespace, "t")
     with project(lakehouse, asset, check(asset, passed=False, severity=severity)) as p:
@@ -93,11 +96,11 @@ def test_severity_decides(
         outcome = p.settle(run_id)
         assert outcome.action is action
         assert "as told" in outcome.detail
-        assert lakehouse.catalog().table_exists((namespace, "t")) is (action is Action.PUBLISHED)
+        assert lakehouse.catalog().table_exists((namespace, "t")) is (action is PublicationAction.PUBLISHED)
         assert branch_name(run_id) not in p.branches()
         tags = p.instance.get_run_by_id(run_id).tags
         assert tags[VERDICT_TAG] == verdict
-        assert (REASON_TAG in tags) is (action is Action.BLOCKED)
+        assert (REASON_TAG in tags) is (action is PublicationAction.BLOCKED)
 
 
 def test_a_crashed_check_blocks(lakehouse: Lakehouse, namespace: str) -> None:
@@ -109,7 +112,7 @@ def test_a_crashed_check_blocks(lakehouse: Lakehouse, namespace: str) -> None:
 
     with project(lakehouse, asset, crashes) as p:
         run_id = p.run(ok=False)
-        assert p.settle(run_id).action is Action.DISCARDED
+        assert p.settle(run_id).action is PublicationAction.DISCARDED
         assert not lakehouse.catalog().table_exists((namespace, "t"))
 
 
@@ -120,9 +123,9 @@ def test_no_check_blocks_unless_the_asset_says_so(lakehouse: Lakehouse, namespac
 
     with project(lakehouse, table(namespace, "strict"), free) as p:
         blocked = p.settle(p.run(dg.AssetKey([namespace, "strict"])))
-        assert blocked.action is Action.BLOCKED
+        assert blocked.action is PublicationAction.BLOCKED
         assert "has no check" in blocked.detail
-        assert p.settle(p.run(dg.AssetKey([namespace, "free"]))).action is Action.PUBLISHED
+        assert p.settle(p.run(dg.AssetKey([namespace, "free"]))).action is PublicationAction.PUBLISHED
 
 
 def test_a_table_written_behind_the_assets_back_blocks(lakehouse: Lakehouse, namespace: str) -> None:
@@ -136,7 +139,7 @@ def test_a_table_written_behind_the_assets_back_blocks(lakehouse: Lakehouse, nam
 
     with project(lakehouse, asset, sneaky, check(asset)) as p:
         outcome = p.settle(p.run())
-        assert outcome.action is Action.BLOCKED
+        assert outcome.action is PublicationAction.BLOCKED
         assert f"{namespace}.side was changed" in outcome.detail
 
 
@@ -145,9 +148,9 @@ def test_a_conflict_is_refused_and_names_the_other_run(lakehouse: Lakehouse, nam
     with project(lakehouse, asset, check(asset)) as p:
         p.settle(p.run())
         first, second = p.run(), p.run()
-        assert p.settle(first).action is Action.PUBLISHED
+        assert p.settle(first).action is PublicationAction.PUBLISHED
         outcome = p.settle(second)
-        assert outcome.action is Action.REFUSED
+        assert outcome.action is PublicationAction.REFUSED
         assert f"{namespace}.t: the run replaced the whole table, published by run {first}" in outcome.detail
         assert branch_name(second) not in p.branches()
         assert p.instance.get_run_by_id(second).tags[REASON_TAG] == outcome.detail
@@ -179,7 +182,7 @@ def test_a_failed_run_is_discarded_and_main_untouched(lakehouse: Lakehouse, name
     with project(lakehouse, asset, boom, check(asset)) as p:
         before = lakehouse.nessie.reference("main").hash
         run_id = p.run(ok=False)
-        assert p.settle(run_id).action is Action.DISCARDED
+        assert p.settle(run_id).action is PublicationAction.DISCARDED
         assert lakehouse.nessie.reference("main").hash == before
 
 
@@ -188,7 +191,7 @@ def test_unknown_runs_are_left_to_the_reaper(lakehouse: Lakehouse) -> None:
     branch = lakehouse.nessie.create_branch(f"run-{uuid.uuid4()}", from_ref="main", from_hash=main)
     with project(lakehouse) as p:
         found = [o for o in p.reconciler().run() if o.branch == branch.name]
-        assert [o.action for o in found] == [Action.UNKNOWN_RUN]
+        assert [o.action for o in found] == [PublicationAction.UNKNOWN_RUN]
     lakehouse.nessie.delete_branch(branch.name, expected_hash=branch.hash)
 
 
@@ -205,7 +208,7 @@ def test_a_full_reexecution_opens_a_branch_of_its_own(lakehouse: Lakehouse, name
         assert tags[VERDICT_TAG] == "pending"
         assert tags[PUBLICATION_TAG] == "none"
         outcome = p.settle(again)
-        assert outcome.action is Action.PUBLISHED
+        assert outcome.action is PublicationAction.PUBLISHED
         assert p.instance.get_run_by_id(again).tags[PUBLICATION_TAG] == outcome.publication
         assert len(p.observations([namespace, "t"])) == 2
 

@@ -25,7 +25,7 @@ from branchlake_dagster.publication.commit.publisher import Publisher
 from branchlake_dagster.publication.ledger.candidate import Published, Refused
 from branchlake_dagster.publication.ledger.publications import publications
 from branchlake_dagster.publication.rebase.replay import IcebergTables
-from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.workbench import Workbench
@@ -119,7 +119,7 @@ def test_1_a_lost_reply_at_any_step_ends_in_one_publication(
             transport = Lossy(uri, lose=lose, applied=applied)
             settle_until_gone(p, lakehouse, mine, transport)
             expected += 1
-            # Pin, merge, (commit,) delete the branch, delete the pin: what a run without faults does.
+            # Claim, merge, (commit,) delete the branch, delete the claim: what a run without faults does.
             steps = 5 if rebased else 4
             assert transport.changes >= lose, "the fault was never met"
             rows = p.rows(namespace, "t")
@@ -178,11 +178,11 @@ def test_3_a_run_reads_what_another_publishes_meanwhile(lakehouse: Lakehouse, na
         newer = p.run(key["source"])
         p.settle(newer)
         refused = p.settle(strict)
-        assert refused.action is Action.REFUSED
+        assert refused.action is PublicationAction.REFUSED
         assert f"{namespace}.source: the run has read it" in refused.detail
         assert f"published by run {newer}" in refused.detail
-        assert p.settle(loose).action is Action.PUBLISHED
-        assert p.settle(p.run(key["strict"])).action is Action.PUBLISHED
+        assert p.settle(loose).action is PublicationAction.PUBLISHED
+        assert p.settle(p.run(key["strict"])).action is PublicationAction.PUBLISHED
 
 
 def test_4_a_missing_check_is_not_a_passed_one(lakehouse: Lakehouse, namespace: str) -> None:
@@ -193,7 +193,7 @@ def test_4_a_missing_check_is_not_a_passed_one(lakehouse: Lakehouse, namespace: 
         return pl.DataFrame({"n": [1]})
 
     with project(lakehouse, unchecked) as p:
-        assert p.settle(p.run()).action is Action.BLOCKED
+        assert p.settle(p.run()).action is PublicationAction.BLOCKED
         assert not lakehouse.catalog().table_exists((namespace, "t"))
 
 

@@ -18,14 +18,14 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from branchlake_dagster.branching.branch.run_branch import branch_name, main_with_history, run_id_of
 from branchlake_dagster.branching.fencing.discard import DISCARDED_PREFIX, discard
 from branchlake_dagster.branching.reaping.reaper import Reaper
-from branchlake_dagster.branching.reaping.rules import Holder, Limits, RunState
+from branchlake_dagster.branching.reaping.rules import Limits, Owner, RunState
 from branchlake_dagster.lakehouse.nessie import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable, Namespace, Put
 from branchlake_dagster.publication.commit.publisher import Publisher
 from branchlake_dagster.publication.gate.evidence import AssetRules, Evaluation, RunEvidence, Written
 from branchlake_dagster.publication.gate.verdict import judge
 from branchlake_dagster.publication.ledger.candidate import Candidate, Published, Refused, write_set
-from branchlake_dagster.publication.rebase.changes import Mode, Step
+from branchlake_dagster.publication.rebase.changes import Mode, SnapshotChange
 from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
 from branchlake_dagster_tests.simulation.tables import (
     SimulatedTables,
@@ -141,7 +141,9 @@ class Lake(RuleBasedStateMachine):
         )
         file = self.warehouse.data_file([(part, token, token)])
         recorded = replacing(part) if mode is Mode.REPLACE_PARTITIONS else None
-        step = Step(self.warehouse.number(), mode, (file,), gone, run_id=run.run_id, recorded=recorded)
+        step = SnapshotChange(
+            self.warehouse.number(), mode, (file,), gone, run_id=run.run_id, recorded=recorded
+        )
         after = self.warehouse.stepped(state, step)
         put = Put(key, table_content(content and content.content_id, self.warehouse.store(after), after))
         first = [] if NAMESPACE in seen.contents else [Put(NAMESPACE, Namespace(None, NAMESPACE))]
@@ -211,11 +213,11 @@ class Lake(RuleBasedStateMachine):
         assert gone == {name for name in before if run_id_of(name) in self.told}
         assert self._branches() == before - gone
 
-    def holders(self, branches: object) -> dict[str, Holder]:
+    def owners(self, branches: object) -> dict[str, Owner]:
         """The reaper's question to Dagster."""
         waiting = {run.run_id for run in self.ended}
         return {
-            branch_name(name): Holder(
+            branch_name(name): Owner(
                 name,
                 self.told.get(name)
                 or (RunState.AWAITING_PUBLICATION if name in waiting else RunState.ACTIVE),
@@ -228,7 +230,7 @@ class Lake(RuleBasedStateMachine):
         """Nobody is dead here."""
         raise AssertionError("asked without a heartbeat")
 
-    bury = reports_after  # type: ignore[assignment]
+    report_dead = reports_after  # type: ignore[assignment]
 
     def _branches(self) -> set[str]:
         return {ref.name for ref in self.client.references() if ref.name.startswith("run-")}

@@ -75,10 +75,10 @@ def test_a_publication_is_found_from_its_base_on() -> None:
     one = main.commit("run-a", "run-b")
     later = main.commit()
     for name in ("run-a", "run-b"):
-        assert log.published(main.client, name, base=base, at=main.head) == Published(one, now=False)
-    assert log.published(main.client, "run-c", base=base, at=main.head) is None
-    assert log.published(main.client, "run-a", base=base, at=base) is None
-    assert log.published(main.client, "run-a", base=one, at=later) is None  # its base is younger
+        assert log.already_published(main.client, name, base=base, at=main.head) == Published(one, now=False)
+    assert log.already_published(main.client, "run-c", base=base, at=main.head) is None
+    assert log.already_published(main.client, "run-a", base=base, at=base) is None
+    assert log.already_published(main.client, "run-a", base=one, at=later) is None  # its base is younger
 
 
 def test_a_merge_by_hand_is_found_by_the_hash_it_took() -> None:
@@ -86,10 +86,10 @@ def test_a_merge_by_hand_is_found_by_the_hash_it_took() -> None:
     base = main.head
     head, done = main.merge("run-x")
     main.commit("run-y")
-    found = log.published(main.client, "run-x", base=base, at=main.head, head=head)
+    found = log.already_published(main.client, "run-x", base=base, at=main.head, head=head)
     assert found == Published(done, now=False, by_hand=True)
-    assert log.published(main.client, "run-x", base=base, at=main.head) is None
-    assert log.published(main.client, "run-x", base=base, at=main.head, head=base) is None
+    assert log.already_published(main.client, "run-x", base=base, at=main.head) is None
+    assert log.already_published(main.client, "run-x", base=base, at=main.head, head=base) is None
 
 
 def test_what_was_read_once_is_not_read_again() -> None:
@@ -97,13 +97,13 @@ def test_what_was_read_once_is_not_read_again() -> None:
     base = main.head
     commits = [main.commit(f"run-{number}") for number in range(1000)]
     main.pages = 0
-    assert log.published(main.client, "run-7", base=base, at=main.head)
+    assert log.already_published(main.client, "run-7", base=base, at=main.head)
     first = main.pages
     for number in range(1000):
-        assert log.published(main.client, f"run-{number}", base=base, at=commits[-1])
+        assert log.already_published(main.client, f"run-{number}", base=base, at=commits[-1])
     assert main.pages == first
     main.commit("run-new")
-    assert log.published(main.client, "run-new", base=base, at=main.head)
+    assert log.already_published(main.client, "run-new", base=base, at=main.head)
     assert main.pages == first + 1
 
 
@@ -113,9 +113,9 @@ def test_an_older_base_is_reached_by_reading_on() -> None:
     main.commit("run-a")
     young = main.commit()
     main.commit("run-b")
-    assert log.published(main.client, "run-a", base=young, at=main.head) is None
-    assert log.published(main.client, "run-a", base=oldest, at=main.head)
-    assert log.published(main.client, "run-b", base=oldest, at=main.head)
+    assert log.already_published(main.client, "run-a", base=young, at=main.head) is None
+    assert log.already_published(main.client, "run-a", base=oldest, at=main.head)
+    assert log.already_published(main.client, "run-b", base=oldest, at=main.head)
 
 
 def test_a_publication_in_the_oldest_known_commit_counts_for_older_bases() -> None:
@@ -123,8 +123,10 @@ def test_a_publication_in_the_oldest_known_commit_counts_for_older_bases() -> No
     oldest = main.head
     published = main.commit("run-a")
     main.commit("run-b")
-    assert log.published(main.client, "run-b", base=published, at=main.head)
-    assert log.published(main.client, "run-a", base=oldest, at=main.head) == Published(published, now=False)
+    assert log.already_published(main.client, "run-b", base=published, at=main.head)
+    assert log.already_published(main.client, "run-a", base=oldest, at=main.head) == Published(
+        published, now=False
+    )
 
 
 def test_main_is_rolled_back_below_a_base() -> None:
@@ -132,13 +134,15 @@ def test_main_is_rolled_back_below_a_base() -> None:
     start = main.head
     base = main.commit("run-a")
     main.commit("run-b")
-    assert log.published(main.client, "run-b", base=base, at=main.head)
+    assert log.already_published(main.client, "run-b", base=base, at=main.head)
     main.assign(start)
     with pytest.raises(BaseNotOnMain, match="rolled back"):
-        log.published(main.client, "run-c", base=base, at=main.head)
-    assert log.published(main.client, "run-a", base=start, at=main.head) is None
+        log.already_published(main.client, "run-c", base=base, at=main.head)
+    assert log.already_published(main.client, "run-a", base=start, at=main.head) is None
     again = main.commit("run-a")
-    assert log.published(main.client, "run-a", base=start, at=main.head) == Published(again, now=False)
+    assert log.already_published(main.client, "run-a", base=start, at=main.head) == Published(
+        again, now=False
+    )
 
 
 def test_a_base_that_never_was_on_main() -> None:
@@ -146,10 +150,10 @@ def test_a_base_that_never_was_on_main() -> None:
     for _ in range(3):
         main.commit()
     with pytest.raises(BaseNotOnMain):
-        log.published(main.client, "run-a", base="ab" * 32, at=main.head)
+        log.already_published(main.client, "run-a", base="ab" * 32, at=main.head)
     main.pages = 0
     with pytest.raises(BaseNotOnMain):
-        log.published(main.client, "run-b", base="cd" * 32, at=main.head)
+        log.already_published(main.client, "run-b", base="cd" * 32, at=main.head)
     assert main.pages == 0
 
 
@@ -177,6 +181,6 @@ def test_it_agrees_with_a_log_that_knows_nothing_yet(seed: int, most: int) -> No
 
 def _said(log: MainLog, main: Main, name: str, asked: Any) -> Published | str | None:
     try:
-        return log.published(main.client, name, **asked)
+        return log.already_published(main.client, name, **asked)
     except BaseNotOnMain as error:
         return str(error)

@@ -24,7 +24,7 @@ from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.commit.committer import TableFilesUnreadable
 from branchlake_dagster.publication.ledger.candidate import Published, Refused
-from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench
@@ -401,12 +401,12 @@ def test_dagsters_database_is_locked_while_a_pass_works(
             other.execute("BEGIN EXCLUSIVE")
             outcome = p.reconciler().run_one(run_id)
             assert outcome is not None
-            assert outcome.action is Action.TRY_AGAIN
+            assert outcome.action is PublicationAction.TRY_AGAIN
             assert run_id in str(outcome)
         finally:
             other.execute("ROLLBACK")
             other.close()
-        assert p.settle(run_id).action is Action.PUBLISHED
+        assert p.settle(run_id).action is PublicationAction.PUBLISHED
         assert p.rows(namespace, "t") == [{"n": 1}]
         # The first pass could not note that it had told it; whoever follows publications knows them by name.
         told = {one.metadata[PUBLICATION_TAG].value for one in p.observations([namespace, "t"])}

@@ -13,7 +13,7 @@ from branchlake_dagster.publication.rebase.changes import (
     File,
     Layout,
     Mode,
-    Step,
+    SnapshotChange,
     TableChange,
 )
 from branchlake_dagster.publication.rebase.compacted import mapped
@@ -35,12 +35,12 @@ def step(
     removed: tuple[File, ...] = (),
     keys: tuple[str, ...] = (),
     run: str = "r",
-) -> Step:
-    return Step(7, mode, added, removed, keys, run)
+) -> SnapshotChange:
+    return SnapshotChange(7, mode, added, removed, keys, run)
 
 
 def change(
-    *steps: Step, before: Layout | None = LAYOUT, after: Layout | None = None, created: bool = False
+    *steps: SnapshotChange, before: Layout | None = LAYOUT, after: Layout | None = None, created: bool = False
 ) -> TableChange:
     return TableChange(None if created else before, after or before or LAYOUT, steps)
 
@@ -57,8 +57,8 @@ DISJOINT_IDS = step(
 )
 
 
-def theirs(step_: Step, run: str = "them") -> TableChange:
-    return change(Step(**{**vars(step_), "run_id": run}))
+def theirs(step_: SnapshotChange, run: str = "them") -> TableChange:
+    return change(SnapshotChange(**{**vars(step_), "run_id": run}))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def theirs(step_: Step, run: str = "them") -> TableChange:
         (step(Mode.COMPACT, (MINE,), (OLD,)), step(Mode.APPEND, (THEIRS,))),
     ],
 )
-def test_what_does_not_overlap_is_replayed(mine: Step, main: Step) -> None:
+def test_what_does_not_overlap_is_replayed(mine: SnapshotChange, main: SnapshotChange) -> None:
     assert overlap(change(mine), theirs(main)) is None
 
 
@@ -99,7 +99,7 @@ def test_what_does_not_overlap_is_replayed(mine: Step, main: Step) -> None:
     ],
 )
 def test_what_overlaps_is_refused_by_partition_and_run(
-    mine: Step, main: Step, why: str, partitions: tuple[str, ...]
+    mine: SnapshotChange, main: SnapshotChange, why: str, partitions: tuple[str, ...]
 ) -> None:
     found = overlap(change(mine), theirs(main))
     assert found is not None
@@ -197,8 +197,10 @@ def replaced_(
     removed: tuple[File, ...] = (),
     named: tuple[str, ...] = (),
     run: str = "r",
-) -> Step:
-    return Step(7, Mode.REPLACE_PARTITIONS, added, removed, run_id=run, recorded=predicate, named=named)
+) -> SnapshotChange:
+    return SnapshotChange(
+        7, Mode.REPLACE_PARTITIONS, added, removed, run_id=run, recorded=predicate, named=named
+    )
 
 
 WEEK, NEXT = days(1, 7), days(8, 14)
@@ -232,7 +234,9 @@ APPENDED = step(Mode.APPEND, (of_day(3),), run="them")
         (step(Mode.COMPACT, (of_day(3),), (of_day(3, "other"),)), replaced_(WEEK), None),
     ],
 )
-def test_what_was_replaced_is_compared_as_a_predicate(mine: Step, main: Step, why: str | None) -> None:
+def test_what_was_replaced_is_compared_as_a_predicate(
+    mine: SnapshotChange, main: SnapshotChange, why: str | None
+) -> None:
     found = overlap(change(mine), theirs(main))
     assert (found is None) is (why is None), found
     assert found is None or why is None or (why in found.why and found.runs == ("them",))
@@ -261,8 +265,8 @@ def test_values_meet_by_name() -> None:
 # -- row-level deletes ---------------------------------------------------------------------------------
 
 
-def deleting(*deletes: DeleteFile, mode: Mode = Mode.ROW_DELETES) -> Step:
-    return Step(9, mode, run_id="them", deletes=deletes)
+def deleting(*deletes: DeleteFile, mode: Mode = Mode.ROW_DELETES) -> SnapshotChange:
+    return SnapshotChange(9, mode, run_id="them", deletes=deletes)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +316,7 @@ def sized(path: str, rows: int | None, partition: str = "day=1") -> File:
 
 
 F1, F2, BIG = sized("f1", 3), sized("f2", 4), sized("big", 7)
-MERGED = Step(9, Mode.COMPACT, (BIG,), (F1, F2), run_id="them")
+MERGED = SnapshotChange(9, Mode.COMPACT, (BIG,), (F1, F2), run_id="them")
 SWAPPED = step(Mode.REPLACE_PARTITIONS, (MINE,), (F1, F2))
 
 
@@ -323,16 +327,16 @@ def test_a_compaction_is_mapped_when_all_its_files_were_removed() -> None:
     assert overlap(mine, main) is None
     split = change(step(Mode.REWRITE, (), (F2,)), step(Mode.REWRITE, (MINE,), (F1,)))
     assert [one.removed for one in mapped(split, main).steps] == [(BIG,), ()]
-    again = change(MERGED, Step(10, Mode.COMPACT, (sized("bigger", 7),), (BIG,), run_id="them"))
+    again = change(MERGED, SnapshotChange(10, Mode.COMPACT, (sized("bigger", 7),), (BIG,), run_id="them"))
     assert [one.path for one in mapped(change(SWAPPED), again).steps[0].removed] == ["bigger"]
 
 
 @pytest.mark.parametrize(
     "main",
     [
-        change(Step(9, Mode.COMPACT, (sized("big", 6),), (F1, F2), run_id="them")),
-        change(Step(9, Mode.COMPACT, (sized("big", None),), (F1, F2), run_id="them")),
-        change(Step(9, Mode.COMPACT, (sized("big", 9),), (F1, F2, sized("f3", 2)), run_id="them")),
+        change(SnapshotChange(9, Mode.COMPACT, (sized("big", 6),), (F1, F2), run_id="them")),
+        change(SnapshotChange(9, Mode.COMPACT, (sized("big", None),), (F1, F2), run_id="them")),
+        change(SnapshotChange(9, Mode.COMPACT, (sized("big", 9),), (F1, F2, sized("f3", 2)), run_id="them")),
         change(deleting(DeleteFile("d", "day=1", ("f1", "f1"))), MERGED),
         change(MERGED, step(Mode.REWRITE, (), (BIG,), run="them")),
         change(MERGED, deleting(DeleteFile("d", "day=1", ("big", "big")))),
@@ -347,7 +351,9 @@ def test_a_compaction_is_not_mapped_without_proof(main: TableChange) -> None:
 
 def test_partitions_are_mapped_apart() -> None:
     other = sized("other", 2, "day=2")
-    both = Step(9, Mode.COMPACT, (BIG, sized("big2", 4, "day=2")), (F1, F2, other, sized("o2", 2, "day=2")))
+    both = SnapshotChange(
+        9, Mode.COMPACT, (BIG, sized("big2", 4, "day=2")), (F1, F2, other, sized("o2", 2, "day=2"))
+    )
     assert mapped(change(SWAPPED), change(both)).steps[0].removed == (BIG,)
     half = step(Mode.REPLACE_PARTITIONS, (MINE,), (F1, F2, other))
     assert mapped(change(half), change(both)).steps[0].removed == (other, BIG)

@@ -17,7 +17,7 @@ from branchlake_dagster.branching.resources.spark_resource import BranchSparkRes
 from branchlake_dagster.branching.table.replaced import from_text
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import Action, Outcome
+from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 
 pytestmark = [pytest.mark.integration, pytest.mark.spark]
@@ -51,11 +51,11 @@ class World:
 
     def published(self, run_id: str) -> None:
         outcome = self.p.settle(run_id)
-        assert outcome.action is Action.PUBLISHED, outcome
+        assert outcome.action is PublicationAction.PUBLISHED, outcome
 
     def refused(self, run_id: str) -> Outcome:
         outcome = self.p.settle(run_id)
-        assert outcome.action is Action.REFUSED, outcome
+        assert outcome.action is PublicationAction.REFUSED, outcome
         return outcome
 
     def main(self) -> list[int]:

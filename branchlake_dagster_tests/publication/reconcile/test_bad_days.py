@@ -15,13 +15,17 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster.branching.branch.claim import pin
+from branchlake_dagster.branching.branch.claim import claim
 from branchlake_dagster.branching.branch.run_branch import branch_name, main_with_history, run_id_of
 from branchlake_dagster.branching.fencing.discard import discard
-from branchlake_dagster.branching.liveness.heartbeat_store import Beat, HeartbeatStore, HeartbeatsUnreadable
+from branchlake_dagster.branching.liveness.heartbeat_store import (
+    Heartbeat,
+    HeartbeatStore,
+    HeartbeatsUnreadable,
+)
 from branchlake_dagster.branching.reaping.origin import INSTANCE, Maker, Makers, Origin, instance_id
 from branchlake_dagster.branching.reaping.reaper import Reaper
-from branchlake_dagster.branching.reaping.rules import Action, Holder, Limits, Reaping, RunState
+from branchlake_dagster.branching.reaping.rules import Limits, Owner, Reaping, ReapingAction, RunState
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
 from branchlake_dagster.branching.table.files import TableFiles
@@ -39,7 +43,7 @@ from branchlake_dagster.publication.cleanup.reaping import (
     reap_branches,
     sweep_discarded,
 )
-from branchlake_dagster.publication.reconcile.reconciler import Action as Outcome
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.harness import project
 
@@ -107,7 +111,7 @@ def test_a_run_fails_clearly_when_a_remote_nessie_dies_under_it(own_lake: Lakeho
         own_lake.endpoints()  # somebody starts it again
         assert own_lake.nessie.reference("main").hash == main
         assert branch_name(run_id) in {ref.name for ref in own_lake.nessie.references()}
-        assert p.settle(run_id).action is Outcome.DISCARDED
+        assert p.settle(run_id).action is PublicationAction.DISCARDED
         assert branch_name(run_id) not in p.branches()
         assert own_lake.nessie.reference("main").hash == main
 
@@ -116,7 +120,7 @@ def test_the_embedded_nessie_comes_back_under_a_run(own_lake: Lakehouse, namespa
     first = table(namespace, "first")
     with project(own_lake, first, killing(own_lake, namespace, first)) as p:
         outcome = p.settle(p.run())
-        assert outcome.action is Outcome.PUBLISHED
+        assert outcome.action is PublicationAction.PUBLISHED
         assert (p.rows(namespace, "first"), p.rows(namespace, "second")) == ([{"n": 1}], [{"n": 2}])
 
 
@@ -146,7 +150,7 @@ def branches(lakehouse: Lakehouse, namespace: str) -> Iterator[Callable[..., str
 class Silent:
     """A store without heartbeats."""
 
-    def all(self) -> tuple[Beat, ...]:
+    def all(self) -> tuple[Heartbeat, ...]:
         return ()
 
     def remove(self, branch: str, writer: str) -> None: ...
@@ -155,22 +159,22 @@ class Silent:
 class FakeRuns:
     """Dagster, saying of each branch what the test wants."""
 
-    def __init__(self, state_of: Callable[[str], RunState | Holder]) -> None:
+    def __init__(self, state_of: Callable[[str], RunState | Owner]) -> None:
         self.state_of = state_of
         self.buried: dict[str, str] = {}
         self.told: dict[str, str] = {}
 
-    def holders(self, branches: Collection[str]) -> dict[str, Holder]:
+    def owners(self, branches: Collection[str]) -> dict[str, Owner]:
         found = {branch: self.state_of(run_id_of(branch)) for branch in branches}
         return {
-            branch: one if isinstance(one, Holder) else Holder(run_id_of(branch), one)
+            branch: one if isinstance(one, Owner) else Owner(run_id_of(branch), one)
             for branch, one in found.items()
         }
 
-    def reports_after(self, run_id: str, beat: Beat) -> bool:
+    def reports_after(self, run_id: str, beat: Heartbeat) -> bool:
         return False
 
-    def bury(self, run_id: str, message: str) -> None:
+    def report_dead(self, run_id: str, message: str) -> None:
         self.buried[run_id] = message
 
     def fenced(self, run_id: str, branch: str, reason: str) -> None:
@@ -182,7 +186,7 @@ def reaped(
     namespace: str,
     *,
     later: timedelta = timedelta(0),
-    state_of: Callable[[str], RunState | Holder] = lambda _: RunState.MISSING,
+    state_of: Callable[[str], RunState | Owner] = lambda _: RunState.MISSING,
     runs: FakeRuns | None = None,
     heartbeats: Any = None,
     limits: Limits = LIMITS,
@@ -201,7 +205,7 @@ def reaped(
         sleep=sleep,
         listing=f"refType == 'BRANCH' && ref.name.contains('-{namespace}')",
         fenced=f"refType == 'TAG' && ref.name.startsWith('discarded-{namespace}')",
-        pins=f"refType == 'TAG' && ref.name.startsWith('judged-{namespace}')",
+        claims=f"refType == 'TAG' && ref.name.startsWith('judged-{namespace}')",
         instance=HERE,
         **more,
     ).run(dry_run=dry_run)
@@ -209,7 +213,7 @@ def reaped(
 
 
 def left(lake: Lakehouse, namespace: str) -> set[str]:
-    """The branches that are there, `name*` for those that were discarded, and `name!` for pins."""
+    """The branches that are there, `name*` for those that were discarded, and `name!` for claims."""
     names = {ref.name for ref in lake.nessie.references(filter=f"ref.name.contains('-{namespace}')")}
     marks = {"discarded": "*", "judged": "!"}
     return {name.rpartition("-")[2] + marks.get(name.partition("-")[0], "") for name in names}
@@ -248,10 +252,10 @@ def test_what_has_ended_goes_at_once_and_what_works_or_waits_stays(
         branches(name)
     found = reaped(lakehouse, namespace, state_of=lambda run_id: states[run_id.rpartition("-")[2]])
     assert {name: one.action for name, one in found.items()} == {
-        "failed": Action.DISCARD,
-        "published": Action.DELETE,
-        "waits": Action.KEEP,
-        "works": Action.KEEP,
+        "failed": ReapingAction.DISCARD,
+        "published": ReapingAction.DELETE,
+        "waits": ReapingAction.KEEP,
+        "works": ReapingAction.KEEP,
     }
     assert left(lakehouse, namespace) == {"failed*", "waits", "works"}
 
@@ -277,9 +281,9 @@ def test_a_failed_run_is_kept_for_debugging_from_its_end(
     for name in ended:
         branches(name)
 
-    def state_of(run_id: str) -> Holder:
+    def state_of(run_id: str) -> Owner:
         since = ended[run_id.rpartition("-")[2]]
-        return Holder(run_id, RunState.UNPUBLISHED, ended=datetime.now(UTC) - since)
+        return Owner(run_id, RunState.UNPUBLISHED, ended=datetime.now(UTC) - since)
 
     limits = Limits(6 * HOUR, HOUR, keep_failed=2 * HOUR)
     found = reaped(lakehouse, namespace, state_of=state_of, limits=limits)
@@ -389,7 +393,7 @@ class Beating:
         self.store = HeartbeatStore(f"file://{folder}")
         self.namespace = namespace
         self.seconds = 0.0
-        self.alive: list[Beat] = []
+        self.alive: list[Heartbeat] = []
 
     def beat(
         self,
@@ -401,7 +405,7 @@ class Beating:
         instance: str = "",
     ) -> None:
         branch = name if name.startswith("publish-") else f"run-{self.namespace}-{name}"
-        beat = Beat(
+        beat = Heartbeat(
             branch,
             f"host-1-{kind}",
             run_id_of(branch),
@@ -449,7 +453,7 @@ def test_a_dead_writers_run_is_ended_and_a_live_one_is_left_alone(
     beating.beat("alive", alive=True)
     beating.beat("skewed", age=3 * HOUR, alive=True)
     beating.beat("old", age=timedelta(0), alive=True)
-    runs = FakeRuns(lambda run_id: Holder(run_id, RunState.ACTIVE, datetime.now(UTC) - 20 * HOUR))
+    runs = FakeRuns(lambda run_id: Owner(run_id, RunState.ACTIVE, datetime.now(UTC) - 20 * HOUR))
     dry = beating.reaped(lakehouse, runs, dry_run=True)
     assert beating.seconds == 0
     assert {name: one.heartbeat for name, one in dry.items()} == {
@@ -476,7 +480,7 @@ def test_a_live_heartbeat_protects_past_six_hours(
     branches("never")
     # Written by a clock that agrees with the reaper's.
     beating.beat("long", age=-7 * HOUR)
-    runs = FakeRuns(lambda run_id: Holder(run_id, RunState.ACTIVE))
+    runs = FakeRuns(lambda run_id: Owner(run_id, RunState.ACTIVE))
     found = beating.reaped(lakehouse, runs, later=7 * HOUR)
     assert found["long"].reason == "its writer beats"
     assert "last sign of life is 7.0 h old" in found["never"].reason
@@ -495,25 +499,25 @@ def test_a_publication_in_progress_is_never_reaped(
     assert left(lakehouse, namespace) == {"publishing", "crashed*"}
 
 
-@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("claimed", [True, False])
 def test_a_run_that_died_while_it_published_itself_is_left_to_the_next_publisher(
-    lakehouse: Lakehouse, namespace: str, branches: Callable[..., str], beating: Beating, begun: bool
+    lakehouse: Lakehouse, namespace: str, branches: Callable[..., str], beating: Beating, claimed: bool
 ) -> None:
     branch = branches("inside")
     nessie = lakehouse.nessie
-    if begun:
-        pin(nessie, nessie.reference(branch))
+    if claimed:
+        claim(nessie, nessie.reference(branch))
     beating.beat("inside", kind="publisher", age=HOUR)
     runs = FakeRuns(lambda _: RunState.ACTIVE)
     found = beating.reaped(lakehouse, runs)
     assert list(runs.buried) == [f"{namespace}-inside"]
-    assert left(lakehouse, namespace) == ({"inside", "inside!"} if begun else {"inside*"})
+    assert left(lakehouse, namespace) == ({"inside", "inside!"} if claimed else {"inside*"})
     # Dagster knows now that it ended; nothing of it goes before the publisher has told.
     runs.state_of = lambda _: RunState.UNPUBLISHED
     found = beating.reaped(lakehouse, runs)
-    if begun:
+    if claimed:
         assert "the publisher has not told how it ended" in found["inside"].reason
-        told = Holder(f"{namespace}-inside", RunState.PUBLISHED, told=True)
+        told = Owner(f"{namespace}-inside", RunState.PUBLISHED, told=True)
         runs.state_of = lambda _: told
         beating.reaped(lakehouse, runs)
         assert left(lakehouse, namespace) == set()
@@ -522,11 +526,11 @@ def test_a_run_that_died_while_it_published_itself_is_left_to_the_next_publisher
 def test_a_run_that_begins_to_publish_itself_while_the_reaper_looks_is_left_to_the_next_publisher(
     lakehouse: Lakehouse, namespace: str, branches: Callable[..., str]
 ) -> None:
-    """It was pinned, merged and dead between the reaper's two questions: `main` may have it."""
+    """It was claimed, merged and dead between the reaper's two questions: `main` may have it."""
     branch = lakehouse.nessie.reference(branches("quick"))
 
     def state_of(_: str) -> RunState:
-        pin(lakehouse.nessie, branch)
+        claim(lakehouse.nessie, branch)
         return RunState.UNPUBLISHED
 
     found = reaped(lakehouse, namespace, state_of=state_of)
@@ -539,10 +543,10 @@ def test_a_pin_without_its_branch_goes(
 ) -> None:
     branch = branches("waits")
     nessie = lakehouse.nessie
-    pin(nessie, nessie.reference(branch))
-    pin(nessie, replace(nessie.reference(branch), name=f"run-{namespace}-gone"))
+    claim(nessie, nessie.reference(branch))
+    claim(nessie, replace(nessie.reference(branch), name=f"run-{namespace}-gone"))
     dry = reaped(lakehouse, namespace, state_of=lambda _: RunState.AWAITING_PUBLICATION, dry_run=True)
-    assert dry["waits"].action is Action.KEEP
+    assert dry["waits"].action is ReapingAction.KEEP
     assert left(lakehouse, namespace) == {"waits", "waits!", "gone!"}
     reaped(lakehouse, namespace, state_of=lambda _: RunState.AWAITING_PUBLICATION)
     assert left(lakehouse, namespace) == {"waits", "waits!"}
@@ -555,7 +559,7 @@ def test_a_run_that_passes_in_the_moment_it_is_fenced_gets_its_branch_back(
     branch = branches("awake")
     head = lakehouse.nessie.reference(branch).hash
     beating.beat("awake", age=timedelta(minutes=5))
-    runs = FakeRuns(lambda run_id: Holder(run_id, RunState.ACTIVE, datetime.now(UTC)))
+    runs = FakeRuns(lambda run_id: Owner(run_id, RunState.ACTIVE, datetime.now(UTC)))
     told: list[RunState] = []
 
     def state_of(run_id: str) -> RunState:
@@ -564,42 +568,42 @@ def test_a_run_that_passes_in_the_moment_it_is_fenced_gets_its_branch_back(
 
     runs.state_of = state_of
     found = beating.reaped(lakehouse, runs)
-    assert (found["awake"].action, found["awake"].delete) == (Action.GIVE_BACK, False)
+    assert (found["awake"].action, found["awake"].delete) == (ReapingAction.GIVE_BACK, False)
     assert left(lakehouse, namespace) == {"awake"}
     assert lakehouse.nessie.reference(branch).hash == head
 
 
 @pytest.mark.parametrize(
-    ("holder", "pinned", "back"),
+    ("owner", "claimed", "back"),
     [
-        (Holder("r", RunState.AWAITING_PUBLICATION), False, True),
+        (Owner("r", RunState.AWAITING_PUBLICATION), False, True),
         # Whoever has it in hand ends it: a publisher between the fence and its word, or a retry.
-        (Holder("r", RunState.AWAITING_PUBLICATION), True, False),
-        (Holder("r", RunState.AWAITING_PUBLICATION, continued=True), False, False),
-        (Holder("r", RunState.ACTIVE), False, False),
-        (Holder("r", RunState.UNPUBLISHED, told=True), False, False),
-        (Holder("r", RunState.MISSING), False, False),
+        (Owner("r", RunState.AWAITING_PUBLICATION), True, False),
+        (Owner("r", RunState.AWAITING_PUBLICATION, continued=True), False, False),
+        (Owner("r", RunState.ACTIVE), False, False),
+        (Owner("r", RunState.UNPUBLISHED, told=True), False, False),
+        (Owner("r", RunState.MISSING), False, False),
     ],
 )
 def test_a_pass_that_died_after_the_fence_is_made_up_for(
     lakehouse: Lakehouse,
     namespace: str,
     branches: Callable[..., str],
-    holder: Holder,
-    pinned: bool,
+    owner: Owner,
+    claimed: bool,
     back: bool,
 ) -> None:
     branch = branches("fenced")
     nessie = lakehouse.nessie
     seen = nessie.reference(branch)
     discard(nessie, seen)
-    if pinned:
-        pin(nessie, seen)
-    found = reaped(lakehouse, namespace, state_of=lambda _: holder, dry_run=True)
-    assert [one.action for one in found.values()] == [Action.GIVE_BACK] * back
-    assert left(lakehouse, namespace) == {"fenced*"} | ({"fenced!"} if pinned else set())
-    for _ in range(2 - pinned):
-        reaped(lakehouse, namespace, state_of=lambda _: holder)
+    if claimed:
+        claim(nessie, seen)
+    found = reaped(lakehouse, namespace, state_of=lambda _: owner, dry_run=True)
+    assert [one.action for one in found.values()] == [ReapingAction.GIVE_BACK] * back
+    assert left(lakehouse, namespace) == {"fenced*"} | ({"fenced!"} if claimed else set())
+    for _ in range(2 - claimed):
+        reaped(lakehouse, namespace, state_of=lambda _: owner)
     assert left(lakehouse, namespace) == ({"fenced"} if back else {"fenced*"})
 
 
@@ -613,7 +617,7 @@ def test_a_pass_that_died_before_the_funeral_is_made_up_for(
     def dies(run_id: str, message: str) -> None:
         raise BrokenError("killed")
 
-    with patch.object(runs, "bury", dies), pytest.raises(BrokenError):
+    with patch.object(runs, "report_dead", dies), pytest.raises(BrokenError):
         beating.reaped(lakehouse, runs)
     assert left(lakehouse, namespace) == {"dead*"}
     beating.reaped(lakehouse, runs)
@@ -711,19 +715,19 @@ def test_another_instances_branch_is_left_alone_until_a_person_names_it(
     branches("theirs", instance=THERE)
     branches("nobodys", instance=None)
     branches("ours")
-    pin(lakehouse.nessie, lakehouse.nessie.reference(branches("pinned", instance=THERE)))
-    gone = lakehouse.nessie.reference(f"run-{namespace}-pinned")
+    claim(lakehouse.nessie, lakehouse.nessie.reference(branches("claimed", instance=THERE)))
+    gone = lakehouse.nessie.reference(f"run-{namespace}-claimed")
     lakehouse.nessie.delete_branch(gone.name, expected_hash=gone.hash)
     found = reaped(lakehouse, namespace, later=1000 * HOUR)
-    assert (found["theirs"].action, found["theirs"].instance) == (Action.KEEP, THERE)
+    assert (found["theirs"].action, found["theirs"].instance) == (ReapingAction.KEEP, THERE)
     assert "it belongs to Dagster instance there" in found["theirs"].reason
     assert "nothing says which Dagster instance made it" in found["nobodys"].reason
-    assert left(lakehouse, namespace) == {"theirs", "nobodys", "ours*", "pinned!"}
+    assert left(lakehouse, namespace) == {"theirs", "nobodys", "ours*", "claimed!"}
     theirs = f"run-{namespace}-theirs"
     early = reaped(lakehouse, namespace, only=[theirs], anyones=True)
     assert "a short while ago" in early["theirs"].reason
     reaped(lakehouse, namespace, later=2 * HOUR, only=[theirs], anyones=True)
-    assert left(lakehouse, namespace) == {"theirs*", "nobodys", "ours*", "pinned!"}
+    assert left(lakehouse, namespace) == {"theirs*", "nobodys", "ours*", "claimed!"}
 
 
 def test_a_person_does_not_end_what_beats(
@@ -747,7 +751,7 @@ def test_another_instances_dead_writer_is_left_to_its_own_reaper(
     branches("theirs", instance=None)
     beating.beat("theirs", age=HOUR, instance=THERE)
     found = beating.reaped(lakehouse, FakeRuns(lambda _: RunState.MISSING), later=24 * HOUR)
-    assert (found["theirs"].action, found["theirs"].instance) == (Action.KEEP, THERE)
+    assert (found["theirs"].action, found["theirs"].instance) == (ReapingAction.KEEP, THERE)
     assert beating.seconds == 0
     assert len(beating.store.all()) == 1
 
@@ -787,8 +791,8 @@ def test_the_runs_of_a_deleted_record_are_reaped_by_their_own_instance_only(
         assert "waits for the publisher" in look(p.instance).reason
         assert look(q.instance).instance == instance_id(p.instance)
         p.instance.delete_run(run_id)
-        assert look(p.instance).action is Action.DISCARD
+        assert look(p.instance).action is ReapingAction.DISCARD
         kept = look(q.instance)
-        assert (kept.action, kept.instance) == (Action.KEEP, instance_id(p.instance))
+        assert (kept.action, kept.instance) == (ReapingAction.KEEP, instance_id(p.instance))
     ref = lakehouse.nessie.reference(branch)
     lakehouse.nessie.delete_branch(branch, expected_hash=ref.hash)

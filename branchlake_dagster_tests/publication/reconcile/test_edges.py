@@ -28,7 +28,7 @@ from branchlake_dagster.publication.commit.publication_branch import publication
 from branchlake_dagster.publication.ledger.candidate import Published
 from branchlake_dagster.publication.reconcile import assess
 from branchlake_dagster.publication.reconcile import reconciler as reconciler_module
-from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.trouble import ATTEMPTS, give_up, set_aside
 from branchlake_dagster.publication.runtime import unbranched
 from branchlake_dagster.publication.runtime.unbranched import settle_unbranched
@@ -106,16 +106,16 @@ def test_an_unbranched_run_in_trouble_is_set_aside_and_given_up_without_touching
         run_id = p.run()
         monkeypatch.setattr(unbranched, "collect", lambda *_, **__: 1 / 0)
 
-        def settle() -> list[Action]:
+        def settle() -> list[PublicationAction]:
             found = settle_unbranched(p.lake.nessie, p.instance, p.graph, p.lake.settings)
             return [one.action for one in found]
 
-        assert settle() == [Action.TRY_AGAIN]
-        assert settle() == [Action.WAITING]
+        assert settle() == [PublicationAction.TRY_AGAIN]
+        assert settle() == [PublicationAction.WAITING]
         for attempts in (ATTEMPTS - 1, 60):
             p.instance.add_run_tags(run_id, {ATTEMPTS_TAG: str(attempts), NEXT_ATTEMPT_TAG: "none"})
-            assert settle() == [Action.TRY_AGAIN]
-            assert settle() == [Action.SET_ASIDE]
+            assert settle() == [PublicationAction.TRY_AGAIN]
+            assert settle() == [PublicationAction.SET_ASIDE]
         (one,) = set_aside(p.instance)
         assert "what it wrote stays" in give_up(p.lake.nessie, p.instance, one)
         assert "discarded-main" not in p.branches()
@@ -148,7 +148,7 @@ def test_a_store_that_refuses_old_runs_leaves_time_for_young_ones(
         assert ATTEMPTS_TAG not in tags(p, first)  # a store that refuses may be mended: it is not counted
         monkeypatch.setattr(assess, "collect", real)
         clock.now += timedelta(minutes=2)
-        assert {one.action for one in ours(p, p.reconciler(now=clock).run())} == {Action.PUBLISHED}
+        assert {one.action for one in ours(p, p.reconciler(now=clock).run())} == {PublicationAction.PUBLISHED}
 
 
 def test_a_run_given_up_that_is_on_main_is_told_by_the_next_pass(
@@ -167,7 +167,7 @@ def test_a_run_given_up_that_is_on_main_is_told_by_the_next_pass(
         (one,) = set_aside(p.instance)
         assert "is on main" in give_up(lakehouse.nessie, p.instance, one)
         (outcome,) = ours(p, p.reconciler().run())
-        assert outcome.action is Action.PUBLISHED
+        assert outcome.action is PublicationAction.PUBLISHED
         assert len(p.observations([namespace, "t"])) == 1
         assert len(p.rows(namespace, "t")) == 1
 
@@ -193,7 +193,7 @@ def test_one_run_that_spoils_a_shared_state_is_not_the_others_fault(
             for outcome in ours(p, p.reconciler().run()):
                 if outcome.check_run:
                     check_run(p, outcome)
-                if outcome.action is Action.PUBLISHED:
+                if outcome.action is PublicationAction.PUBLISHED:
                     done.add(outcome.run_id)
         assert done == set(ids) - {bad}
         assert ATTEMPTS_TAG in tags(p, bad)

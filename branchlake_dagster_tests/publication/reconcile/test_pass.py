@@ -10,12 +10,12 @@ import polars as pl
 import pytest
 
 from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG, TOLD_TAG
+from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG, REPORTED_TAG
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile import reconciler as reconciler_module
-from branchlake_dagster.publication.reconcile.outcome import Action, Outcome
+from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.runtime.pass_lock import one_pass
 from branchlake_dagster.publication.runtime.tick import Tick
 from branchlake_dagster.settings import Settings
@@ -31,14 +31,14 @@ from branchlake_dagster_tests.publication.reconcile.test_recheck import (
 # -- what a tick says ------------------------------------------------------------------------------------
 
 
-def outcomes(action: Action, count: int) -> Iterator[Outcome]:
+def outcomes(action: PublicationAction, count: int) -> Iterator[Outcome]:
     for number in range(count):
         yield Outcome(f"run-{number}", str(number), action, "x" * 400)
 
 
 def test_thousands_of_foreign_branches_are_one_clause() -> None:
     tick = Tick()
-    assert not any(tick.add(one) for one in outcomes(Action.UNKNOWN_RUN, 4300))
+    assert not any(tick.add(one) for one in outcomes(PublicationAction.UNKNOWN_RUN, 4300))
     assert tick.message() == (
         "Nothing to publish. Of the other branches 4300 belong to no run of this Dagster."
     )
@@ -46,8 +46,8 @@ def test_thousands_of_foreign_branches_are_one_clause() -> None:
 
 def test_a_thousand_publications_are_ten_and_a_number() -> None:
     tick = Tick()
-    logged = sum(tick.add(one) for one in outcomes(Action.PUBLISHED, 1000))
-    list(map(tick.add, outcomes(Action.WAITING, 7)))
+    logged = sum(tick.add(one) for one in outcomes(PublicationAction.PUBLISHED, 1000))
+    list(map(tick.add, outcomes(PublicationAction.WAITING, 7)))
     assert logged == 500
     assert len(tick.message()) < 4000
     assert "and 990 more, in the log" in tick.message()
@@ -122,11 +122,14 @@ def test_what_does_not_fit_waits_for_the_next_tick_and_the_oldest_comes_first(
         reconciler._clock = Ticking()
         found = ours(p, reconciler.run(budget_s=1.5))
         assert [(one.run_id, one.action) for one in found] == [
-            (run_id, Action.PUBLISHED if number < 2 else Action.WAITING) for number, run_id in enumerate(ids)
+            (run_id, PublicationAction.PUBLISHED if number < 2 else PublicationAction.WAITING)
+            for number, run_id in enumerate(ids)
         ]
         assert {one.detail for one in found[2:]} == {"its turn comes with the next tick"}
         later = ours(p, p.reconciler().run())
-        assert [(one.run_id, one.action) for one in later] == [(i, Action.PUBLISHED) for i in ids[2:]]
+        assert [(one.run_id, one.action) for one in later] == [
+            (i, PublicationAction.PUBLISHED) for i in ids[2:]
+        ]
         assert len(p.rows(namespace, "t")) == 5
 
 
@@ -155,13 +158,13 @@ def test_the_telling_of_many_partitions_goes_on_where_it_stopped(
             reconciler._finisher._clock = Ticking()
             reconciler._clock = lambda: 0.0
             (outcome,) = ours(p, reconciler.run(budget_s=6.5))
-            assert outcome.action is Action.PUBLISHED
+            assert outcome.action is PublicationAction.PUBLISHED
             told = p.instance.get_run_by_id(run_id)
             assert told is not None
             seen.append(len(p.observations([namespace, "t"])))
             if PUBLICATION_TAG in told.tags:
                 break
-            assert told.tags[TOLD_TAG] == str(seen[-1])
+            assert told.tags[REPORTED_TAG] == str(seen[-1])
             assert branch_name(run_id) in p.branches()
         assert seen == sorted(set(seen)), "every tick tells some more"
         assert len(seen) > 1
@@ -182,22 +185,22 @@ def test_nine_waiting_runs_share_their_checks(
     with project(lakehouse, asset, at_most(asset, most)) as p:
         p.settle(run(p, namespace, 0))
         ids = [run(p, namespace, 12 if number == 4 and most == 12 else 1) for number in range(9)]
-        done: dict[str, Action] = {}
+        done: dict[str, PublicationAction] = {}
         checks = 0
         for _ in range(40):
             for outcome in ours(p, p.reconciler().run()):
                 if outcome.check_run:
                     check_run(p, outcome)
                     checks += 1
-                if outcome.action in (Action.PUBLISHED, Action.REFUSED):
+                if outcome.action in (PublicationAction.PUBLISHED, PublicationAction.REFUSED):
                     done[outcome.run_id] = outcome.action
             if len(done) == len(ids):
                 break
-        assert sum(action is Action.PUBLISHED for action in done.values()) == published
+        assert sum(action is PublicationAction.PUBLISHED for action in done.values()) == published
         assert checks <= (1 if published == 9 else 12)
         assert rows(p, namespace) == [0] + [1] * published
         if published == 8:
-            assert done[ids[4]] is Action.REFUSED
+            assert done[ids[4]] is PublicationAction.REFUSED
         assert not [name for name in p.branches() if name.startswith("publish-") and name[8:] in ids]
 
 
@@ -228,7 +231,7 @@ def test_a_check_run_that_takes_too_long_is_given_up_and_made_again(
         assert ended is not None
         assert ended.is_failure
         check_run(p, again)
-        assert p.settle(second).action is Action.PUBLISHED
+        assert p.settle(second).action is PublicationAction.PUBLISHED
 
 
 # -- the sensor ------------------------------------------------------------------------------------------
@@ -242,7 +245,7 @@ def test_the_sensor_leaves_a_lake_alone_on_which_another_pass_is_at_work(
         run_id = p.run()
         repository = p.definitions.get_repository_def()
         sensor = repository.get_sensor_def("publication_sensor")
-        resource = LakehouseResource(settings=lakehouse.settings.told())
+        resource = LakehouseResource(settings=lakehouse.settings.shown())
         with dg.build_sensor_context(
             instance=p.instance, repository_def=repository, resources={"lakehouse": resource}
         ) as context:

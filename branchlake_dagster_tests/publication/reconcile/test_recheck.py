@@ -12,7 +12,7 @@ from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseR
 from branchlake_dagster.branching.table.spec import CHECK_SCOPE, table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.commit.publication_branch import publication_branch
-from branchlake_dagster.publication.reconcile.outcome import Action, Outcome
+from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 
 pytestmark = pytest.mark.integration
@@ -64,16 +64,16 @@ def test_a_rebased_table_is_checked_again_before_it_is_published(
     with project(lakehouse, asset, at_most(asset, 10)) as p:
         p.settle(run(p, namespace, 1))
         first, second = run(p, namespace, 2), run(p, namespace, 3)
-        assert p.settle(first).action is Action.PUBLISHED
+        assert p.settle(first).action is PublicationAction.PUBLISHED
         asked = p.settle(second)
-        assert asked.action is Action.CHECKING
+        assert asked.action is PublicationAction.CHECKING
         assert f"total on {namespace}/t" in asked.detail
         assert rows(p, namespace) == [1, 2]
         assert publication_branch(second) in p.branches()
         assert p.settle(second).check_run == asked.check_run  # asked again until it runs
         checks = check_run(p, asked)
         done = p.settle(second)
-        assert done.action is Action.PUBLISHED, done
+        assert done.action is PublicationAction.PUBLISHED, done
         assert rows(p, namespace) == [1, 2, 3]
         assert {publication_branch(second), branch_name(second), branch_name(checks)}.isdisjoint(p.branches())
 
@@ -87,7 +87,7 @@ def test_a_rebased_table_that_fails_its_check_is_refused(lakehouse: Lakehouse, n
         p.settle(first)
         checks = check_run(p, p.settle(second))
         refused = p.settle(second)
-        assert refused.action is Action.REFUSED
+        assert refused.action is PublicationAction.REFUSED
         assert f"(run {checks}): total on {namespace}/t: sum is 14, at most 10" in refused.detail
         assert rows(p, namespace) == [1, 6]
         assert {publication_branch(second), branch_name(second)}.isdisjoint(p.branches())
@@ -102,7 +102,7 @@ def test_main_moves_again_while_the_checks_run(lakehouse: Lakehouse, namespace: 
         asked = p.settle(second)
         # A third one waits: otherwise a busy table would move away under every check.
         outcomes = {o.run_id: o for o in p.reconciler().run()}
-        assert outcomes[third].action is Action.WAITING
+        assert outcomes[third].action is PublicationAction.WAITING
         assert second in outcomes[third].detail
         # Somebody else changes the table all the same.
         lakehouse.catalog().load_table((namespace, "t")).append(
@@ -112,13 +112,13 @@ def test_main_moves_again_while_the_checks_run(lakehouse: Lakehouse, namespace: 
         )
         check_run(p, asked)
         again = p.settle(second)
-        assert again.action is Action.CHECKING
+        assert again.action is PublicationAction.CHECKING
         assert again.check_run is not None
         assert again.check_run != asked.check_run
         check_run(p, again)
-        assert p.settle(second).action is Action.PUBLISHED
+        assert p.settle(second).action is PublicationAction.PUBLISHED
         check_run(p, p.settle(third))
-        assert p.settle(third).action is Action.PUBLISHED
+        assert p.settle(third).action is PublicationAction.PUBLISHED
         assert rows(p, namespace) == [1, 2, 3, 4, 50]
 
 
@@ -140,13 +140,15 @@ def test_a_check_run_that_dies_is_asked_for_again_and_then_refused(
                 check_run(p, asked)
         assert len(set(keys)) == 3
         refused = p.settle(second)
-        assert refused.action is Action.REFUSED
+        assert refused.action is PublicationAction.REFUSED
         assert "gave no verdict 3 times" in refused.detail
 
 
-@pytest.mark.parametrize(("scope", "action"), [("rows", Action.PUBLISHED), (None, Action.CHECKING)])
+@pytest.mark.parametrize(
+    ("scope", "action"), [("rows", PublicationAction.PUBLISHED), (None, PublicationAction.CHECKING)]
+)
 def test_the_scope_decides_and_a_check_without_one_is_taken_for_the_table(
-    lakehouse: Lakehouse, namespace: str, scope: str | None, action: Action
+    lakehouse: Lakehouse, namespace: str, scope: str | None, action: PublicationAction
 ) -> None:
     asset = appending(namespace)
     with project(lakehouse, asset, at_most(asset, 10, scope)) as p:
@@ -198,4 +200,4 @@ def test_a_run_that_repeats_checks_beats(lakehouse: Lakehouse, namespace: str) -
         checks = check_run(p, p.settle(second))
         assert beating == [branch_name(checks)]
         assert branch_name(checks) not in p.branches()
-        assert p.settle(second).action is Action.PUBLISHED
+        assert p.settle(second).action is PublicationAction.PUBLISHED

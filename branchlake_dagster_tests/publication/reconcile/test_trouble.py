@@ -28,7 +28,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.publication.reconcile import assess
-from branchlake_dagster.publication.reconcile.outcome import Action, Outcome
+from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.trouble import ATTEMPTS
 from branchlake_dagster_tests.harness import Project, project
 
@@ -95,10 +95,10 @@ def test_an_empty_metadata_file_holds_up_nobody(
     elsewhere = p.run(dg.AssetKey([namespace, "u"]))
     found = one_pass(p, clock)
     assert {run_id: found[run_id].action for run_id in (one, broken, other, elsewhere)} == {
-        one: Action.PUBLISHED,
-        broken: Action.TRY_AGAIN,
-        other: Action.PUBLISHED,
-        elsewhere: Action.PUBLISHED,
+        one: PublicationAction.PUBLISHED,
+        broken: PublicationAction.TRY_AGAIN,
+        other: PublicationAction.PUBLISHED,
+        elsewhere: PublicationAction.PUBLISHED,
     }
     assert len(p.rows(namespace, "t")) == 3
 
@@ -109,18 +109,18 @@ def test_it_is_tried_later_and_later_and_then_set_aside(
     p, _, broken, _ = three
     pauses = []
     for attempt in range(1, ATTEMPTS + 1):
-        assert one_pass(p, clock)[broken].action is Action.TRY_AGAIN
+        assert one_pass(p, clock)[broken].action is PublicationAction.TRY_AGAIN
         tags = run_of(p, broken).tags
         assert tags[ATTEMPTS_TAG] == str(attempt)
         assert tags["branchlake/reason"]
         if attempt < ATTEMPTS:
-            assert one_pass(p, clock)[broken].action is Action.WAITING
+            assert one_pass(p, clock)[broken].action is PublicationAction.WAITING
             due = datetime.fromisoformat(tags[NEXT_ATTEMPT_TAG])
             pauses.append(round((due - clock.now).total_seconds() / 5))
             clock.now = due
     assert pauses == [2**n for n in range(ATTEMPTS - 1)]
     clock.now += timedelta(days=1)
-    assert one_pass(p, clock)[broken].action is Action.SET_ASIDE
+    assert one_pass(p, clock)[broken].action is PublicationAction.SET_ASIDE
     log = p.instance.all_logs(broken)
     assert any(f"branchlake set-aside retry {broken}" in entry.message for entry in log)
     assert branch_name(broken) in p.branches()
@@ -169,7 +169,7 @@ def test_the_command_lists_and_retries(
     assert isinstance(content, IcebergTable)
     location = Path(content.metadata_location.removeprefix("file://"))
     kept(location).rename(location)  # somebody has put the file back meanwhile
-    assert one_pass(p, clock)[broken].action is Action.PUBLISHED
+    assert one_pass(p, clock)[broken].action is PublicationAction.PUBLISHED
     assert len(p.rows(namespace, "t")) == 4
     assert run_of(p, broken).tags["branchlake/reason"] == "none"
 
@@ -205,12 +205,15 @@ def test_an_error_of_any_class_is_the_runs_own(
             patch.setattr(assess, "collect", failing)
             found = one_pass(p)
         assert [found[run_id].action for run_id in (one, bad, other)] == [
-            Action.PUBLISHED,
-            Action.TRY_AGAIN,
-            Action.PUBLISHED,
+            PublicationAction.PUBLISHED,
+            PublicationAction.TRY_AGAIN,
+            PublicationAction.PUBLISHED,
         ]
         assert type(error).__name__ in found[bad].detail
-        assert one_pass(p, Clock(datetime.now(UTC) + timedelta(minutes=1)))[bad].action is Action.PUBLISHED
+        assert (
+            one_pass(p, Clock(datetime.now(UTC) + timedelta(minutes=1)))[bad].action
+            is PublicationAction.PUBLISHED
+        )
         assert len(p.rows(namespace, "t")) == 3
 
 
@@ -232,9 +235,9 @@ def test_an_error_of_the_whole_group_is_divided(
             patch.setattr(NessieClient, "commit", refusing)
             found = one_pass(p)
         assert [found[run_id].action for run_id in (one, bad, other)] == [
-            Action.PUBLISHED,
-            Action.TRY_AGAIN,
-            Action.PUBLISHED,
+            PublicationAction.PUBLISHED,
+            PublicationAction.TRY_AGAIN,
+            PublicationAction.PUBLISHED,
         ]
         p.settle(bad)
 
@@ -244,7 +247,7 @@ def test_a_tag_that_somebody_wrote_holds_up_nobody(lakehouse: Lakehouse, namespa
     with project(lakehouse, appending(namespace)) as p:
         run_id = p.run()
         p.instance.add_run_tags(run_id, {NEXT_ATTEMPT_TAG: due})
-        assert one_pass(p)[run_id].action is Action.PUBLISHED
+        assert one_pass(p)[run_id].action is PublicationAction.PUBLISHED
 
 
 def test_a_storage_that_cannot_note_the_trouble_stops_nobody(
@@ -260,5 +263,5 @@ def test_a_storage_that_cannot_note_the_trouble_stops_nobody(
 
     monkeypatch.setattr(type(p.instance), "add_run_tags", locked)
     found = one_pass(p)
-    assert found[broken].action is Action.TRY_AGAIN
-    assert {found[one].action, found[other].action} == {Action.PUBLISHED}
+    assert found[broken].action is PublicationAction.TRY_AGAIN
+    assert {found[one].action, found[other].action} == {PublicationAction.PUBLISHED}

@@ -18,7 +18,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.errors import NessieUnavailable
 from branchlake_dagster.publication.commit.publisher import Publisher
 from branchlake_dagster.publication.ledger.publications import publications
-from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster_tests.publication.runtime import publish_at_end_project
 
@@ -113,7 +113,7 @@ def test_what_the_run_could_not_do_the_sensor_does(
             patch.undo()
             outcome = reconciler(lakehouse, store).run_one(result.run_id)
             assert outcome is not None
-            assert outcome.action is Action.PUBLISHED
+            assert outcome.action is PublicationAction.PUBLISHED
             assert times(lakehouse, token) == 1
 
 
@@ -137,7 +137,7 @@ def test_a_run_that_died_after_its_publication_is_told_as_published(
             store.report_run_failed(found)
         outcome = reconciler(lakehouse, store).run_one(found.run_id)
         assert outcome is not None
-        assert outcome.action is Action.PUBLISHED
+        assert outcome.action is PublicationAction.PUBLISHED
         assert outcome.publication is not None
         assert times(lakehouse, token) == 1
         assert branch_name(found.run_id) not in {ref.name for ref in lakehouse.nessie.references()}
@@ -165,7 +165,10 @@ def test_the_run_and_the_sensor_race_to_one_publication(
                 thread.start()
             for thread in threads:
                 thread.join()
-            assert {o.action for o in outcomes if o} <= {Action.PUBLISHED, Action.TRY_AGAIN}
+            assert {o.action for o in outcomes if o} <= {
+                PublicationAction.PUBLISHED,
+                PublicationAction.TRY_AGAIN,
+            }
             assert len({o.publication for o in outcomes if o and o.publication}) == 1
             assert times(lakehouse, token) == 1
             told = [p for p in publications(lakehouse.nessie, limit=10) if p.run_id == result.run_id]

@@ -16,7 +16,7 @@ from branchlake_dagster.branching.resources.read_set import READ_TABLES, READ_UN
 from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import Action
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 
 pytestmark = [pytest.mark.integration, pytest.mark.spark]
@@ -42,7 +42,7 @@ def seeded(namespace: str, *names: str) -> list[dg.AssetsDefinition]:
     return [seed(name) for name in names]
 
 
-def settled(p: Project, run_id: str) -> Action:
+def settled(p: Project, run_id: str) -> PublicationAction:
     return p.settle(run_id).action
 
 
@@ -56,7 +56,7 @@ def noted(p: Project, run_id: str, name: str = READ_TABLES) -> list[str]:
     return sorted(found)
 
 
-def skew(lakehouse: Lakehouse, namespace: str, metadata: Any, read: str) -> list[Action]:
+def skew(lakehouse: Lakehouse, namespace: str, metadata: Any, read: str) -> list[PublicationAction]:
     """Two runs, each of which reads what the other writes: of both, one must come first."""
 
     def other(name: str, of: str) -> dg.AssetsDefinition:
@@ -84,11 +84,17 @@ def skew(lakehouse: Lakehouse, namespace: str, metadata: Any, read: str) -> list
 def test_write_skew_of_runs_that_read_by_themselves_is_refused(
     lakehouse: Lakehouse, namespace: str, read: str
 ) -> None:
-    assert skew(lakehouse, namespace, STRICT, read) == [Action.PUBLISHED, Action.REFUSED]
+    assert skew(lakehouse, namespace, STRICT, read) == [
+        PublicationAction.PUBLISHED,
+        PublicationAction.REFUSED,
+    ]
 
 
 def test_under_snapshot_isolation_it_is_allowed(lakehouse: Lakehouse, namespace: str) -> None:
-    assert skew(lakehouse, namespace, LOOSE, "sql") == [Action.PUBLISHED, Action.PUBLISHED]
+    assert skew(lakehouse, namespace, LOOSE, "sql") == [
+        PublicationAction.PUBLISHED,
+        PublicationAction.PUBLISHED,
+    ]
 
 
 FORMS: dict[str, str] = {
@@ -204,7 +210,7 @@ def test_what_cannot_be_known_blocks_a_serializable_asset(lakehouse: Lakehouse, 
         settled(p, p.run())
     with project(lakehouse, t) as p:
         outcome = p.settle(p.run())
-        assert outcome.action is Action.BLOCKED
+        assert outcome.action is PublicationAction.BLOCKED
         assert "may have read more than is known: a procedure, a statement" in outcome.detail
 
 
@@ -228,7 +234,7 @@ def test_an_upsert_does_not_read_its_target_but_what_it_is_made_from(
         for _ in range(2):
             run_id = p.run()
             assert noted(p, run_id) == [f"{namespace}.a"]
-            assert settled(p, run_id) is Action.PUBLISHED
+            assert settled(p, run_id) is PublicationAction.PUBLISHED
 
 
 def test_a_step_that_dies_has_told_what_it_read(lakehouse: Lakehouse, namespace: str) -> None:
@@ -250,7 +256,7 @@ def test_a_step_that_dies_has_told_what_it_read(lakehouse: Lakehouse, namespace:
             run_id = q.run()
             assert noted(q, run_id) == [f"{namespace}.a"]
             settled(p, p.run(key))
-            assert settled(q, run_id) is Action.REFUSED
+            assert settled(q, run_id) is PublicationAction.REFUSED
 
 
 def test_reads_in_a_thread_of_the_assets_own_are_noted(lakehouse: Lakehouse, namespace: str) -> None:

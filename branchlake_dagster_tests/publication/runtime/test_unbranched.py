@@ -9,7 +9,7 @@ from branchlake_dagster.branching.branch.run_tags import BRANCH_TAG, REASON_TAG,
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieUnavailable
-from branchlake_dagster.publication.reconcile.outcome import Action, Outcome
+from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.runtime.unbranched import settle_unbranched
 from branchlake_dagster_tests.harness import Project, project
 
@@ -53,7 +53,7 @@ def test_a_run_without_a_branch_writes_to_main_and_says_so(
         run = p.instance.get_run_by_id(run_id)
         assert (run.tags[BRANCH_TAG], run.tags[UNBRANCHED_TAG]) == ("main", "true")
         (outcome,) = settle(p)
-        assert (outcome.action, outcome.run_id) == (Action.UNBRANCHED, run_id)
+        assert (outcome.action, outcome.run_id) == (PublicationAction.UNBRANCHED, run_id)
         assert "its checks passed" in outcome.detail
         assert outcome.publication == lake.nessie.reference("main").hash
         assert p.instance.get_run_by_id(run_id).tags[VERDICT_TAG] == "passed"
