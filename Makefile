@@ -44,9 +44,10 @@ check: lint types test  ## what CI runs
 bench: setup  ## where the time goes
 	$(BIN)/branchlake bench lifecycle
 
+lock: EXTRAS := sda embedded ui postgres dev
 lock: setup  ## resolve requirements.lock anew
 	$(BIN)/pip-compile --quiet --generate-hashes --allow-unsafe --no-strip-extras \
-		--no-emit-index-url --no-emit-find-links --extra dev -o requirements.lock setup.cfg
+		--no-emit-index-url --no-emit-find-links $(EXTRAS:%=--extra %) -o requirements.lock setup.cfg
 
 clean:  ## stop the servers and remove everything that was made here
 	-$(BIN)/branchlake down
