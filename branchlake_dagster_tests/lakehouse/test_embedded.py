@@ -33,7 +33,7 @@ from branchlake_dagster.lakehouse.embedded.process import (
     ProcessRecord,
     ServerDidNotStart,
     choose_port,
-    start_ticks,
+    started_s,
 )
 from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK, EmbeddedServers, Endpoints
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -220,10 +220,10 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         running.kill()
 
 
-def record_of(running: subprocess.Popen[bytes], *, ticks_off: int = 0) -> ProcessRecord:
-    ticks = start_ticks(running.pid)
-    assert ticks is not None
-    return ProcessRecord("nessie", running.pid, ticks + ticks_off, 1)
+def record_of(running: subprocess.Popen[bytes], *, off_s: float = 0.0) -> ProcessRecord:
+    started = started_s(running.pid)
+    assert started is not None
+    return ProcessRecord("nessie", running.pid, started + off_s, 1)
 
 
 def test_a_record_survives_the_file(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
@@ -245,7 +245,7 @@ def test_a_stale_pid_is_not_alive_and_a_zombie_neither(sleeper: subprocess.Popen
 
 
 def test_a_reused_pid_is_neither_alive_nor_stopped(sleeper: subprocess.Popen[bytes]) -> None:
-    record = record_of(sleeper, ticks_off=-100)
+    record = record_of(sleeper, off_s=-1.0)
     assert not record.alive()
     assert process.stop(record) is False
     assert sleeper.poll() is None

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import requests
 
 from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ServerDidNotStart, choose_port
+from branchlake_dagster.lakehouse.waiting import holds_within
 
 _LOCATIONS = """
 { workspaceOrError { ... on Workspace { locationEntries { name locationOrLoadError {
@@ -51,17 +51,17 @@ def dagster_dev(
 
 
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while True:
+    def answers() -> bool:
         try:
-            if requests.get(f"{url}/server_info", timeout=2.0).ok:
-                _require_loaded(url, log)
-                return
+            return requests.get(f"{url}/server_info", timeout=2.0).ok
         except requests.RequestException:
-            pass
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise ServerDidNotStart("dagster dev did not start.", hint=f"Its log: {log}")
-        time.sleep(0.2)
+            return False
+
+    # Whichever comes first: a process that has ended answers no more.
+    settled = holds_within(timeout_s, lambda: answers() or process.poll() is not None, every_s=0.2)
+    if not settled or process.poll() is not None:
+        raise ServerDidNotStart("dagster dev did not start.", hint=f"Its log: {log}")
+    _require_loaded(url, log)
 
 
 def _require_loaded(url: str, log: Path) -> None:

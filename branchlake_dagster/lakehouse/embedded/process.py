@@ -1,7 +1,8 @@
 """One background server process: started detached, recorded in a file, recognised again, stopped.
 
 A pid alone proves nothing after a reboot or an unclean stop: the record holds the process's start time
-too, and only both together mean "ours, still running".
+too, and only both together mean "ours, still running". The start time is counted from the machine's boot,
+because the wall clock may be set while a server runs.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
+
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
 from branchlake_dagster.lakehouse.embedded.private import private_folder
+from branchlake_dagster.lakehouse.waiting import holds_within
 
 LOOPBACK = "127.0.0.1"
 _MARK = "==== started"
 """Separates the runs of a server in its log, so that an error of an earlier one is not quoted."""
+_SAME_START_S = 0.005
+"""Half of the kernel's clock tick, the unit in which Linux keeps start times."""
 
 
 class ServerDidNotStart(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -31,16 +35,17 @@ class ServerDidNotStart(BranchlakeError, Terminal):  # noqa: N818 - named like t
 
 @dataclass(frozen=True)
 class ProcessRecord:
-    """What we know of a server we started. `started_ticks` is the kernel's start time of the pid."""
+    """What we know of a server we started. `started_s` is when, in seconds since the machine's boot."""
 
     name: str
     pid: int
-    started_ticks: int
+    started_s: float
     port: int
 
     def alive(self) -> bool:
         """Whether this very process still runs."""
-        return start_ticks(self.pid) == self.started_ticks
+        started = started_s(self.pid)
+        return started is not None and abs(started - self.started_s) < _SAME_START_S
 
     def save(self, path: Path) -> None:
         """Write the record in one step, so that a reader never sees half of it."""
@@ -57,24 +62,21 @@ class ProcessRecord:
             return None
 
 
-def start_ticks(pid: int) -> int | None:
-    """The start time of `pid` in clock ticks since boot; None when it does not run (or is a zombie)."""
+def started_s(pid: int) -> float | None:
+    """When `pid` started, in seconds since boot; None when it does not run, a zombie included."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return _start_from_ps(pid)
-    return None if fields[0] == "Z" else int(fields[19])
-
-
-def _start_from_ps(pid: int) -> int | None:
-    # Systems without /proc (macOS).
-    if Path("/proc/self/stat").exists():
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        while True:
+            # Both are told as wall clock times; somebody may set the clock between the two questions.
+            boot = psutil.boot_time()
+            since = process.create_time() - boot
+            if psutil.boot_time() == boot:
+                return since
+            process = psutil.Process(pid)
+    except psutil.NoSuchProcess:
         return None
-    done = subprocess.run(
-        ["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
-    )
-    text = done.stdout.strip()
-    return int(time.mktime(time.strptime(text, "%a %b %d %H:%M:%S %Y"))) if text else None
 
 
 def choose_port(wanted: int, *, setting: str) -> int:
@@ -112,25 +114,28 @@ def launch(
         ],
         setsid=True,
     )
-    ticks = start_ticks(pid)
-    if ticks is None:
+    started = started_s(pid)
+    if started is None:
         raise ServerDidNotStart(f"{name} ended at once.", hint=f"Its log: {log}")
-    return ProcessRecord(name, pid, ticks, port)
+    return ProcessRecord(name, pid, started, port)
 
 
 def wait_until(ready: Callable[[], bool], record: ProcessRecord, *, log: Path, timeout_s: float) -> None:
     """Return when `ready()`; raise ServerDidNotStart with the end of `log` when it ends or takes too long."""
-    deadline = time.monotonic() + timeout_s
-    while not ready():
+
+    def settled() -> bool:
+        if ready():
+            return True
         if not record.alive():
             raise ServerDidNotStart(f"{record.name} ended: {_tail(log)}", hint=f"Its log: {log}")
-        if time.monotonic() > deadline:
-            stop(record)
-            raise ServerDidNotStart(
-                f"{record.name} did not answer within {timeout_s:.0f} s: {_tail(log)}",
-                hint=f"Its log: {log}. A slow machine may need BRANCHLAKE_STARTUP_TIMEOUT_S.",
-            )
-        time.sleep(0.1)
+        return False
+
+    if not holds_within(timeout_s, settled, every_s=0.1):
+        stop(record)
+        raise ServerDidNotStart(
+            f"{record.name} did not answer within {timeout_s:.0f} s: {_tail(log)}",
+            hint=f"Its log: {log}. A slow machine may need BRANCHLAKE_STARTUP_TIMEOUT_S.",
+        )
 
 
 def stop(record: ProcessRecord, *, grace_s: float = 15.0) -> bool:
@@ -141,13 +146,14 @@ def stop(record: ProcessRecord, *, grace_s: float = 15.0) -> bool:
         with contextlib.suppress(ProcessLookupError):  # it ended since we looked
             os.kill(record.pid, ending)
         # Also after the kill: until it is gone, its successor would meet its port and its store's lock.
-        deadline = time.monotonic() + grace_s
-        while record.alive() and time.monotonic() < deadline:
-            _reap_child(record.pid)
-            time.sleep(0.05)
-        if not record.alive():
+        if holds_within(grace_s, lambda: _gone(record), every_s=0.05):
             break
     return True
+
+
+def _gone(record: ProcessRecord) -> bool:
+    _reap_child(record.pid)
+    return not record.alive()
 
 
 def _reap_child(pid: int) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt
+
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Transient
 from branchlake_dagster.lakehouse.nessie.errors import (
     NessieAlreadyExists,
@@ -22,7 +24,7 @@ _SETTLED = (NessieConflict, NessieAlreadyExists)
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Waits between attempts in seconds; seed 000 asks for 1, 2 and 4. Empty means one attempt."""
+    """Waits between attempts in seconds. Empty means one attempt."""
 
     delays_s: tuple[float, ...] = (1.0, 2.0, 4.0)
 
@@ -37,19 +39,34 @@ class RetryPolicy:
         NessieOutcomeUnknown is raised even when the last failure was a harmless refused connection: telling
         the caller "certainly nothing happened" would make it publish twice or delete files that are in use.
         """
-        doubt: NessieOutcomeUnknown | None = None
-        delays = iter(self.delays_s)
-        while True:
+        lost: list[NessieOutcomeUnknown] = []
+
+        def once() -> T:
             try:
-                return attempt(doubt is not None)
-            except BranchlakeError as failure:
-                passing = isinstance(failure, Transient | NotNessie)
-                if isinstance(failure, NessieOutcomeUnknown) and doubt is None:
-                    doubt = failure
-                again = passing or (repeatable and isinstance(failure, OutcomeUnknown))
-                delay = next(delays, None) if again else None
-                if delay is None:
-                    if doubt is None or doubt is failure or isinstance(failure, _SETTLED):
-                        raise
-                    raise doubt from failure
-            sleep(delay)
+                return attempt(bool(lost))
+            except NessieOutcomeUnknown as failure:
+                lost.append(failure)
+                raise
+
+        def again(failure: BaseException) -> bool:
+            passing = isinstance(failure, Transient | NotNessie)
+            return passing or (repeatable and isinstance(failure, OutcomeUnknown))
+
+        delays = (*self.delays_s, 0.0)  # tenacity asks for the wait first, then whether to stop
+
+        def delay(state: RetryCallState) -> float:
+            return delays[state.attempt_number - 1]
+
+        retrying = Retrying(
+            retry=retry_if_exception(again),
+            stop=stop_after_attempt(len(delays)),
+            wait=delay,
+            sleep=sleep,
+            reraise=True,
+        )
+        try:
+            return retrying(once)
+        except BranchlakeError as failure:
+            if not lost or lost[0] is failure or isinstance(failure, _SETTLED):
+                raise
+            raise lost[0] from failure
