@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from itertools import product
+from typing import Any, cast
 from zoneinfo import ZoneInfo
 
+from croniter import croniter
 from dagster import MultiPartitionsDefinition, PartitionsDefinition, TimeWindowPartitionsDefinition
-from dagster._vendored.croniter.croniter import croniter
 from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.transforms import (
@@ -116,7 +117,8 @@ def _transform(definition: PartitionsDefinition[str] | None, kind: object) -> tu
 
 def _on_utc_days(definition: TimeWindowPartitionsDefinition) -> bool:
     """Whether every window begins at a midnight of UTC."""
-    minutes, hours = croniter.expand(definition.cron_schedule)[0][:2]  # type: ignore[no-untyped-call]
+    # Numbers, or "*" for all of them.
+    minutes, hours = cast("list[list[Any]]", croniter.expand(definition.cron_schedule)[0][:2])
     if "*" in minutes or "*" in hours:
         return False
     return all(
