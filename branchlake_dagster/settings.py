@@ -13,7 +13,7 @@ from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 RUN_BRANCH_PREFIX = "run-"
-"""Branches we own start with this (seed 000); clean-up never looks at any other."""
+"""Branches we own start with this; clean-up never looks at any other."""
 
 
 class Settings(BaseSettings):
@@ -71,13 +71,11 @@ class Settings(BaseSettings):
     recheck_timeout_min: float = Field(
         60.0, gt=0, description="Minutes after which a run that checks a rebased table is given up."
     )
-    reap_interval_min: int = Field(
-        60, ge=1, le=60, description="Minutes between runs of the reaper (seed 000)."
-    )
+    reap_interval_min: int = Field(60, ge=1, le=60, description="Minutes between runs of the reaper.")
     orphan_grace_min: float = Field(
         60.0, gt=0, description="Minutes without a commit after which a branch of an unknown run is reaped."
     )
-    orphan_max_age_h: float = Field(6.0, gt=0, description="Age at which a run branch is reaped (seed 000).")
+    orphan_max_age_h: float = Field(6.0, gt=0, description="Age at which a run branch is reaped.")
 
     heartbeat_interval_s: float = Field(
         10.0,

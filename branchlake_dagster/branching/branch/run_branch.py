@@ -21,14 +21,14 @@ from branchlake_dagster.lakehouse.nessie.model import ContentKey, Namespace, Put
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX
 
 FALLING_BACK = "Nessie unavailable, falling back to direct main writes"
-"""The warning of an unbranched run (seed 000)."""
+"""The warning of an unbranched run."""
 
 _ATTEMPTS = 4
 _log = logging.getLogger(__name__)
 
 
 def branch_name(run_id: str) -> str:
-    """The branch of a run (seed 000: `run-{run_id}`)."""
+    """The branch of a run: `run-{run_id}`."""
     return f"{RUN_BRANCH_PREFIX}{run_id}"
 
 

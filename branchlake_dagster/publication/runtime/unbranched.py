@@ -1,4 +1,4 @@
-"""Runs that wrote to `main` directly because their branch could not be made (seed 000, "Fallback").
+"""Runs that wrote to `main` directly because their branch could not be made.
 
 There is nothing to publish or to take back. Their checks are judged all the same, and a failure is as loud
 as it can be: the run is marked failed and asks for manual validation.

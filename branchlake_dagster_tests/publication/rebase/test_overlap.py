@@ -1,4 +1,4 @@
-"""The table of DESIGN §6: what the run did, what `main` did meanwhile, and the answer."""
+"""The rows of the table in publication/overlap.py: what the run did, what `main` did meanwhile, the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fallback of seed 000: no branch could be made, the run wrote to `main`, and its checks are judged."""
+"""The fallback: no branch could be made, the run wrote to `main`, and its checks are judged."""
 
 import dagster as dg
 import polars as pl
