@@ -13,6 +13,7 @@ from pathlib import Path
 import requests
 
 from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ServerDidNotStart, choose_port
+from branchlake_dagster.lakehouse.extras import require
 from branchlake_dagster.lakehouse.waiting import holds_within
 
 _LOCATIONS = """
@@ -28,8 +29,9 @@ def dagster_dev(
 ) -> Iterator[str]:
     """Webserver, daemon and code server for `module`; gives the UI's address and ends all on leaving.
 
-    `home` is Dagster's home. Output goes to `dev.log` in it. Raises ServerDidNotStart.
+    `home` is Dagster's home. Output goes to `dev.log` in it. Raises ServerDidNotStart or MissingExtra.
     """
+    require("ui", "dagster_webserver", wanted_by="dagster dev")
     port = choose_port(0, setting="the port of dagster dev")
     url = f"http://{LOOPBACK}:{port}"
     log = home / "dev.log"

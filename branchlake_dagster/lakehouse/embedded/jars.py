@@ -11,9 +11,8 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-
-import pyspark
 
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Transient
 from branchlake_dagster.lakehouse.embedded.java import user_java
@@ -93,8 +92,18 @@ def resolve(
     return found
 
 
+def spark_home() -> Path:
+    """The Spark that lies in the installed pyspark, which is not imported for that."""
+    spec = find_spec("pyspark")
+    if spec is None or spec.origin is None:
+        raise ConfigurationError(
+            "pyspark is not installed.", hint="Install it: pip install 'pyspark[connect]'."
+        )
+    return Path(spec.origin).parent
+
+
 def _ivy_jar() -> Path:
-    (jar,) = (Path(pyspark.__file__).parent / "jars").glob("ivy-*.jar")
+    (jar,) = (spark_home() / "jars").glob("ivy-*.jar")
     return jar
 
 

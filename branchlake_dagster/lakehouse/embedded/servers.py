@@ -18,11 +18,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyspark
 import requests
 
 from branchlake_dagster.lakehouse.embedded import process, spark_log
-from branchlake_dagster.lakehouse.embedded.jars import ICEBERG_AWS, ICEBERG_SPARK, NESSIE_SERVER, Jar, resolve
+from branchlake_dagster.lakehouse.embedded.jars import (
+    ICEBERG_AWS,
+    ICEBERG_SPARK,
+    NESSIE_SERVER,
+    Jar,
+    resolve,
+    spark_home,
+)
 from branchlake_dagster.lakehouse.embedded.java import bundled_java, user_java
 from branchlake_dagster.lakehouse.embedded.private import private_folder, state_folder, write_secret
 from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ProcessRecord
@@ -144,6 +150,8 @@ class EmbeddedServers:
             yield
 
     def _start(self, names: tuple[str, ...]) -> dict[str, ProcessRecord]:
+        if NESSIE in names:
+            bundled_java()  # told before 300 MB are brought for nothing
         jars = self.fetch_jars()
         for name in names:
             stale = ProcessRecord.load(self._record_path(name))
@@ -203,7 +211,7 @@ class EmbeddedServers:
         settings = self._settings
         port = self._port(SPARK, settings.spark_port, (SPARK,))
         scratch = private_folder(self._root / "spark")
-        home = Path(pyspark.__file__).parent
+        home = spark_home()
         nessie_uri = settings.nessie_uri or f"http://{LOOPBACK}:{nessie_port}/api/v2"
         conf = {
             "spark.connect.grpc.binding.address": LOOPBACK,

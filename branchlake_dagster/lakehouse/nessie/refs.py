@@ -12,11 +12,6 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from branchlake_dagster.lakehouse.nessie.errors import NessieRefused
-from branchlake_dagster.lakehouse.nessie.pynessie_parts import (
-    is_valid_hash,
-    is_valid_reference_name,
-    split_into_reference_and_hash,
-)
 
 _FULL_HASH = re.compile(r"[0-9a-fA-F]{64}")
 
@@ -36,6 +31,13 @@ class RefArgument:
 
 def parse_ref(ref: str) -> RefArgument:
     """Read a reference argument; raises NessieRefused when it can be none."""
+    # Late: pynessie takes 0.4 s to import, which a process that never speaks to Nessie need not spend.
+    from branchlake_dagster.lakehouse.nessie.pynessie_parts import (
+        is_valid_hash,
+        is_valid_reference_name,
+        split_into_reference_and_hash,
+    )
+
     if _FULL_HASH.fullmatch(ref):
         return RefArgument("", ref.lower())
     if ref.startswith("@") and is_valid_hash(ref[1:]):

@@ -14,7 +14,6 @@ import requests
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.nessie import failures
 from branchlake_dagster.lakehouse.nessie.errors import NessieError
-from branchlake_dagster.lakehouse.nessie.pynessie_parts import TokenAuth
 
 T = TypeVar("T")
 
@@ -63,6 +62,13 @@ def checked_verify(verify: bool | str) -> bool | str:
     return verify
 
 
+def _bearer(token: str) -> requests.auth.AuthBase:
+    from branchlake_dagster.lakehouse.nessie.pynessie_parts import TokenAuth  # late: 0.4 s
+
+    auth: requests.auth.AuthBase = TokenAuth(token)
+    return auth
+
+
 class Transport(Protocol):
     """What the client needs of the wire; every failure comes out as a NessieError."""
 
@@ -108,7 +114,7 @@ class HttpTransport:
     ) -> None:
         self.uri = checked_uri(uri)
         token = checked_token(token)
-        self._auth = TokenAuth(token) if token else None
+        self._auth = _bearer(token) if token else None
         self._secret = token
         self._verify = checked_verify(verify)
         self._timeout = (connect_timeout_s, read_timeout_s)

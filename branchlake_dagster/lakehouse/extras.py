@@ -1,0 +1,26 @@
+"""Packages that only a part of the product needs, and what to install when one is asked for and absent."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from branchlake_dagster.errors import ConfigurationError
+
+DISTRIBUTION = "branchlake_dagster"
+
+
+class MissingExtra(ConfigurationError, ImportError):  # noqa: N818 - named like the other outcomes
+    """A package of an extra is not installed; `hint` holds the command that installs it."""
+
+
+def require(extra: str, *modules: str, wanted_by: str) -> None:
+    """Raise MissingExtra unless every one of `modules` can be imported; imports none of them.
+
+    `extra` is one of the extras in setup.cfg, `wanted_by` what needs it, as the start of a sentence.
+    """
+    absent = [name for name in modules if find_spec(name) is None]
+    if absent:
+        raise MissingExtra(
+            f"{wanted_by} needs {' and '.join(absent)}, which is not installed.",
+            hint=f"Install the extra: pip install '{DISTRIBUTION}[{extra}]'.",
+        )
