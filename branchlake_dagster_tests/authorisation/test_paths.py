@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import dagster as dg
 import pytest
 from click.testing import CliRunner
-from dagster._core.definitions.reconstruct import ReconstructableRepository
 from pyiceberg.catalog import load_catalog
 
 from branchlake_dagster.branching.branch.run_branch import branch_name
@@ -19,6 +18,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_discarded
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster_tests.branching.resources.test_retry import Flaky, retry
+from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.runtime import publish_at_end_project
 

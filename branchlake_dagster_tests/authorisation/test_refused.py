@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import dagster as dg
 import pytest
 from click.testing import CliRunner
-from dagster._core.definitions.reconstruct import ReconstructableRepository
 from pyiceberg.catalog import load_catalog
 from pyspark.sql import DataFrame, SparkSession
 
@@ -21,6 +20,7 @@ from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster_tests.branching.resources.test_retry import Flaky, retry
+from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.publication.runtime import publish_at_end_project
 

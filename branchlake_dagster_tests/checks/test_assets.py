@@ -8,7 +8,7 @@ from typing import Any
 import dagster as dg
 import pyspark.sql.types as pst
 import pytest
-from dagster._core.definitions.asset_checks.asset_check_evaluation import AssetCheckEvaluation
+from dagster import AssetCheckEvaluation
 from pandera.pyspark import DataFrameModel, Field
 from pyspark.sql import DataFrame, SparkSession
 

@@ -18,6 +18,7 @@ from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.branch.run_tags import CHECKS_FOR_TAG, judged, opened_by
 from branchlake_dagster.cli.local.dagster_dev import dagster_dev
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
 from branchlake_dagster_tests.lossy.plan import Planned
 from branchlake_dagster_tests.lossy.project import KIND
 
@@ -33,7 +34,7 @@ mutation Launch($params: ExecutionParams!) {
 _CONFIGURATION = """\
 telemetry: {{enabled: false}}
 nux: {{enabled: false}}
-compute_logs: {{module: dagster._core.storage.noop_compute_log_manager, class: NoOpComputeLogManager}}
+{compute_logs}
 run_monitoring: {{enabled: true, poll_interval_seconds: 30}}
 sensors: {{use_threads: true, num_workers: 4}}
 run_coordinator:
@@ -148,7 +149,7 @@ def leftovers(client: NessieClient) -> list[str]:
 def daemon(home: Path, environment: Mapping[str, str], *, at_once: int) -> Iterator[Daemon]:
     """Webserver, daemon and code server with a home of their own; all of it ends on leaving."""
     home.mkdir(parents=True, exist_ok=True)
-    (home / "dagster.yaml").write_text(_CONFIGURATION.format(at_once=at_once))
+    (home / "dagster.yaml").write_text(_CONFIGURATION.format(compute_logs=COMPUTE_LOGS, at_once=at_once))
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     with (
         # First: it makes its databases, and cannot do so in several processes at once.

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from dagster import DagsterRun, DagsterRunStatus
-from dagster._core.storage.tags import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 
 from branchlake_dagster.branching.branch.run_branch import RunBranch, branch_name
 from branchlake_dagster.branching.reaping.origin import INSTANCE
@@ -14,6 +13,11 @@ from branchlake_dagster.branching.resources.retry import inherited
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable, Namespace, Put
+from branchlake_dagster.library_internals.dagster import (
+    ASSET_RESUME_RETRY_TAG,
+    PARENT_RUN_ID_TAG,
+    ROOT_RUN_ID_TAG,
+)
 from branchlake_dagster_tests.simulation.changes import Change, Kind
 from branchlake_dagster_tests.simulation.instance import SimulatedInstance
 from branchlake_dagster_tests.simulation.runs import NAMESPACE, End, Plan, table_key

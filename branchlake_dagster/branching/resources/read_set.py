@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from dagster import DagsterInstance, DagsterRun, MetadataValue
-from dagster._core.events import EngineEventData
-from dagster._core.execution.context.compute import current_execution_context
 from pyiceberg.typedef import Identifier
 
 from branchlake_dagster.branching.table.spec import ISOLATION
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.lakehouse.spark.plans import Scanned
+from branchlake_dagster.library_internals.dagster import report_engine_event, running_context
 
 READ_TABLES = "branchlake/read_tables"
 """Metadata of an engine event: dotted names of tables, as a JSON list."""
@@ -53,7 +52,7 @@ class RunningStep:
 
 def running_step() -> RunningStep:
     """What Dagster executes in this thread. In a thread of the user's own nobody knows."""
-    context: Any = current_execution_context.get()
+    context = running_context()
     if context is None:
         return RunningStep(None, None)
     step = context.op_execution_context.get_step_execution_context()
@@ -107,7 +106,7 @@ class ReadSet:
         """One that reports to the run's event log."""
 
         def report(message: str, metadata: Mapping[str, MetadataValue[Any]], step: str | None) -> None:
-            instance.report_engine_event(message, run, EngineEventData(metadata=metadata), step_key=step)
+            report_engine_event(instance, message, run, metadata, step_key=step)
 
         return cls(report, client, ref)
 

@@ -17,6 +17,7 @@ from pyiceberg.table import Table
 
 from branchlake_dagster.branching.branch.run_branch import RunBranch
 from branchlake_dagster.branching.table.spec import TableSpec
+from branchlake_dagster.library_internals.dagster import add_loaded_input_metadata
 
 PREFIX = "branchlake."
 _MANY = 20
@@ -107,10 +108,6 @@ def asset_partitions(context: OutputContext) -> tuple[str, ...]:
 
 
 def report_read(context: InputContext, spec: TableSpec, ref: str) -> None:
-    """Let the input's LOADED_INPUT event say which table was read and where: a run's read set.
-
-    Not by `add_input_metadata`: that also reports an observation of the upstream asset, which Dagster takes
-    for an update of an external asset, and it raises for an input of several partitions.
-    """
+    """Let the input's LOADED_INPUT event say which table was read and where: a run's read set."""
     told = {"branchlake/table": MetadataValue.text(spec.name), "branchlake/ref": MetadataValue.text(ref)}
-    context._user_generated_metadata = {**context._user_generated_metadata, **told}
+    add_loaded_input_metadata(context, told)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 import pyarrow as pa
-from pyiceberg.catalog import MetastoreCatalog
 from pyiceberg.schema import Schema, assign_fresh_schema_ids
 from pyiceberg.table import Table
 from pyiceberg.types import NestedField
 
 from branchlake_dagster.branching.errors import SchemaMismatch
+from branchlake_dagster.library_internals.pyiceberg import iceberg_schema_of
 
 _FORMAT_VERSION: Literal[2] = 2
 
@@ -48,9 +48,7 @@ def _stored(kind: pa.DataType) -> pa.DataType:
 
 def iceberg_schema(schema: pa.Schema) -> Schema:
     """An Iceberg schema with fresh field ids for a normalised Arrow schema."""
-    converted = MetastoreCatalog._convert_schema_if_needed(schema, _FORMAT_VERSION)
-    assert isinstance(converted, Schema)  # noqa: S101 - an Arrow schema always gives one
-    return assign_fresh_schema_ids(converted)
+    return assign_fresh_schema_ids(iceberg_schema_of(schema, _FORMAT_VERSION))
 
 
 def evolve(table: Table, wanted: pa.Schema, *, name: str) -> Table:

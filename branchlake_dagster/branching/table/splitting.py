@@ -13,15 +13,13 @@ from collections.abc import Iterator, Mapping
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.expressions import AlwaysTrue, BooleanExpression
-from pyiceberg.expressions.visitors import _StrictMetricsEvaluator
-from pyiceberg.io.pyarrow import ArrowScan, _dataframe_to_data_files
+from pyiceberg.io.pyarrow import ArrowScan
 from pyiceberg.manifest import DataFile
 from pyiceberg.table import FileScanTask, Table
-from pyiceberg.table.snapshots import Operation, Summary
-from pyiceberg.table.update import AddSnapshotUpdate, TableUpdate
 
 from branchlake_dagster.branching.table.partitioning import whole_files
 from branchlake_dagster.branching.table.selection import Selection, Values, ends, to_iceberg
+from branchlake_dagster.library_internals.pyiceberg import commit_compaction, data_files, rows_all_match
 
 
 def divide(table: Table, selection: Selection, properties: Mapping[str, str]) -> Table:
@@ -44,15 +42,13 @@ def divide(table: Table, selection: Selection, properties: Mapping[str, str]) ->
         producer.delete_data_file(task.file)
         for file in _pieces(table, task, selection, commit, numbers):
             producer.append_data_file(file)
-    updates, requirements = producer._commit()
-    transaction._apply(tuple(map(_as_compaction, updates)), requirements)
-    return transaction.commit_transaction()
+    return commit_compaction(transaction, producer)
 
 
 def _cut(table: Table, row_filter: BooleanExpression) -> Iterator[FileScanTask]:
     """The files of which some rows may match the filter and others may not."""
     for task in table.scan(row_filter=row_filter).plan_files():
-        if task.delete_files or not _StrictMetricsEvaluator(table.schema(), task.residual).eval(task.file):
+        if task.delete_files or not rows_all_match(table.schema(), task.residual, task.file):
             yield task
 
 
@@ -65,13 +61,8 @@ def _pieces(
     ).to_table(tasks=[task])
     cells = _cells(rows, selection)
     for cell in pc.unique(cells):
-        yield from _dataframe_to_data_files(
-            table_metadata=table.metadata,
-            df=rows.filter(pc.equal(cells, cell)),
-            io=table.io,
-            write_uuid=commit,
-            counter=numbers,
-        )
+        part = rows.filter(pc.equal(cells, cell))
+        yield from data_files(table.metadata, part, table.io, commit=commit, numbers=numbers)
 
 
 def _cells(rows: pa.Table, selection: Selection) -> pa.ChunkedArray:
@@ -99,11 +90,3 @@ def _edges(column: pa.ChunkedArray, selection: Selection, name: str) -> Iterator
     ranges = [one for one in conditions if not isinstance(one, Values)]
     for end in {end for one in ranges for end in ends(one, column.type)}:
         yield pc.greater_equal(column, end)
-
-
-def _as_compaction(update: TableUpdate) -> TableUpdate:
-    """PyIceberg's producers know no `replace`; publication takes it for what it is: the same rows."""
-    if not isinstance(update, AddSnapshotUpdate) or update.snapshot.summary is None:
-        return update
-    summary = Summary(Operation.REPLACE, **update.snapshot.summary.additional_properties)
-    return AddSnapshotUpdate(snapshot=update.snapshot.model_copy(update={"summary": summary}))

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pandera.api.checks import Check
-from pandera.api.function_dispatch import Dispatcher
 from pandera.api.pyspark.components import Column as ColumnSchema
 from pandera.api.pyspark.container import DataFrameSchema
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
@@ -29,6 +28,7 @@ from branchlake_dagster.checks.constraints.model import (
     UniqueConstraint,
 )
 from branchlake_dagster.checks.constraints.predicate import predicate_of
+from branchlake_dagster.library_internals.pandera import builtin_of
 
 if TYPE_CHECKING:
     from pyspark.sql import Column
@@ -121,11 +121,8 @@ def _column_check(schema: DataFrameSchema, name: str, column: ColumnSchema, chec
             holds=own,
         )
     dtype = schema.dtype or column.dtype
-    built = (
-        builtin_condition(str(check._check_fn), check._check_kwargs, name, getattr(dtype, "type", None))
-        if isinstance(check._check_fn, Dispatcher)
-        else None
-    )
+    builtin = builtin_of(check)
+    built = builtin_condition(*builtin, name, getattr(dtype, "type", None)) if builtin else None
     if built is None:
         alone = ColumnSchema(
             dtype=dtype, checks=[_quiet(check)], nullable=True, required=column.required, name=name

@@ -9,12 +9,13 @@ the condition and puts it into the contract's one job.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from pandera.api.checks import Check
 from pyspark.sql import Column, DataFrame
+
+from branchlake_dagster.library_internals.pandera import method_of
 
 Predicate = Callable[[Any, DataFrame], Column]
 
@@ -45,14 +46,9 @@ def row_predicate(method: Predicate) -> Callable[[Any, Any], bool]:
 
 def predicate_of(check: Check) -> Callable[[DataFrame], Column] | None:
     """The condition builder behind `check` when its method is a `row_predicate`, else None."""
-    # pandera wraps the method in a closure over the model class and its own record of the check. A
-    # pandera that wraps otherwise loses us the fast way only: the check then runs through pandera.
-    function: Any = check._check_fn
-    if not inspect.isfunction(function):
+    found = method_of(check)
+    if found is None:
         return None
-    bound = inspect.getclosurevars(function).nonlocals
-    method = getattr(getattr(bound.get("self"), "check_fn", None), "row_predicate", None)
-    model = bound.get("model_cls")
-    if method is None or model is None:
-        return None
-    return lambda rows: method(model, rows)
+    method, model = found
+    condition: Callable[[Any, DataFrame], Column] | None = getattr(method, "row_predicate", None)
+    return None if condition is None else lambda rows: condition(model, rows)

@@ -16,6 +16,7 @@ from pyiceberg.types import NestedField, StringType
 from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, Unchanged
+from branchlake_dagster.library_internals.pyiceberg import write_metadata
 from branchlake_dagster.publication.commit.publisher import publisher_of
 from branchlake_dagster.publication.ledger.candidate import Candidate, Published, write_set
 from branchlake_dagster.publication.ledger.main_log import MainLog
@@ -65,7 +66,7 @@ def _table_with_history(lake: Lakehouse, name: str, snapshots: int) -> None:
     table = catalog.create_table((_NAMESPACE, "made"), _SCHEMA)
     _append(table, "history")
     location = table.metadata_location.replace(".metadata.json", f"-{snapshots}.metadata.json")
-    catalog._write_metadata(_with_history(table.metadata, snapshots), table.io, location)
+    write_metadata(catalog, _with_history(table.metadata, snapshots), table.io, location)
     catalog.drop_table((_NAMESPACE, "made"))
     catalog.register_table((_NAMESPACE, name), location)
 

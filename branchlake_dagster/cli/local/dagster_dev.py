@@ -12,9 +12,9 @@ from pathlib import Path
 
 import requests
 
+from branchlake_dagster.extras import require
 from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ServerDidNotStart, choose_port
-from branchlake_dagster.lakehouse.extras import require
-from branchlake_dagster.lakehouse.waiting import holds_within
+from branchlake_dagster.waiting import holds_within
 
 _LOCATIONS = """
 { workspaceOrError { ... on Workspace { locationEntries { name locationOrLoadError {

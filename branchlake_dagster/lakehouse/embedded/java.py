@@ -14,7 +14,7 @@ import subprocess
 from pathlib import Path
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.lakehouse.extras import require
+from branchlake_dagster.extras import require
 
 SPARK_NEEDS_JAVA = 17
 _VERSION = re.compile(r'version "(?:1\.)?(\d+)')  # Java 8 calls itself 1.8

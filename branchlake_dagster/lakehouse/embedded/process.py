@@ -20,7 +20,7 @@ import psutil
 
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
 from branchlake_dagster.lakehouse.embedded.private import private_folder
-from branchlake_dagster.lakehouse.waiting import holds_within
+from branchlake_dagster.waiting import holds_within
 
 LOOPBACK = "127.0.0.1"
 _MARK = "==== started"

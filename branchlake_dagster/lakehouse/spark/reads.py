@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from branchlake_dagster.lakehouse.spark.plans import Name, Scanned, parts, scanned
+from branchlake_dagster.library_internals.pyspark import add_session_hook
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from pyspark.sql.connect.client import SparkConnectClient
     from pyspark.sql.connect.proto import ExecutePlanRequest, Plan, Relation
-    from pyspark.sql.connect.session import SparkSession as ConnectSession
 
 CATALOG = "nessie"
 """What sessions call the lake's catalogue."""
@@ -53,10 +53,7 @@ def watch(session: SparkSession, wanted: Callable[[], bool], note: Callable[[Sca
 
 
 def _attach(client: SparkConnectClient, wanted: Callable[[], bool], note: Callable[[Scanned], None]) -> None:
-    client._session_hooks = [
-        *client._session_hooks,
-        cast("ConnectSession.Hook", _Watch(client, wanted, note)),
-    ]
+    add_session_hook(client, _Watch(client, wanted, note))
 
 
 class _Watch:

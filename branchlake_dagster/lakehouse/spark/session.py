@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.embedded.jars import NESSIE_SERVER
@@ -23,6 +23,7 @@ from branchlake_dagster.lakehouse.embedded.servers import (
 )
 from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized
 from branchlake_dagster.lakehouse.nessie.failures import REFUSED_HINT
+from branchlake_dagster.library_internals.pyspark import handle_errors_by
 from branchlake_dagster.settings import Settings
 
 if TYPE_CHECKING:
@@ -85,21 +86,14 @@ def _refusal_in(text: str) -> NessieUnauthorized | None:
 
 
 def _tell_refusals(session: SparkSession) -> None:
-    """Let a Connect session raise NessieUnauthorized in users' code too.
+    """Let a Connect session raise NessieUnauthorized in users' code too."""
 
-    Before pyspark handles the error: it logs its text first, which would end in the step's log.
-    """
-    client = cast("Any", session).client
-    handle: Callable[[Exception], NoReturn] = client._handle_error
-
-    def telling(error: Exception) -> NoReturn:
+    def told(error: Exception) -> NessieUnauthorized | None:
         # The server's exception class stands in a trailer of the call.
         trailer = getattr(error, "trailing_metadata", None)
-        if refusal := _refusal_in(str(trailer()) if trailer else ""):
-            raise refusal from None
-        handle(error)
+        return _refusal_in(str(trailer()) if trailer else "")
 
-    client._handle_error = telling
+    handle_errors_by(cast("Any", session).client, told)
 
 
 def _open_connect(endpoints: Endpoints, conf: dict[str, str]) -> SparkSession:

@@ -28,15 +28,16 @@ from dagster import (
     RepositoryDefinition,
     RunsFilter,
 )
-from dagster._core.asset_graph_view.entity_subset import EntitySubset
-from dagster._core.asset_graph_view.timing_metadata import TimingMetadata
-from dagster._core.definitions.asset_selection import CoercibleToAssetSelection
-from dagster._core.definitions.declarative_automation.operators import AndAutomationCondition
-from dagster._core.definitions.events import AssetKeyPartitionKey
-from dagster._core.definitions.sensor_definition import SensorType
 
 from branchlake_dagster.branching.branch.run_tags import PENDING, VERDICT_TAG
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.library_internals.dagster import (
+    AndAutomationCondition,
+    AssetKeyPartitionKey,
+    CoercibleToAssetSelection,
+    EntitySubset,
+    TimingMetadata,
+)
 from branchlake_dagster.publication.automation.reports import Position, Report, next_reports
 from branchlake_dagster.publication.automation.written import brought_by, written_with
 
@@ -113,7 +114,7 @@ def never_evaluated(repository: RepositoryDefinition) -> list[AssetOrCheckKey]:
     graph = repository.asset_graph
     covered: set[AssetOrCheckKey] = set()
     for sensor in repository.sensor_defs:
-        if sensor.sensor_type is SensorType.AUTOMATION and sensor.asset_selection is not None:
+        if sensor.sensor_type.name == "AUTOMATION" and sensor.asset_selection is not None:
             covered |= sensor.asset_selection.resolve(graph) | sensor.asset_selection.resolve_checks(graph)
     keys: set[AssetOrCheckKey] = {*graph.materializable_asset_keys, *graph.asset_check_keys}
     missed = (

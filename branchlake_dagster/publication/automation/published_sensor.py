@@ -23,8 +23,6 @@ from dagster import (
     partition_loading_context,
     sensor,
 )
-from dagster._core.definitions.asset_key import CoercibleToAssetKey
-from dagster._core.definitions.target import ExecutableDefinition
 
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.table.spec import identifier_of, table_name
@@ -33,6 +31,7 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import LogEntry
+from branchlake_dagster.library_internals.dagster import CoercibleToAssetKey, ExecutableDefinition
 from branchlake_dagster.publication.automation.written import written_on
 from branchlake_dagster.publication.ledger.publications import Publication, publications_in
 

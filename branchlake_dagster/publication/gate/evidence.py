@@ -16,7 +16,6 @@ from dagster import (
     DagsterRun,
     EventLogRecord,
 )
-from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGraph
 
 from branchlake_dagster.branching.resources.read_set import READ_TABLES, READ_UNTOLD
 from branchlake_dagster.branching.table.spec import (
@@ -26,6 +25,7 @@ from branchlake_dagster.branching.table.spec import (
     identifier_of,
     table_name,
 )
+from branchlake_dagster.library_internals.dagster import AssetGraph
 
 CheckName = tuple[str, str]
 """(asset key as text, check name)."""
@@ -128,7 +128,7 @@ _EVENTS = {
 def collect(
     instance: DagsterInstance,
     runs: Sequence[DagsterRun],
-    graph: BaseAssetGraph[Any],
+    graph: AssetGraph,
     *,
     write_set: frozenset[str],
     default_namespace: str,
@@ -219,9 +219,7 @@ def _records(instance: DagsterInstance, run: DagsterRun) -> Iterator[EventLogRec
         cursor = page.cursor
 
 
-def _rules(
-    key: AssetKey, graph: BaseAssetGraph[Any], default_namespace: str, require_checks: bool
-) -> AssetRules:
+def _rules(key: AssetKey, graph: AssetGraph, default_namespace: str, require_checks: bool) -> AssetRules:
     table = table_name(identifier_of(key, default_namespace))
     if not graph.has(key):
         # Removed from the code since the run was launched: nobody says any more which checks it needs.

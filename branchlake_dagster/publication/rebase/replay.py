@@ -15,28 +15,31 @@ from typing import Protocol
 from cachetools import LRUCache
 from pyiceberg.exceptions import ValidationException
 from pyiceberg.schema import Schema
-from pyiceberg.table import Table, Transaction
+from pyiceberg.table import Table
 from pyiceberg.table.locations import load_location_provider
 from pyiceberg.table.metadata import TableMetadata
-from pyiceberg.table.snapshots import Operation, Snapshot, Summary
+from pyiceberg.table.snapshots import Operation, Snapshot
 from pyiceberg.table.update import (
     AddSchemaUpdate,
-    AddSnapshotUpdate,
     RemovePropertiesUpdate,
     SetCurrentSchemaUpdate,
     SetPropertiesUpdate,
     TableUpdate,
-    _apply_table_update,
-    _TableMetadataUpdateContext,
-    _update_table_metadata_log,
 )
-from pyiceberg.table.update.snapshot import _FastAppendFiles, _OverwriteFiles
-from pyiceberg.table.update.validate import _validate_data_files_exist
 
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.catalog.catalog import table_content
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
+from branchlake_dagster.library_internals.pyiceberg import (
+    applied,
+    as_compaction,
+    metadata_version,
+    snapshot_of,
+    validate_data_files_exist,
+    with_log_entry,
+    write_metadata,
+)
 from branchlake_dagster.publication.rebase import manifests
 from branchlake_dagster.publication.rebase.changes import Mode, SnapshotChange, TableChange
 
@@ -156,24 +159,20 @@ class IcebergTables:
     def _advance(staged: Staged, updates: tuple[TableUpdate, ...]) -> None:
         if updates:
             table, metadata = staged.table, staged.table.metadata
-            # As PyIceberg's `update_table_metadata` does, but for its deep copy of all snapshots at the end:
-            # with that, replaying took time in proportion to the table's history.
-            context = _TableMetadataUpdateContext()
-            for update in updates:
-                metadata = _apply_table_update(update, metadata, context)
+            metadata = applied(metadata, updates)
             staged.table = Table(table.name(), metadata, table.metadata_location, table.io, table.catalog)
 
     def write(self, staged: Staged, content_id: str | None) -> IcebergTable:
         """Write the metadata file and say what Nessie shall hold."""
         base = staged.base
-        metadata = _update_table_metadata_log(
+        metadata = with_log_entry(
             staged.table.metadata, base.metadata_location, base.metadata.last_updated_ms
         )
-        version = self._catalog._parse_metadata_version(base.metadata_location) + 1
+        version = metadata_version(base.metadata_location) + 1
         provider = load_location_provider(metadata.location, metadata.properties)
         location = provider.new_table_metadata_file_location(version)
         staged.written.append(location)
-        self._catalog._write_metadata(metadata, base.io, location)
+        write_metadata(self._catalog, metadata, base.io, location)
         with self._lock:
             self._opened[location] = Table(base.name(), metadata, location, base.io, base.catalog)
         return table_content(content_id, location, metadata)
@@ -207,49 +206,25 @@ def _delete_what_is_there(staged: Staged, paths: Sequence[str]) -> None:
             _log.warning("%s was made for what is not published, and is still there: %s", path, error)
 
 
-class _Fixed(Transaction):
-    """A transaction whose metadata is the table's.
-
-    The producers ask for it at every turn, and PyIceberg's own copies all of it each time.
-    """
-
-    @property
-    def table_metadata(self) -> TableMetadata:
-        return self._table.metadata
-
-
 def _replayed(staged: Staged, step: SnapshotChange, start: Snapshot | None) -> tuple[TableUpdate, ...]:
     table = staged.table
-    properties = {**step.properties, manifests.REPLAYED_FROM: str(step.snapshot_id)}
-    transaction = _Fixed(table)
-    producer: _FastAppendFiles | _OverwriteFiles
+    removed = {file.handle for file in step.removed}
+    head = table.metadata.current_snapshot()
     if step.removed:
         operation = Operation.OVERWRITE if step.added else Operation.DELETE
-        removed = {file.handle for file in step.removed}
-        head = table.metadata.current_snapshot()
         if start is not None and head is not None:
             # What was removed on main is refused by our rules already; this is Iceberg's own word on it.
             # Its word on deleted rows is not asked: PyIceberg 0.12 looks for delete files from the head's
             # sequence number on, so it misses those before the last snapshot. `overlap` looks for all.
-            _validate_data_files_exist(table, head, removed, start)
-        producer = _OverwriteFiles(operation, transaction, table.io, snapshot_properties=properties)
-        for handle in removed:
-            producer.delete_data_file(handle)
+            validate_data_files_exist(table, head, removed, start)
     else:
         operation = Operation.APPEND if step.mode is Mode.APPEND else Operation.OVERWRITE
-        producer = _FastAppendFiles(operation, transaction, table.io, snapshot_properties=properties)
-    for file in step.added:
-        producer.append_data_file(file.handle)
-    try:
-        updates, _ = producer._commit()
-    finally:
-        staged.written += [*producer._written_manifests, *producer._written_manifest_lists]
-    return tuple(map(_as_compaction, updates)) if step.mode is Mode.COMPACT else updates
-
-
-def _as_compaction(update: TableUpdate) -> TableUpdate:
-    """PyIceberg's producers know no `replace` operation; readers of change sets rely on it."""
-    if not isinstance(update, AddSnapshotUpdate) or update.snapshot.summary is None:
-        return update
-    summary = Summary(Operation.REPLACE, **update.snapshot.summary.additional_properties)
-    return AddSnapshotUpdate(snapshot=update.snapshot.model_copy(update={"summary": summary}))
+    updates = snapshot_of(
+        table,
+        added=[file.handle for file in step.added],
+        removed=removed,
+        operation=operation,
+        properties={**step.properties, manifests.REPLAYED_FROM: str(step.snapshot_id)},
+        written=staged.written,
+    )
+    return tuple(map(as_compaction, updates)) if step.mode is Mode.COMPACT else updates

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from dagster import DagsterInstance, DagsterRun
-from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGraph
 
 from branchlake_dagster.branching.branch.claim import claim, is_claimed
 from branchlake_dagster.branching.branch.owner import runs_on
@@ -16,6 +14,7 @@ from branchlake_dagster.branching.fencing.end import finish_branch
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, Reference
+from branchlake_dagster.library_internals.dagster import AssetGraph
 from branchlake_dagster.publication.gate.evidence import RunEvidence, collect
 from branchlake_dagster.publication.gate.verdict import Verdict, judge
 from branchlake_dagster.publication.ledger.candidate import Candidate, Published, tables_in, write_set
@@ -54,7 +53,7 @@ class Assessor:
         client: NessieClient,
         already_published: Callable[[str, str, str], Published | None],
         instance: DagsterInstance,
-        graph: BaseAssetGraph[Any],
+        graph: AssetGraph,
         settings: Settings,
         *,
         clock: Callable[[], float],

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from dagster import DagsterInstance, RunRecord, RunsFilter
-from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGraph
 
 from branchlake_dagster.branching.branch.run_tags import CHECK_HASH_TAG, CHECK_REF_TAG, CHECKS_FOR_TAG
 from branchlake_dagster.lakehouse.nessie.errors import may_pass
+from branchlake_dagster.library_internals.dagster import AssetGraph
 from branchlake_dagster.publication.commit.publication_branch import Prepared, PreparedStates
 from branchlake_dagster.publication.gate.evidence import RunEvidence, collect
 from branchlake_dagster.publication.ledger.candidate import Candidate, NeedsChecks, Published, Refused
@@ -46,7 +46,7 @@ class Recheck:
         self,
         states: PreparedStates,
         instance: DagsterInstance,
-        graph: BaseAssetGraph,  # type: ignore[type-arg]
+        graph: AssetGraph,
         default_namespace: str,
         *,
         patience: timedelta,

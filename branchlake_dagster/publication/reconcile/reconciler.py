@@ -17,7 +17,6 @@ from itertools import islice
 from typing import Any
 
 from dagster import DagsterInstance, DagsterRun
-from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGraph
 
 from branchlake_dagster.branching.branch.reference_names import branches
 from branchlake_dagster.branching.branch.run_branch import branch_name
@@ -27,6 +26,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieError, ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable, Reference
+from branchlake_dagster.library_internals.dagster import AssetGraph
 from branchlake_dagster.publication.commit.publication_branch import Prepared
 from branchlake_dagster.publication.commit.publisher import GROUP, Publisher, groups, publisher_of
 from branchlake_dagster.publication.gate.evidence import RunEvidence
@@ -62,7 +62,7 @@ class Reconciler:
         client: NessieClient,
         publisher: Publisher,
         instance: DagsterInstance,
-        graph: BaseAssetGraph[Any],
+        graph: AssetGraph,
         settings: Settings,
         *,
         location: str | None = None,
@@ -96,7 +96,7 @@ class Reconciler:
         cls,
         lake: Lakehouse,
         instance: DagsterInstance,
-        graph: BaseAssetGraph[Any],
+        graph: AssetGraph,
         *,
         location: str | None = None,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),

@@ -7,7 +7,6 @@ from itertools import islice
 from typing import Any
 
 from dagster import AssetKey, AssetObservation, DagsterInstance, DagsterRun, MetadataValue
-from dagster._core.events import EngineEventData
 
 from branchlake_dagster.branching.branch.run_tags import (
     NEXT_ATTEMPT_TAG,
@@ -19,6 +18,7 @@ from branchlake_dagster.branching.branch.run_tags import (
     opened_by,
     shortened,
 )
+from branchlake_dagster.library_internals.dagster import report_engine_event
 from branchlake_dagster.publication.gate.evidence import RunEvidence
 from branchlake_dagster.publication.gate.verdict import Verdict
 
@@ -76,7 +76,7 @@ def report_outcome(
                 metadata={**metadata, **rows},
             )
         )
-    instance.report_engine_event(text, run, EngineEventData(metadata=metadata))
+    report_engine_event(instance, text, run, metadata)
     # What an attempt that broke has left there is true no more, and Dagster has no way to remove a tag.
     passed = {name: NONE for name in (REASON_TAG, NEXT_ATTEMPT_TAG) if now.get(name, NONE) != NONE}
     instance.add_run_tags(run.run_id, {**passed, **tags})

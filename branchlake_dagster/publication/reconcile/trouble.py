@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 
 from dagster import DagsterInstance, DagsterRun, RunsFilter
-from dagster._core.events import EngineEventData
 from sqlalchemy.exc import InterfaceError, OperationalError
 
 from branchlake_dagster.branching.branch.claim import release_claim
@@ -33,6 +32,7 @@ from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieError, ReferenceNotFound, may_pass
+from branchlake_dagster.library_internals.dagster import report_engine_event
 from branchlake_dagster.publication.commit.committer import PublicationContended
 from branchlake_dagster.publication.ledger.candidate import Published
 from branchlake_dagster.publication.ledger.main_log import MainLog
@@ -111,7 +111,7 @@ class Troubles:
     def _tell(self, run: DagsterRun, tags: Mapping[str, str], event: str | None = None) -> None:
         try:
             if event:
-                self._instance.report_engine_event(event, run, EngineEventData({}))
+                report_engine_event(self._instance, event, run)
             self._instance.add_run_tags(run.run_id, dict(tags))
         except Exception as failure:  # noqa: BLE001 - it is tried again either way; the other runs go on
             _log.warning("Run %s could not be told of its trouble: %s", run.run_id, said(failure))
@@ -148,7 +148,7 @@ def give_up(client: NessieClient, instance: DagsterInstance, run: DagsterRun) ->
             if not drop_branch(client, client.reference(branch), keep_data=False):
                 return f"Run {run.run_id}: its branch is being written to. Try it once more."
     reason = f"{text} {run.tags.get(REASON_TAG, '')}".rstrip()
-    instance.report_engine_event(text, run, EngineEventData({}))
+    report_engine_event(instance, text, run)
     tags = {VERDICT_TAG: "blocked", REASON_TAG: shortened(reason), NEXT_ATTEMPT_TAG: NONE}
     instance.add_run_tags(run.run_id, tags)
     if branch != MAIN:

@@ -14,19 +14,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import dagster as dg
-from dagster._core.definitions.reconstruct import ReconstructableJob
-from dagster._core.events import DagsterEvent, EngineEventData
-from dagster._core.execution.context.system import PlanOrchestrationContext
-from dagster._core.execution.plan.plan import ExecutionPlan
-from dagster._core.execution.retries import RetryMode
-from dagster._core.execution.step_dependency_config import StepDependencyConfig
-from dagster._core.executor.base import Executor
+from dagster import DagsterEvent, Executor
 
 from branchlake_dagster.branching.branch.run_tags import BRANCH_TAG, opened_by
 from branchlake_dagster.branching.liveness.heartbeat import beating
 from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.library_internals.dagster import asset_graph_of, engine_event
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 
@@ -64,16 +59,14 @@ class _Publishing(Executor):
         self._lakehouse = lakehouse
 
     @property
-    def retries(self) -> RetryMode:
+    def retries(self) -> Any:
         return self._inner.retries
 
     @property
-    def step_dependency_config(self) -> StepDependencyConfig:
+    def step_dependency_config(self) -> Any:
         return self._inner.step_dependency_config
 
-    def execute(
-        self, plan_context: PlanOrchestrationContext, execution_plan: ExecutionPlan
-    ) -> Iterator[DagsterEvent]:
+    def execute(self, plan_context: Any, execution_plan: Any) -> Iterator[DagsterEvent]:
         failed = False
         for event in self._inner.execute(plan_context, execution_plan):
             failed |= event.is_step_failure
@@ -95,15 +88,10 @@ class _Publishing(Executor):
             text = (
                 f"{'Nothing to publish' if nothing else 'Left to the publication sensor'}: {outcome.detail}"
             )
-            yield DagsterEvent.engine_event(plan_context, text, EngineEventData({}))
+            yield engine_event(plan_context, text)
 
-    def _publish(self, context: PlanOrchestrationContext) -> Outcome | None:
-        job = context.job
-        graph = (
-            job.repository.get_definition().asset_graph
-            if isinstance(job, ReconstructableJob)
-            else job.get_definition().asset_layer.asset_graph
-        )
+    def _publish(self, context: Any) -> Outcome | None:
+        graph = asset_graph_of(context.job)
         run = context.instance.get_run_by_id(context.run_id)
         if run is None or not opened_by(run.tags, run.run_id):
             return None  # it has touched no table

@@ -7,14 +7,13 @@ as it can be: the run is marked failed and asks for manual validation.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from dagster import DagsterInstance, DagsterRun, DagsterRunStatus, RunsFilter
-from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGraph
 
 from branchlake_dagster.branching.branch.run_tags import PENDING, UNBRANCHED_TAG, VERDICT_TAG, opened_by
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.library_internals.dagster import AssetGraph
 from branchlake_dagster.publication.gate.evidence import collect
 from branchlake_dagster.publication.gate.verdict import judge
 from branchlake_dagster.publication.reconcile import report
@@ -33,7 +32,7 @@ MANUAL = "Manual validation needed: the run wrote to main directly, so what it w
 def settle_unbranched(
     client: NessieClient,
     instance: DagsterInstance,
-    graph: BaseAssetGraph[Any],
+    graph: AssetGraph,
     settings: Settings,
     *,
     location: str | None = None,
@@ -56,7 +55,7 @@ def _settle(
     client: NessieClient,
     instance: DagsterInstance,
     run: DagsterRun,
-    graph: BaseAssetGraph[Any],
+    graph: AssetGraph,
     settings: Settings,
 ) -> Outcome:
     evidence = collect(

@@ -8,10 +8,6 @@ import dagster as dg
 import polars as pl
 import pyarrow as pa
 import pytest
-from dagster._core.definitions.job_base import InMemoryJob
-from dagster._core.execution.api import create_execution_plan, execute_run
-from dagster._core.execution.plan.state import KnownExecutionState
-from dagster._core.storage.tags import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 
 from branchlake_dagster.branching.branch.claim import claim
 from branchlake_dagster.branching.branch.run_branch import branch_name
@@ -27,6 +23,13 @@ from branchlake_dagster.branching.fencing.discard import discard, discarded_name
 from branchlake_dagster.branching.io.earlier_attempts import UNDOES
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.library_internals.dagster import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
+from branchlake_dagster_tests.dagster_internals import (
+    InMemoryJob,
+    KnownExecutionState,
+    create_execution_plan,
+    execute_run,
+)
 from branchlake_dagster_tests.harness import Project, project
 
 pytestmark = pytest.mark.integration

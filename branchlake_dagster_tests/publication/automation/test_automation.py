@@ -11,7 +11,6 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from dagster._core.definitions.asset_daemon_cursor import AssetDaemonCursor
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +26,7 @@ from branchlake_dagster.publication.automation.conditions import (
     published,
 )
 from branchlake_dagster.publication.automation.reports import LOOK_BACK, Position, Report, next_reports
+from branchlake_dagster_tests.dagster_internals import AssetDaemonCursor
 
 UP, DOWN = dg.AssetKey("up"), dg.AssetKey("down")
 DAYS = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-11")

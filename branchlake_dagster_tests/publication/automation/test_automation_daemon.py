@@ -10,12 +10,12 @@ from typing import Any
 import dagster as dg
 import pytest
 import requests
-from dagster._core.scheduler.instigation import InstigatorState
 
 from branchlake_dagster.branching.branch.run_tags import VERDICT_TAG
 from branchlake_dagster.cli.local.dagster_dev import dagster_dev
 from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster_tests.dagster_internals import InstigatorState
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

@@ -17,13 +17,13 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
+from branchlake_dagster_tests.dagster_internals import STORAGES
+
 PROJECT = "branchlake_dagster_tests.publication.cleanup.kill_project"
 _PRELOADED = (
     PROJECT,
     "alembic.command",
-    "dagster._core.storage.event_log.sqlite.sqlite_event_log",
-    "dagster._core.storage.runs.sqlite.sqlite_run_storage",
-    "dagster._core.storage.schedules.sqlite.sqlite_schedule_storage",
+    *STORAGES,
     "sqlalchemy.dialects.sqlite",
 )
 _context = multiprocessing.get_context("forkserver")
@@ -77,8 +77,8 @@ def work(role: str, board: Board, stop: Synchronized[int], environment: Mapping[
 
 def _writer(role: str, instance: Any) -> Callable[[], bool]:
     import dagster as dg
-    from dagster._core.definitions.reconstruct import ReconstructableRepository
 
+    from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
     from branchlake_dagster_tests.publication.cleanup import kill_project as project
 
     job = ReconstructableRepository.for_module(PROJECT, role).get_reconstructable_job("write")

@@ -25,6 +25,7 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_discarded
 from branchlake_dagster.publication.ledger.publications import Publication, publications
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
 from branchlake_dagster_tests.publication.cleanup import kill_project as project
 from branchlake_dagster_tests.publication.cleanup.kill_crew import Crew
 
@@ -33,9 +34,9 @@ SEED = int(os.environ.get("BRANCHLAKE_KILL_SEED") or time.time_ns() % 1_000_000)
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180 + 10 * KILLS)]
 
 # Captured logs need processes beside each step, which would outlive a killed one.
-CONFIGURATION = """
-telemetry: {enabled: false}
-compute_logs: {module: dagster._core.storage.noop_compute_log_manager, class: NoOpComputeLogManager}
+CONFIGURATION = f"""
+telemetry: {{enabled: false}}
+{COMPUTE_LOGS}
 """
 ROLES = {
     "appender": "appender",

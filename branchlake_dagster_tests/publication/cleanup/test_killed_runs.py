@@ -155,9 +155,9 @@ def test_a_killed_run_is_continued_by_a_retry(own_lake: Lakehouse, run: Run) -> 
         # As the UI does, in a process that has the definitions.
         script = (
             "import dagster as dg\n"
-            "from dagster._core.execution.api import create_execution_plan, execute_run\n"
-            "from dagster._core.definitions.job_base import InMemoryJob\n"
-            "from dagster._core.execution.plan.state import KnownExecutionState\n"
+            "from branchlake_dagster_tests.dagster_internals import create_execution_plan, execute_run\n"
+            "from branchlake_dagster_tests.dagster_internals import InMemoryJob\n"
+            "from branchlake_dagster_tests.dagster_internals import KnownExecutionState\n"
             f"from {_PROJECT} import defs\n"
             "job = defs.resolve_implicit_global_asset_job_def()\n"
             "with dg.DagsterInstance.get() as instance:\n"

@@ -5,11 +5,6 @@ import uuid
 import dagster as dg
 import polars as pl
 import pytest
-from dagster._core.remote_origin import (
-    RegisteredCodeLocationOrigin,
-    RemoteJobOrigin,
-    RemoteRepositoryOrigin,
-)
 
 from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.branch.run_tags import (
@@ -25,6 +20,11 @@ from branchlake_dagster.publication.cleanup.reaping import reap_branches
 from branchlake_dagster.publication.ledger.publications import publications
 from branchlake_dagster.publication.reconcile.backlog import other_location
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster_tests.dagster_internals import (
+    RegisteredCodeLocationOrigin,
+    RemoteJobOrigin,
+    RemoteRepositoryOrigin,
+)
 from branchlake_dagster_tests.harness import project
 
 pytestmark = pytest.mark.integration

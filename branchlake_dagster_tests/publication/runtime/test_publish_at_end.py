@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 import dagster as dg
 import pytest
-from dagster._core.definitions.reconstruct import ReconstructableRepository
 
 from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG, REASON_TAG
@@ -20,6 +19,7 @@ from branchlake_dagster.publication.commit.publisher import Publisher
 from branchlake_dagster.publication.ledger.publications import publications
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
 from branchlake_dagster_tests.publication.runtime import publish_at_end_project
 
 pytestmark = pytest.mark.integration

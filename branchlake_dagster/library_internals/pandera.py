@@ -1,0 +1,34 @@
+"""pandera 0.35 beyond what it exports: which function a check runs, and with what arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pandera.api.function_dispatch import Dispatcher
+
+if TYPE_CHECKING:
+    from pandera.api.checks import Check
+
+__all__ = ["builtin_of", "method_of"]
+
+
+def builtin_of(check: Check) -> tuple[str, Mapping[str, Any]] | None:
+    """The name and arguments of one of pandera's own checks; None for a check of the user's."""
+    function: Any = check._check_fn
+    return (str(function), check._check_kwargs) if isinstance(function, Dispatcher) else None
+
+
+def method_of(check: Check) -> tuple[Callable[..., Any], Any] | None:
+    """The user's function behind a `@pandera.check` method, and its model; None where there is none.
+
+    pandera wraps the method in a closure over the model class and its own record of the check. A pandera
+    that wraps otherwise loses us the fast way only: the check then runs through pandera.
+    """
+    function: Any = check._check_fn
+    if not inspect.isfunction(function):
+        return None
+    bound = inspect.getclosurevars(function).nonlocals
+    method, model = getattr(bound.get("self"), "check_fn", None), bound.get("model_cls")
+    return None if method is None or model is None else (method, model)

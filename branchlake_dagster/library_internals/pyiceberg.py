@@ -1,0 +1,152 @@
+"""PyIceberg 0.12 beyond what it exports: snapshots made of given files, and metadata written by itself."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pyarrow as pa
+from pyiceberg.catalog import MetastoreCatalog
+from pyiceberg.expressions import BooleanExpression
+from pyiceberg.expressions.visitors import _StrictMetricsEvaluator
+from pyiceberg.io import FileIO
+from pyiceberg.io.pyarrow import _dataframe_to_data_files
+from pyiceberg.manifest import DataFile
+from pyiceberg.schema import Schema
+from pyiceberg.table import Table, Transaction
+from pyiceberg.table.metadata import TableMetadata
+from pyiceberg.table.snapshots import Operation, Snapshot, Summary
+from pyiceberg.table.update import (
+    AddSnapshotUpdate,
+    TableUpdate,
+    _apply_table_update,
+    _TableMetadataUpdateContext,
+    _update_table_metadata_log,
+)
+from pyiceberg.table.update.snapshot import _FastAppendFiles, _OverwriteFiles
+from pyiceberg.table.update.validate import _validate_data_files_exist
+
+__all__ = [
+    "applied",
+    "as_compaction",
+    "commit_compaction",
+    "data_files",
+    "iceberg_schema_of",
+    "metadata_version",
+    "rows_all_match",
+    "snapshot_of",
+    "validate_data_files_exist",
+    "with_log_entry",
+    "write_metadata",
+]
+
+
+class _Fixed(Transaction):
+    """A transaction whose metadata is the table's.
+
+    The producers ask for it at every turn, and PyIceberg's own copies all of it each time.
+    """
+
+    @property
+    def table_metadata(self) -> TableMetadata:
+        return self._table.metadata
+
+
+def snapshot_of(
+    table: Table,
+    *,
+    added: Iterable[DataFile],
+    removed: Iterable[DataFile],
+    operation: Operation,
+    properties: dict[str, str],
+    written: list[str],
+) -> tuple[TableUpdate, ...]:
+    """A snapshot on `table` of files that exist, as updates; nothing is committed.
+
+    The producers are what PyIceberg's own `append` and `overwrite` end in; it exports none that takes data
+    files of two kinds. The manifests that it makes are added to `written`, also when it fails.
+    """
+    removing = list(removed)
+    kind = _OverwriteFiles if removing else _FastAppendFiles
+    producer = kind(operation, _Fixed(table), table.io, snapshot_properties=properties)
+    for file in removing:
+        producer.delete_data_file(file)
+    for file in added:
+        producer.append_data_file(file)
+    try:
+        updates, _ = producer._commit()
+    finally:
+        written += [*producer._written_manifests, *producer._written_manifest_lists]
+    return updates
+
+
+def commit_compaction(transaction: Transaction, producer: Any) -> Table:
+    """Commit what a public producer has collected, as a compaction."""
+    updates, requirements = producer._commit()
+    transaction._apply(tuple(map(as_compaction, updates)), requirements)
+    return transaction.commit_transaction()
+
+
+def as_compaction(update: TableUpdate) -> TableUpdate:
+    """PyIceberg's producers know no `replace` operation; readers of change sets rely on it."""
+    if not isinstance(update, AddSnapshotUpdate) or update.snapshot.summary is None:
+        return update
+    summary = Summary(Operation.REPLACE, **update.snapshot.summary.additional_properties)
+    return AddSnapshotUpdate(snapshot=update.snapshot.model_copy(update={"summary": summary}))
+
+
+def validate_data_files_exist(
+    table: Table, head: Snapshot, removed: set[DataFile], start: Snapshot | None
+) -> None:
+    """Iceberg's own word on whether these files are still there. Raises ValidationException."""
+    _validate_data_files_exist(table, head, removed, start)
+
+
+def applied(metadata: TableMetadata, updates: Iterable[TableUpdate]) -> TableMetadata:
+    """The metadata after these updates.
+
+    As PyIceberg's `update_table_metadata`, but for its deep copy of all snapshots at the end: with that,
+    replaying took time in proportion to the table's history.
+    """
+    context = _TableMetadataUpdateContext()
+    for update in updates:
+        metadata = _apply_table_update(update, metadata, context)
+    return metadata
+
+
+def with_log_entry(metadata: TableMetadata, before: str, updated_ms: int) -> TableMetadata:
+    """The metadata with the file `before` it in its log, as every commit leaves it."""
+    return _update_table_metadata_log(metadata, before, updated_ms)
+
+
+def metadata_version(location: str) -> int:
+    """The number that a metadata file's name begins with; -1 when it has none."""
+    return MetastoreCatalog._parse_metadata_version(location)
+
+
+def write_metadata(catalog: MetastoreCatalog, metadata: TableMetadata, io: FileIO, location: str) -> None:
+    """Write a metadata file that no commit names yet."""
+    catalog._write_metadata(metadata, io, location)
+
+
+def iceberg_schema_of(schema: pa.Schema, format_version: int) -> Schema:
+    """An Arrow schema as an Iceberg one, by the rules of `create_table`."""
+    converted = MetastoreCatalog._convert_schema_if_needed(schema, format_version)  # type: ignore[arg-type]
+    assert isinstance(converted, Schema)  # noqa: S101 - an Arrow schema always gives one
+    return converted
+
+
+def rows_all_match(schema: Schema, row_filter: BooleanExpression, file: DataFile) -> bool:
+    """Whether every row of a file certainly matches, by its statistics: what deletes by file go by."""
+    return bool(_StrictMetricsEvaluator(schema, row_filter).eval(file))
+
+
+def data_files(
+    metadata: TableMetadata, rows: pa.Table, io: FileIO, *, commit: uuid.UUID, numbers: itertools.count[int]
+) -> Iterator[DataFile]:
+    """Write rows as data files of a table, with their statistics. `Table.append` also commits."""
+    yield from _dataframe_to_data_files(
+        table_metadata=metadata, df=rows, io=io, write_uuid=commit, counter=numbers
+    )

@@ -1,0 +1,42 @@
+"""What the tests use of Dagster beyond its public interface: retries of in-memory jobs, daemons' insides."""
+
+from dagster._core.definitions.asset_daemon_cursor import AssetDaemonCursor
+from dagster._core.definitions.job_base import InMemoryJob
+from dagster._core.definitions.reconstruct import ReconstructableRepository
+from dagster._core.execution.api import create_execution_plan, execute_run
+from dagster._core.execution.plan.state import KnownExecutionState
+from dagster._core.remote_origin import (
+    RegisteredCodeLocationOrigin,
+    RemoteJobOrigin,
+    RemoteRepositoryOrigin,
+)
+from dagster._core.scheduler.instigation import InstigatorState
+from dagster._core.test_utils import create_run_for_test
+
+__all__ = [
+    "COMPUTE_LOGS",
+    "STORAGES",
+    "AssetDaemonCursor",
+    "InMemoryJob",
+    "InstigatorState",
+    "KnownExecutionState",
+    "ReconstructableRepository",
+    "RegisteredCodeLocationOrigin",
+    "RemoteJobOrigin",
+    "RemoteRepositoryOrigin",
+    "create_execution_plan",
+    "create_run_for_test",
+    "execute_run",
+]
+
+COMPUTE_LOGS = (
+    "compute_logs: {module: dagster._core.storage.noop_compute_log_manager, class: NoOpComputeLogManager}"
+)
+"""A line of `dagster.yaml`: steps' output is not kept."""
+
+STORAGES = (
+    "dagster._core.storage.event_log.sqlite.sqlite_event_log",
+    "dagster._core.storage.runs.sqlite.sqlite_run_storage",
+    "dagster._core.storage.schedules.sqlite.sqlite_schedule_storage",
+)
+"""The modules of the default storage, for a fork server to import beforehand."""

@@ -1,0 +1,95 @@
+"""What an upgrade of a library moves, named one by one, before anything else fails because of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from branchlake_dagster.library_internals import dagster as dagster_internals
+from branchlake_dagster.library_internals import pandera as pandera_internals
+
+ROOT = Path(__file__).parents[2]
+ONE = ROOT / "branchlake_dagster" / "library_internals"
+
+USED = [
+    ("dagster._core.asset_graph_view.entity_subset", "EntitySubset", ""),
+    ("dagster._core.asset_graph_view.timing_metadata", "TimingMetadata", ""),
+    ("dagster._core.definitions.assets.graph.base_asset_graph", "BaseAssetGraph", ""),
+    ("dagster._core.definitions.events", "AssetKeyPartitionKey", "asset_key partition_key"),
+    ("dagster._core.definitions.reconstruct", "ReconstructableJob", "repository"),
+    ("dagster._core.events", "EngineEventData", "metadata"),
+    ("dagster._core.events", "StepMaterializationData", "materialization"),
+    ("dagster._core.execution.context.compute", "current_execution_context", ""),
+    ("pyiceberg.catalog", "MetastoreCatalog._convert_schema_if_needed", "schema format_version"),
+    ("pyiceberg.catalog", "MetastoreCatalog._parse_metadata_version", "metadata_location"),
+    ("pyiceberg.catalog", "MetastoreCatalog._write_metadata", "metadata io metadata_path"),
+    ("pyiceberg.expressions.visitors", "_StrictMetricsEvaluator", "schema expr"),
+    ("pyiceberg.io.pyarrow", "_dataframe_to_data_files", "table_metadata df io write_uuid counter"),
+    ("pyiceberg.table", "Transaction._apply", "updates requirements"),
+    ("pyiceberg.table.update", "_apply_table_update", "update base_metadata context"),
+    ("pyiceberg.table.update", "_TableMetadataUpdateContext", ""),
+    (
+        "pyiceberg.table.update",
+        "_update_table_metadata_log",
+        "base_metadata metadata_location last_updated_ms",
+    ),
+    ("pyiceberg.table.update.snapshot", "_FastAppendFiles", "operation transaction io snapshot_properties"),
+    ("pyiceberg.table.update.snapshot", "_OverwriteFiles._commit", ""),
+    ("pyiceberg.table.update.snapshot", "_OverwriteFiles.delete_data_file", "data_file"),
+    (
+        "pyiceberg.table.update.validate",
+        "_validate_data_files_exist",
+        "table starting_snapshot data_files parent_snapshot",
+    ),
+    ("pyspark.sql.connect.client", "SparkConnectClient._handle_error", "error"),
+    ("pyspark.sql.connect.client", "SparkConnectClient", "session_hooks"),
+]
+"""Module, name in it, and the parameters that we give it."""
+
+
+@pytest.mark.parametrize(("module", "name", "parameters"), USED, ids=lambda one: str(one))
+def test_what_is_used_is_where_it_was(module: str, name: str, parameters: str) -> None:
+    found: object = import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+        assert found is not None, f"{module}.{name} has moved; {ONE.name} uses it"
+    if parameters:
+        assert isinstance(found, Callable)  # type: ignore[arg-type]
+        missing = set(parameters.split()) - set(inspect.signature(found).parameters)
+        assert not missing, f"{module}.{name} takes no {missing} any more"
+
+
+def test_the_tags_of_retries_are_what_runs_carry() -> None:
+    """They stand in Dagster's database of every user, so they cannot change without a migration."""
+    assert dagster_internals.PARENT_RUN_ID_TAG == "dagster/parent_run_id"
+    assert dagster_internals.ROOT_RUN_ID_TAG == "dagster/root_run_id"
+    assert dagster_internals.ASSET_RESUME_RETRY_TAG == "dagster/is_asset_resume_retry"
+
+
+def test_pandera_tells_its_own_checks_from_others() -> None:
+    from pandera.api.checks import Check
+
+    assert pandera_internals.builtin_of(Check.ge(3)) == ("greater_than_or_equal_to", {"min_value": 3})
+    own = Check(lambda _: True)
+    assert pandera_internals.builtin_of(own) is None
+    assert pandera_internals.method_of(own) is None
+
+
+def test_nothing_else_names_a_private_module() -> None:
+    private = ("dagster" + "._", "import _Fast", "import _Overwrite")
+    allowed = {
+        ONE / "dagster.py",
+        ONE / "pyiceberg.py",
+        ROOT / "branchlake_dagster_tests/dagster_internals.py",
+    }
+    allowed |= {Path(__file__), ROOT / "branchlake_dagster_tests/publication/rebase/deleting.py"}
+    sources = [
+        *(ROOT / "branchlake_dagster").rglob("*.py"),
+        *(ROOT / "branchlake_dagster_tests").rglob("*.py"),
+    ]
+    naming = [path for path in sources if any(name in path.read_text() for name in private)]
+    assert set(naming) - allowed == set()
