@@ -1,1 +1,94 @@
-"""Dagster runs on their own Nessie branch of an Iceberg lake: checked, then published in one step."""
+"""Every Dagster run on its own Nessie branch of an Iceberg lake: checked, then published in one step.
+
+Everything that a code location needs is imported from here::
+
+    from branchlake_dagster import branchlake_definitions, pandera_checks, table_metadata
+
+Names are loaded when they are asked for: what needs only the settings does not wait for Spark's client.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from branchlake_dagster.branching.io.io_manager import NessieBranchIOManager
+    from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+    from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
+    from branchlake_dagster.branching.table.spec import table_metadata
+    from branchlake_dagster.checks.asset_checks.contract import pandera_checks
+    from branchlake_dagster.checks.asset_checks.sql import sql_check
+    from branchlake_dagster.checks.constraints.predicate import row_predicate
+    from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
+    from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+    from branchlake_dagster.publication.automation.conditions import (
+        awaiting_verdict,
+        on_publication,
+        publication_automation_sensor,
+        published,
+    )
+    from branchlake_dagster.publication.automation.published_sensor import PublishedAssets, published_sensor
+    from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
+    from branchlake_dagster.publication.runtime.publish_at_end import NotPublished, publish_at_end
+    from branchlake_dagster.settings import Settings
+
+__all__ = [
+    "BranchSparkResource",
+    "BranchlakeError",
+    "Lakehouse",
+    "LakehouseResource",
+    "NessieBranchIOManager",
+    "NotPublished",
+    "OutcomeUnknown",
+    "PublishedAssets",
+    "Settings",
+    "Terminal",
+    "Transient",
+    "awaiting_verdict",
+    "branchlake_definitions",
+    "on_publication",
+    "pandera_checks",
+    "publication_automation_sensor",
+    "publish_at_end",
+    "published",
+    "published_sensor",
+    "row_predicate",
+    "sql_check",
+    "table_metadata",
+]
+
+_HOMES = {
+    "branching.io.io_manager": ("NessieBranchIOManager",),
+    "branching.resources.lakehouse_resource": ("LakehouseResource",),
+    "branching.resources.spark_resource": ("BranchSparkResource",),
+    "branching.table.spec": ("table_metadata",),
+    "checks.asset_checks.contract": ("pandera_checks",),
+    "checks.asset_checks.sql": ("sql_check",),
+    "checks.constraints.predicate": ("row_predicate",),
+    "errors": ("BranchlakeError", "OutcomeUnknown", "Terminal", "Transient"),
+    "lakehouse.lakehouse": ("Lakehouse",),
+    "publication.automation.conditions": (
+        "awaiting_verdict",
+        "on_publication",
+        "publication_automation_sensor",
+        "published",
+    ),
+    "publication.automation.published_sensor": ("PublishedAssets", "published_sensor"),
+    "publication.runtime.definitions": ("branchlake_definitions",),
+    "publication.runtime.publish_at_end": ("NotPublished", "publish_at_end"),
+    "settings": ("Settings",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import dagster as dg
 
+from branchlake_dagster import Settings, branchlake_definitions
 from branchlake_dagster.fusion.graph.definitions import (
     fusion_assets,
     fusion_checks,
@@ -13,8 +14,6 @@ from branchlake_dagster.fusion.graph.definitions import (
     fusion_sensors,
 )
 from branchlake_dagster.fusion.sources import GpSource
-from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
-from branchlake_dagster.settings import Settings
 
 GP_DIR = "BRANCHLAKE_GP_DIR"
 """Environment variable: the folder of GP files (TLE, OMM); unset: `gp` in the state folder, if it exists."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import branchlake_dagster
+
 ROOT = Path(__file__).parents[1] / "branchlake_dagster"
 NAME = ROOT.name
 
@@ -47,7 +49,13 @@ def imported(path: Path) -> Iterator[str]:
             continue
         for name in names:
             if name.startswith(f"{NAME}."):
-                yield name.removeprefix(f"{NAME}.")
+                inner = name.removeprefix(f"{NAME}.")
+                # What the root offers comes from where it lives.
+                yield (
+                    f"{branchlake_dagster._HOME_OF[inner]}.{inner}"
+                    if inner in branchlake_dagster._HOME_OF
+                    else inner
+                )
 
 
 def sources() -> list[Path]:

@@ -8,7 +8,7 @@ import polars as pl
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
-from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster import table_metadata
 from branchlake_dagster.fusion.gp.read import read_catalogue
 from branchlake_dagster.fusion.partitions import gp_snapshots
 from branchlake_dagster.fusion.sources import GpSource

@@ -6,7 +6,7 @@ from pydantic import Field
 from pyspark.sql import DataFrame
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster import table_metadata
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
 from branchlake_dagster.fusion.conjunctions.arrow import CANDIDATE_SCHEMA, screen_batches
 from branchlake_dagster.fusion.conjunctions.screening import STEP_S, THRESHOLD_KM

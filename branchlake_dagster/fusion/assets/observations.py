@@ -6,7 +6,7 @@ import polars as pl
 import pyarrow as pa
 from pyspark.sql import DataFrame
 
-from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster import table_metadata
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
 from branchlake_dagster.fusion.observing import normalise
 from branchlake_dagster.fusion.orbits.propagation import Elements

@@ -5,7 +5,7 @@ import dagster as dg
 from pyspark.sql import DataFrame
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster import table_metadata
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
 from branchlake_dagster.fusion.assets.observations import OBSERVATIONS
 from branchlake_dagster.fusion.estimation.arrow import ELEMENT_INPUT, TRACK_SCHEMA, fuse_batches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dagster as dg
 
-from branchlake_dagster.checks import pandera_checks, sql_check
+from branchlake_dagster import pandera_checks, sql_check
 from branchlake_dagster.fusion import contracts
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE, ELEMENT_SETS, REJECTED_RECORDS
 from branchlake_dagster.fusion.assets.conjunctions import CONJUNCTION_CANDIDATES
