@@ -38,7 +38,7 @@ def build_definitions(settings: Settings) -> dg.Definitions:
         # One process per run: a process per step costs its start-up for each, and the work is Spark's.
         executor=dg.in_process_executor,
     )
-    return dg.Definitions.merge(branchlake_definitions(settings), graph)
+    return branchlake_definitions(settings, graph)
 
 
 defs = build_definitions(Settings())

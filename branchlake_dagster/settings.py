@@ -6,11 +6,20 @@ Each field is read from the environment as `BRANCHLAKE_<FIELD>` (`BRANCHLAKE_NES
 
 from __future__ import annotations
 
+import difflib
+import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from branchlake_dagster.errors import ConfigurationError
+
+PREFIX = "BRANCHLAKE_"
+_OTHERS = (f"{PREFIX}GP_DIR",)
+"""Read by the space pipeline."""
+_TESTS = f"{PREFIX}TEST_"
 
 RUN_BRANCH_PREFIX = "run-"
 """Branches we own start with this; clean-up never looks at any other."""
@@ -19,7 +28,7 @@ RUN_BRANCH_PREFIX = "run-"
 class Settings(BaseSettings):
     """Where the lake is and how its machinery behaves. Times are seconds unless the name says otherwise."""
 
-    model_config = SettingsConfigDict(env_prefix="BRANCHLAKE_", extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
 
     state_dir: Path = Field(
         Path(".branchlake"), description="Folder of the embedded lakehouse: data, logs, process records."
@@ -95,6 +104,23 @@ class Settings(BaseSettings):
     when_unavailable: Literal["fail", "direct_main"] = Field(
         "fail", description="What a run does when its branch cannot be created: fail, or write to main."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_unread_variable(cls, given: Any) -> Any:
+        """A mistyped BRANCHLAKE_NESSIE_URI once wrote to another lake."""
+        names = [f"{PREFIX}{name.upper()}" for name in cls.model_fields]
+        for name in sorted(os.environ):
+            if not name.upper().startswith(PREFIX) or name.upper().startswith(_TESTS):
+                continue
+            if name.upper() not in (*names, *_OTHERS):
+                close = difflib.get_close_matches(name.upper(), (*names, *_OTHERS), n=1, cutoff=0.5)
+                meant = f"Did you mean {close[0]}? " if close else ""
+                raise ConfigurationError(
+                    f"Nothing reads the environment variable {name}.",
+                    hint=f"{meant}Unset it, or see docs/settings.md for those that are read.",
+                )
+        return given
 
     @field_validator("state_dir")
     @classmethod

@@ -91,7 +91,7 @@ def project(lake: Lakehouse, *parts: Any) -> Iterator[Project]:
     """A project of assets and asset checks."""
     assets = [p for p in parts if not isinstance(p, dg.AssetChecksDefinition)]
     checks = [p for p in parts if isinstance(p, dg.AssetChecksDefinition)]
-    resource = LakehouseResource(settings=lake.settings.shown())
+    resource = LakehouseResource.of(lake.settings)
     machinery = branchlake_definitions(lake.settings, lakehouse=resource)
     merged = dg.Definitions.merge(
         machinery,

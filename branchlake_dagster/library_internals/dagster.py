@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dagster import DagsterEvent, DagsterInstance, DagsterRun, InputContext
+from dagster import AssetKey, DagsterEvent, DagsterInstance, DagsterRun, InputContext
 from dagster._core.asset_graph_view.entity_subset import EntitySubset
 from dagster._core.asset_graph_view.timing_metadata import TimingMetadata
 from dagster._core.definitions.asset_key import CoercibleToAssetKey
@@ -35,6 +35,7 @@ __all__ = [
     "add_loaded_input_metadata",
     "asset_graph_of",
     "engine_event",
+    "io_manager_key_of",
     "report_engine_event",
     "running_context",
 ]
@@ -67,6 +68,12 @@ def asset_graph_of(job: Any) -> AssetGraph:
         return job.repository.get_definition().asset_graph
     graph: AssetGraph = job.get_definition().asset_layer.asset_graph
     return graph
+
+
+def io_manager_key_of(graph: AssetGraph, key: AssetKey) -> str | None:
+    """The resource key of the IO manager that writes an asset."""
+    found: str | None = graph.get(key).assets_def.get_io_manager_key_for_asset_key(key)
+    return found
 
 
 def running_context() -> Any:

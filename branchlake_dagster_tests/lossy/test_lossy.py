@@ -1,6 +1,6 @@
 """A few runs behind a lossy network with the daemon: tokens exact, nothing left.
 
-`BRANCHLAKE_LOSSY_RUNS` says how many runs (6), `BRANCHLAKE_LOSSY_SEED` repeats the faults that are drawn.
+`BRANCHLAKE_TEST_LOSSY_RUNS` says how many runs (6), `BRANCHLAKE_TEST_LOSSY_SEED` repeats the faults that are drawn.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-RUNS = int(os.environ.get("BRANCHLAKE_LOSSY_RUNS", "6"))
-SEED = int(os.environ.get("BRANCHLAKE_LOSSY_SEED") or time.time_ns() % 1_000_000)
+RUNS = int(os.environ.get("BRANCHLAKE_TEST_LOSSY_RUNS", "6"))
+SEED = int(os.environ.get("BRANCHLAKE_TEST_LOSSY_SEED") or time.time_ns() % 1_000_000)
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420 + 15 * RUNS)]
 
 
@@ -33,5 +33,5 @@ def test_rows_are_exact_and_nothing_is_left_behind_a_lossy_network(
             process.terminate()  # it ends what it has started
             process.wait(60)
     with capsys.disabled():
-        print(f"\nBRANCHLAKE_LOSSY_SEED={SEED}\n{printed}")  # noqa: T201 - what was hit is part of the result
+        print(f"\nBRANCHLAKE_TEST_LOSSY_SEED={SEED}\n{printed}")  # noqa: T201 - what was hit is part of the result
     assert process.returncode == 0, printed

@@ -1,6 +1,6 @@
 """Schedules by the thousand. One of them by its seed: `python -m branchlake_dagster_tests.simulation SEED`.
 
-`BRANCHLAKE_SIM_SCHEDULES` sets how many are played, `BRANCHLAKE_SIM_SEED` with which seed they begin.
+`BRANCHLAKE_TEST_SIM_SCHEDULES` sets how many are played, `BRANCHLAKE_TEST_SIM_SEED` with which seed they begin.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster_tests.simulation.faults import Fault
 from branchlake_dagster_tests.simulation.play import failures, play
 
-SCHEDULES = int(os.environ.get("BRANCHLAKE_SIM_SCHEDULES", "10000"))
-FIRST_SEED = int(os.environ.get("BRANCHLAKE_SIM_SEED", "0"))
+SCHEDULES = int(os.environ.get("BRANCHLAKE_TEST_SIM_SCHEDULES", "10000"))
+FIRST_SEED = int(os.environ.get("BRANCHLAKE_TEST_SIM_SEED", "0"))
 
 _ROOT = Path(__file__).parents[2]
 _SHOWN = 3

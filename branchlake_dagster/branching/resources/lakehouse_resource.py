@@ -6,11 +6,10 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from dagster import ConfigurableResource, DagsterInstance, DagsterRun, InitResourceContext
+from dagster import DagsterInstance, DagsterRun, InitResourceContext
 from pyarrow import ArrowException
-from pydantic import PrivateAttr, field_validator
+from pydantic import PrivateAttr
 
 from branchlake_dagster.branching.branch.owner import is_retry
 from branchlake_dagster.branching.branch.run_branch import RunBranch, branch_name
@@ -19,28 +18,24 @@ from branchlake_dagster.branching.errors import RetryNeedsFullRun
 from branchlake_dagster.branching.liveness.heartbeat import SharedHeartbeats, first_heartbeat
 from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
 from branchlake_dagster.branching.reaping.origin import INSTANCE, instance_id
+from branchlake_dagster.branching.resources.lake_config import LakeConfig
 from branchlake_dagster.branching.resources.read_set import ReadSet
 from branchlake_dagster.branching.resources.retry import inherited
-from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.settings import Settings
 
 _log = logging.getLogger(__name__)
 _heartbeats = SharedHeartbeats()
 _first_use = threading.Lock()
 
 
-class LakehouseResource(ConfigurableResource[Any]):
+class LakehouseResource(LakeConfig):
     """The lake, and inside a run the run's branch of it.
 
-    Its settings come from the environment (`BRANCHLAKE_…`) and `settings` overrides single fields; a secret
-    there is a ConfigurationError, because Dagster shows a resource's configuration in its UI.
-    Outside a run (a sensor, a notebook) it stands on `main`.
+    Its fields are those of `Settings`, each a value or a `dg.EnvVar`; what is left out comes from the
+    environment (`BRANCHLAKE_…`). Outside a run (a sensor, a notebook) it stands on `main`.
     """
-
-    settings: dict[str, Any] = {}  # noqa: RUF012 - a pydantic field, copied per instance
 
     _lakehouse: Lakehouse | None = PrivateAttr(default=None)
     _run_branch: RunBranch | None = PrivateAttr(default=None)
@@ -49,18 +44,6 @@ class LakehouseResource(ConfigurableResource[Any]):
     _heartbeat: tuple[str, str] | None = PrivateAttr(default=None)
     _instance: str | None = PrivateAttr(default=None)
     _ended: Callable[[], bool] | None = PrivateAttr(default=None)
-
-    @field_validator("settings")
-    @classmethod
-    def _no_secrets(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name in Settings.secrets():
-            if value.get(name) is not None:
-                # No ValueError: pydantic would print the value beside it.
-                raise ConfigurationError(
-                    f"The resource's settings hold the secret {name!r}, which Dagster would show.",
-                    hint=f"Set BRANCHLAKE_{name.upper()} in the environment instead.",
-                )
-        return value
 
     def setup_for_execution(self, context: InitResourceContext) -> None:
         """Bind to the run. Touches neither Nessie nor Spark: a run that uses no table gets no branch.
@@ -116,7 +99,7 @@ class LakehouseResource(ConfigurableResource[Any]):
     def lakehouse(self) -> Lakehouse:
         """The connections of this process."""
         if self._lakehouse is None:
-            self._lakehouse = Lakehouse(Settings(**self.settings))
+            self._lakehouse = Lakehouse(self.effective())
         return self._lakehouse
 
     @property

@@ -112,15 +112,15 @@ def table_spec(
     """The spec of an asset from its metadata; raises ConfigurationError when that contradicts itself."""
     identifier = identifier_of(key, default_namespace)
     name = table_name(identifier)
-    expression = _plain(metadata.get(PARTITION_EXPR))
+    expression = plain(metadata.get(PARTITION_EXPR))
     columns = _columns(expression, name)
-    keys = tuple(_plain(metadata.get(KEYS)) or ())
-    mode: Any = _plain(metadata.get(WRITE_MODE)) or ("replace_partitions" if columns else "replace_table")
+    keys = tuple(plain(metadata.get(KEYS)) or ())
+    mode: Any = plain(metadata.get(WRITE_MODE)) or ("replace_partitions" if columns else "replace_table")
     if mode not in get_args(WriteMode):
         raise ConfigurationError(
             f"Unknown write mode {mode!r}.", table=name, hint=f"Use one of {', '.join(get_args(WriteMode))}."
         )
-    isolation: Any = _plain(metadata.get(ISOLATION)) or "snapshot"
+    isolation: Any = plain(metadata.get(ISOLATION)) or "snapshot"
     if isolation not in get_args(Isolation):
         raise ConfigurationError(
             f"Unknown isolation {isolation!r}.", table=name, hint=f"Use {' or '.join(get_args(Isolation))}."
@@ -148,7 +148,7 @@ def table_spec(
     return TableSpec(identifier, mode, keys, columns, isolation)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Dagster wraps metadata given on a definition; the plain value is inside."""
     return getattr(value, "value", value)
 

@@ -73,7 +73,7 @@ def _plain(lake: Lakehouse, rows: int, name: str) -> float:
 def _on_a_branch(lake: Lakehouse, rows: int, name: str) -> tuple[float, float]:
     """Seconds of the write itself and of all else the machinery did for it."""
     took: dict[str, float] = {}
-    resource = LakehouseResource(settings=lake.settings.shown())
+    resource = LakehouseResource.of(lake.settings)
 
     @dg.asset(key=["bench", name], metadata=table_metadata(require_checks=False))
     def written(lakehouse: LakehouseResource, spark: BranchSparkResource) -> None:

@@ -69,6 +69,7 @@ def published_sensor(
     minimum_interval_seconds: int = 3,
     default_status: DefaultSensorStatus = DefaultSensorStatus.STOPPED,
     description: str | None = None,
+    lakehouse_key: str = "lakehouse",
 ) -> SensorDefinition:
     """A sensor that launches `job` for each publication that touched a table of `assets`.
 
@@ -77,7 +78,8 @@ def published_sensor(
     is called with each publication and says what to launch (one of `jobs`, if there are several). A
     request without a `run_key` gets the publication's id, so that nothing is launched twice.
 
-    The first tick starts at the present end of `main`'s log. The sensor needs the resource `lakehouse`.
+    The first tick starts at the present end of `main`'s log. It reads the lake of
+    the resource `lakehouse_key`.
     Dagster looks for due sensors every 5 s, so 3 s between two ticks means at every look.
     Raises ConfigurationError, here or in each tick, when it cannot know what to launch.
     """
@@ -95,11 +97,14 @@ def published_sensor(
         minimum_interval_seconds=minimum_interval_seconds,
         default_status=default_status,
         description=description or "Launches a run for each publication of the watched assets.",
+        required_resource_keys={lakehouse_key},
     )
-    def follow(context: SensorEvaluationContext, lakehouse: LakehouseResource) -> SensorResult:
+    def follow(context: SensorEvaluationContext, **_: object) -> SensorResult:
+        # `_`: called like a function, as in tests, Dagster passes the resources by name too.
         repository = context.repository_def
         assert repository is not None  # noqa: S101 - the daemon always evaluates within a code location
-        lake = lakehouse.lakehouse
+        resource: LakehouseResource = getattr(context.resources, lakehouse_key)
+        lake = resource.lakehouse
         keys = _keys(assets, repository)
         answer = _answer_of(request) if request else _launch(job, keys, repository, context.instance)
         tables = {table_name(identifier_of(key, lake.settings.default_namespace)): key for key in keys}

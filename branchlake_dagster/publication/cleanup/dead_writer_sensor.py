@@ -39,17 +39,25 @@ def dead_writers(
     return look_again(told, suspects, clock=clock, now=now)
 
 
-def dead_writer_sensor(settings: Settings) -> SensorDefinition:
-    """Looks at silent writers every `watch_interval_s`, ends the runs of dead ones and fences them."""
+def dead_writer_sensor(
+    settings: Settings, lakehouse_key: str = "lakehouse", prefix: str = ""
+) -> SensorDefinition:
+    """Looks at silent writers every `watch_interval_s`, ends the runs of dead ones and fences them.
+
+    `lakehouse_key` is the key of the lake's resource, `prefix` is put before the sensor's name.
+    """
 
     @sensor(
-        name="dead_writer_sensor",
+        name=f"{prefix}dead_writer_sensor",
+        required_resource_keys={lakehouse_key},
         minimum_interval_seconds=settings.watch_interval_s,
         default_status=DefaultSensorStatus.RUNNING,
         description="Ends runs whose process is gone without a word, and fences their branches.",
     )
-    def dead_writer_sensor_(context: SensorEvaluationContext, lakehouse: LakehouseResource) -> SkipReason:
-        lake = lakehouse.lakehouse
+    def dead_writer_sensor_(context: SensorEvaluationContext, **_: object) -> SkipReason:
+        # `_`: called like a function, as in tests, Dagster passes the resources by name too.
+        resource: LakehouseResource = getattr(context.resources, lakehouse_key)
+        lake = resource.lakehouse
         now, at = time.monotonic(), datetime.now(UTC)
         dead, remembered = dead_writers(
             lake, context.instance, context.cursor, clock=this_clock(), now=now, at=at

@@ -232,12 +232,20 @@ def limits_of(settings: Settings) -> Limits:
     )
 
 
-def reap_job() -> JobDefinition:
-    """The job `reap_branches`: one pass over branches, then over discarded states; told as metadata."""
+def reap_job(lakehouse_key: str = "lakehouse", prefix: str = "") -> JobDefinition:
+    """The job `reap_branches`: one pass over branches, then over discarded states; told as metadata.
 
-    @op(description="Ends run branches that nobody will publish, and deletes what long discarded ones left.")
-    def reap_branches_op(context: OpExecutionContext, lakehouse: LakehouseResource) -> None:
-        lake = lakehouse.lakehouse
+    `lakehouse_key` is the key of the lake's resource, `prefix` is put before the job's name.
+    """
+
+    @op(
+        name=f"{prefix}reap_branches_op",
+        description="Ends run branches that nobody will publish, and deletes what long discarded ones left.",
+        required_resource_keys={lakehouse_key},
+    )
+    def reap_branches_op(context: OpExecutionContext) -> None:
+        resource: LakehouseResource = getattr(context.resources, lakehouse_key)
+        lake = resource.lakehouse
         reaped = _logged(context, reap_branches(lake, context.instance))
         swept = _logged(context, sweep_discarded(lake, context.instance))
         deleted = [one for one in reaped if one.delete]
@@ -253,7 +261,7 @@ def reap_job() -> JobDefinition:
             }
         )
 
-    @job(name="reap_branches", description="Clean-up of abandoned run branches.")
+    @job(name=f"{prefix}reap_branches", description="Clean-up of abandoned run branches.")
     def reap_branches_job() -> None:
         reap_branches_op()
 
@@ -277,7 +285,7 @@ def reap_schedule(reaper: JobDefinition, settings: Settings) -> ScheduleDefiniti
     """Runs `reaper` every `reap_interval_min` minutes."""
     minutes = settings.reap_interval_min
     return ScheduleDefinition(
-        name="reap_branches_schedule",
+        name=f"{reaper.name}_schedule",
         job=reaper,
         cron_schedule="0 * * * *" if minutes == 60 else f"*/{minutes} * * * *",
         default_status=DefaultScheduleStatus.RUNNING,

@@ -1,95 +1,101 @@
-"""The sensor that publishes and the schedule that reaps, ready to be put into any `Definitions`.
+"""Everything but the assets, ready to be merged into any `Definitions`."""
 
-No postponed annotations here: Dagster compares the annotation of `context` with the class itself.
-"""
+from __future__ import annotations
 
-from itertools import chain
-
-from dagster import (
-    AssetSelection,
-    DefaultSensorStatus,
-    Definitions,
-    SensorDefinition,
-    SensorEvaluationContext,
-    SensorResult,
-    SkipReason,
-    sensor,
-)
+from dagster import Definitions
 
 from branchlake_dagster.branching.io.io_manager import NessieBranchIOManager
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
-from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.automation.conditions import never_evaluated
 from branchlake_dagster.publication.cleanup.dead_writer_sensor import dead_writer_sensor
 from branchlake_dagster.publication.cleanup.reaping import reap_job, reap_schedule
-from branchlake_dagster.publication.reconcile.reconciler import Reconciler
-from branchlake_dagster.publication.runtime.pass_lock import one_pass
-from branchlake_dagster.publication.runtime.tick import Tick
-from branchlake_dagster.publication.runtime.unbranched import settle_unbranched
+from branchlake_dagster.publication.runtime.publication_sensor import publication_sensor
+from branchlake_dagster.publication.runtime.validation import validate
 from branchlake_dagster.settings import Settings
 
 
 def branchlake_definitions(
-    settings: Settings | None = None, *, lakehouse: LakehouseResource | None = None
+    settings: Settings | None = None,
+    definitions: Definitions | None = None,
+    *,
+    lakehouse: LakehouseResource | None = None,
+    name: str | None = None,
+    lakehouse_key: str | None = None,
+    spark_key: str | None = None,
+    io_manager_key: str | None = None,
 ) -> Definitions:
-    """Everything but the assets: IO manager, session, publication sensor and reaper.
+    """The IO manager, the Spark session, the publication sensor and the reaper of a lake, beside your own.
 
-    Put your assets beside it: `Definitions.merge(branchlake_definitions(), Definitions(assets=[…]))`.
+    With `definitions` they are merged, and mistakes in the assets of this lake are errors now instead of
+    blocked runs later. Without, the result can be merged into any other `Definitions`.
+
+    Args:
+        settings: The lake's settings; they reach every resource. Default: `lakehouse`'s, else those of the
+            environment (`BRANCHLAKE_…`).
+        definitions: Your assets, checks, jobs, schedules, sensors and other resources.
+        lakehouse: The lake's resource, where its fields are to come from `dg.EnvVar`.
+        name: Of the lake, where one code location has several. It is put before the names of sensors, job
+            and schedule, and before the default resource keys (`archive_io_manager`).
+        lakehouse_key: The resource key of the lake. Default: `lakehouse`.
+        spark_key: The resource key of the run's Spark session. Default: `spark`.
+        io_manager_key: The resource key of the IO manager. Default: `io_manager`, which is that of all assets
+            that name none.
+
+    Raises:
+        ConfigurationError: Assets in `definitions` that could not be written or published, each by name.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+            import polars as pl
+
+            from branchlake_dagster import Settings, branchlake_definitions, sql_check
+
+
+            @dg.asset
+            def prices() -> pl.DataFrame:
+                return pl.DataFrame({"item": ["a", "b"], "eur": [1.0, 2.5]})
+
+
+            positive = sql_check(prices, "positive", "SELECT * FROM {this} WHERE eur <= 0")
+
+            defs = branchlake_definitions(
+                Settings(default_namespace="shop"),
+                dg.Definitions(assets=[prices], asset_checks=[positive]),
+            )
+
     """
-    settings = settings or Settings()
-    lakehouse = lakehouse or LakehouseResource()
+    if lakehouse is None:
+        settings = settings or Settings()
+        lakehouse = LakehouseResource.of(settings)
+    elif settings is None:
+        settings = lakehouse.effective()
+    prefix = f"{name}_" if name else ""
+    lakehouse_key = lakehouse_key or f"{prefix}lakehouse"
+    io_manager_key = io_manager_key or f"{prefix}io_manager"
     spark = BranchSparkResource(lakehouse=lakehouse)
-    reaper = reap_job()
-    return Definitions(
+    reaper = reap_job(lakehouse_key, prefix)
+    ours = Definitions(
         resources={
-            "lakehouse": lakehouse,
-            "spark": spark,
-            "io_manager": NessieBranchIOManager(lakehouse=lakehouse, spark=spark),
+            lakehouse_key: lakehouse,
+            spark_key or f"{prefix}spark": spark,
+            io_manager_key: NessieBranchIOManager(lakehouse=lakehouse, spark=spark),
         },
-        sensors=[_publication_sensor(settings), dead_writer_sensor(settings)],
+        sensors=[
+            publication_sensor(settings, lakehouse_key, prefix),
+            dead_writer_sensor(settings, lakehouse_key, prefix),
+        ],
         jobs=[reaper],
         schedules=[reap_schedule(reaper, settings)],
     )
-
-
-_NO_SENSOR = "add publication_automation_sensor() to the definitions."
-
-
-def _publication_sensor(settings: Settings) -> SensorDefinition:
-    @sensor(
-        name="publication_sensor",
-        minimum_interval_seconds=settings.publish_interval_s,
-        default_status=DefaultSensorStatus.RUNNING,
-        description="Publishes the branches of finished runs whose checks passed; discards the others.",
-        # It launches nothing but checks: those of whole tables that a rebase has changed.
-        asset_selection=AssetSelection.all_asset_checks(),
+    if definitions is None:
+        return ours
+    merged = Definitions.merge(ours, definitions)
+    validate(
+        merged,
+        io_manager_key=io_manager_key,
+        default_namespace=settings.default_namespace,
+        require_checks=settings.require_checks,
     )
-    def publication_sensor(
-        context: SensorEvaluationContext, lakehouse: LakehouseResource
-    ) -> SensorResult | SkipReason:
-        with one_pass(lakehouse.lakehouse.settings) as mine:
-            if not mine:
-                return SkipReason("Another pass over this lake is at work.")
-            return _tick(context, lakehouse.lakehouse)
-
-    return publication_sensor
-
-
-def _tick(context: SensorEvaluationContext, lake: Lakehouse) -> SensorResult | SkipReason:
-    """One pass, in less time than Dagster gives a tick."""
-    repository = context.repository_def
-    assert repository is not None  # noqa: S101 - the daemon always evaluates within a code location
-    origin = context.code_location_origin
-    graph, location = repository.asset_graph, origin.location_name if origin else None
-    reconciler = Reconciler.of(lake, context.instance, graph, location=location)
-    unbranched = settle_unbranched(lake.nessie, context.instance, graph, lake.settings, location=location)
-    for key in never_evaluated(repository):
-        context.log.warning(f"{key.to_user_string()} follows publications, but no sensor looks: {_NO_SENSOR}")
-    tick = Tick()
-    for outcome in chain(reconciler.run(budget_s=lake.settings.publish_budget_s), unbranched):
-        if tick.add(outcome):
-            context.log.info(str(outcome))
-    if tick.check_runs:
-        return SensorResult(run_requests=[one.request() for one in tick.check_runs])
-    return SkipReason(tick.message())
+    return merged

@@ -21,6 +21,7 @@ from branchlake_dagster.branching.liveness.heartbeat import beating
 from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.library_internals.dagster import asset_graph_of, engine_event
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
@@ -31,18 +32,18 @@ class NotPublished(BranchlakeError, Terminal):  # noqa: N818 - named like the ot
 
 
 def publish_at_end(
-    inner: dg.ExecutorDefinition = dg.in_process_executor, *, lakehouse: LakehouseResource | None = None
+    inner: dg.ExecutorDefinition = dg.in_process_executor, *, lakehouse_key: str = "lakehouse"
 ) -> dg.ExecutorDefinition:
     """`inner`, which then publishes the run if all its steps have succeeded.
 
     A blocked or refused run fails, so that it shows. What cannot be decided in the run (checks to be
-    repeated on a rebased table, Nessie away) is left to the publication sensor. `lakehouse`: the resource
-    of the code location, if it is not configured by the environment alone.
+    repeated on a rebased table, Nessie away) is left to the publication sensor. `lakehouse_key`: the resource
+    key of the lake, as given to `branchlake_definitions`.
     """
 
     def create(context: Any) -> Executor:
         made: Executor = inner.executor_creation_fn(context)  # type: ignore[misc]
-        return _Publishing(made, lakehouse or LakehouseResource())
+        return _Publishing(made, lakehouse_key)
 
     return dg.ExecutorDefinition(
         name=f"{inner.name}_publishing",
@@ -54,9 +55,9 @@ def publish_at_end(
 
 
 class _Publishing(Executor):
-    def __init__(self, inner: Executor, lakehouse: LakehouseResource) -> None:
+    def __init__(self, inner: Executor, lakehouse_key: str) -> None:
         self._inner = inner
-        self._lakehouse = lakehouse
+        self._lakehouse_key = lakehouse_key
 
     @property
     def retries(self) -> Any:
@@ -96,7 +97,7 @@ class _Publishing(Executor):
         if run is None or not opened_by(run.tags, run.run_id):
             return None  # it has touched no table
         branch = run.tags.get(BRANCH_TAG, "")
-        lake = self._lakehouse.lakehouse
+        lake = self._lake(context)
         store, interval = HeartbeatStore.of(lake.settings), lake.settings.heartbeat_interval_s
         try:
             # The steps' heartbeat has ended with their resources; the reaper must see that this goes on.
@@ -104,3 +105,12 @@ class _Publishing(Executor):
                 return Reconciler.of(lake, context.instance, graph).publish_now(run)
         except BranchlakeError as error:
             return Outcome(branch, run.run_id, PublicationAction.TRY_AGAIN, str(error))
+
+    def _lake(self, context: Any) -> Lakehouse:
+        """The lake of the job's own resource; the environment's for a job that has none."""
+        definition = context.job.get_definition().resource_defs.get(self._lakehouse_key)
+        if definition is None:
+            return LakehouseResource().lakehouse
+        with dg.build_resources({self._lakehouse_key: definition}, instance=context.instance) as resources:
+            resource: LakehouseResource = getattr(resources, self._lakehouse_key)
+            return resource.lakehouse

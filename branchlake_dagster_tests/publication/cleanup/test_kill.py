@@ -1,6 +1,6 @@
 """`kill -9` of writers, publisher and Nessie at random moments; afterwards every row is accounted for.
 
-`BRANCHLAKE_KILLS` says how many kills (30), `BRANCHLAKE_KILL_SEED` repeats the choice of victims and delays.
+`BRANCHLAKE_TEST_KILLS` says how many kills (30), `BRANCHLAKE_TEST_KILL_SEED` repeats the choice of victims and delays.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
 from branchlake_dagster_tests.publication.cleanup import kill_project as project
 from branchlake_dagster_tests.publication.cleanup.kill_crew import Crew
 
-KILLS = int(os.environ.get("BRANCHLAKE_KILLS", "30"))
-SEED = int(os.environ.get("BRANCHLAKE_KILL_SEED") or time.time_ns() % 1_000_000)
+KILLS = int(os.environ.get("BRANCHLAKE_TEST_KILLS", "30"))
+SEED = int(os.environ.get("BRANCHLAKE_TEST_KILL_SEED") or time.time_ns() % 1_000_000)
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180 + 10 * KILLS)]
 
 # Captured logs need processes beside each step, which would outlive a killed one.
@@ -156,7 +156,7 @@ def expected(
 def test_every_published_row_is_there_once_and_no_other(
     lake: Lakehouse, environment: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    print(f"BRANCHLAKE_KILL_SEED={SEED}")  # noqa: T201 - shown when it fails, wherever that is
+    print(f"BRANCHLAKE_TEST_KILL_SEED={SEED}")  # noqa: T201 - shown when it fails, wherever that is
     chance = random.Random(SEED)
     began = time.monotonic()
     with Crew(environment, tmp_path, ROLES) as crew:
@@ -170,7 +170,7 @@ def test_every_published_row_is_there_once_and_no_other(
     with capsys.disabled():
         ended = Counter(f"{run.tags['kill/role']} {run.status.value.lower()}" for run in runs)
         print(  # noqa: T201 - what was hit is part of the result
-            f"\n{KILLS} kills, BRANCHLAKE_KILL_SEED={SEED}; met at work: {dict(met)}; {len(ledger)} of {len(runs)} runs "
+            f"\n{KILLS} kills, BRANCHLAKE_TEST_KILL_SEED={SEED}; met at work: {dict(met)}; {len(ledger)} of {len(runs)} runs "
             f"published; {by_hand} ended by hand; {dict(sorted(ended.items()))}; {struck - began:.0f} s + {time.monotonic() - struck:.0f} s"
         )
 

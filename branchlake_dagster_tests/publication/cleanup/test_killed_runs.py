@@ -192,7 +192,7 @@ def ticks(lake: Lakehouse, instance: dg.DagsterInstance) -> Iterator[str]:
     definition = (
         branchlake_definitions(lake.settings).get_repository_def().get_sensor_def("dead_writer_sensor")
     )
-    resource = LakehouseResource(settings=lake.settings.shown())
+    resource = LakehouseResource.of(lake.settings)
     cursor = None
     while True:
         with dg.build_sensor_context(

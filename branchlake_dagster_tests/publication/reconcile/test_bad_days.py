@@ -673,7 +673,6 @@ def test_the_reap_job_deletes_what_was_missed_and_says_so(
 
 
 def test_a_tick_publishes_and_tells_what_it_did(lakehouse: Lakehouse, namespace: str) -> None:
-    settings = lakehouse.settings.model_dump(exclude_unset=True, mode="json")
 
     @dg.asset(key=[namespace, "bare"])
     def bare() -> pl.DataFrame:
@@ -687,7 +686,7 @@ def test_a_tick_publishes_and_tells_what_it_did(lakehouse: Lakehouse, namespace:
             with dg.build_sensor_context(
                 instance=p.instance,
                 repository_def=repository,
-                resources={"lakehouse": LakehouseResource(settings=settings)},
+                resources={"lakehouse": LakehouseResource.of(lakehouse.settings)},
             ) as context:
                 data = sensor.evaluate_tick(context)
             assert not data.run_requests

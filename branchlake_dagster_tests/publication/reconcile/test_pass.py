@@ -245,7 +245,7 @@ def test_the_sensor_leaves_a_lake_alone_on_which_another_pass_is_at_work(
         run_id = p.run()
         repository = p.definitions.get_repository_def()
         sensor = repository.get_sensor_def("publication_sensor")
-        resource = LakehouseResource(settings=lakehouse.settings.shown())
+        resource = LakehouseResource.of(lakehouse.settings)
         with dg.build_sensor_context(
             instance=p.instance, repository_def=repository, resources={"lakehouse": resource}
         ) as context:

@@ -160,7 +160,6 @@ def test_the_scope_decides_and_a_check_without_one_is_taken_for_the_table(
 
 def test_the_sensor_asks_for_the_checks_and_nothing_else(lakehouse: Lakehouse, namespace: str) -> None:
     asset = appending(namespace)
-    settings = lakehouse.settings.model_dump(exclude_unset=True, mode="json")
     with project(lakehouse, asset, at_most(asset, 10)) as p:
         p.settle(run(p, namespace, 1))
         first, second = run(p, namespace, 2), run(p, namespace, 3)
@@ -169,7 +168,7 @@ def test_the_sensor_asks_for_the_checks_and_nothing_else(lakehouse: Lakehouse, n
         with dg.build_sensor_context(
             instance=p.instance,
             repository_def=repository,
-            resources={"lakehouse": LakehouseResource(settings=settings)},
+            resources={"lakehouse": LakehouseResource.of(lakehouse.settings)},
         ) as context:
             data = repository.get_sensor_def("publication_sensor").evaluate_tick(context)
         (request,) = data.run_requests or []

@@ -6,8 +6,8 @@ import uuid
 import dagster as dg
 import polars as pl
 
+from branchlake_dagster import LakehouseResource, branchlake_definitions
 from branchlake_dagster.branching.table.spec import table_metadata
-from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
 from branchlake_dagster.publication.runtime.publish_at_end import publish_at_end
 
 NAMESPACE = f"inrun{uuid.uuid4().hex[:8]}"
@@ -24,7 +24,7 @@ def positive(t: pl.DataFrame) -> dg.AssetCheckResult:
 
 
 defs = dg.Definitions.merge(
-    branchlake_definitions(),
+    branchlake_definitions(lakehouse=LakehouseResource()),
     dg.Definitions(
         assets=[t],
         asset_checks=[positive],

@@ -1,0 +1,74 @@
+"""The sensor that publishes passing branches and discards the others.
+
+No postponed annotations here: Dagster compares the annotation of `context` with the class itself.
+"""
+
+from itertools import chain
+
+from dagster import (
+    AssetSelection,
+    DefaultSensorStatus,
+    SensorDefinition,
+    SensorEvaluationContext,
+    SensorResult,
+    SkipReason,
+    sensor,
+)
+
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.automation.conditions import never_evaluated
+from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster.publication.runtime.pass_lock import one_pass
+from branchlake_dagster.publication.runtime.tick import Tick
+from branchlake_dagster.publication.runtime.unbranched import settle_unbranched
+from branchlake_dagster.settings import Settings
+
+_NO_SENSOR = "add publication_automation_sensor() to the definitions."
+
+
+def publication_sensor(
+    settings: Settings, lakehouse_key: str = "lakehouse", prefix: str = ""
+) -> SensorDefinition:
+    """One pass over the lake's run branches per tick.
+
+    `lakehouse_key` is the key of the lake's resource, `prefix` is put before the sensor's name.
+    """
+
+    @sensor(
+        name=f"{prefix}publication_sensor",
+        required_resource_keys={lakehouse_key},
+        minimum_interval_seconds=settings.publish_interval_s,
+        default_status=DefaultSensorStatus.RUNNING,
+        description="Publishes the branches of finished runs whose checks passed; discards the others.",
+        # It launches nothing but checks: those of whole tables that a rebase has changed.
+        asset_selection=AssetSelection.all_asset_checks(),
+    )
+    def publication_sensor_(context: SensorEvaluationContext, **_: object) -> SensorResult | SkipReason:
+        # `_`: called like a function, as in tests, Dagster passes the resources by name too.
+        resource: LakehouseResource = getattr(context.resources, lakehouse_key)
+        with one_pass(resource.lakehouse.settings) as mine:
+            if not mine:
+                return SkipReason("Another pass over this lake is at work.")
+            return _tick(context, resource.lakehouse)
+
+    return publication_sensor_
+
+
+def _tick(context: SensorEvaluationContext, lake: Lakehouse) -> SensorResult | SkipReason:
+    """One pass, in less time than Dagster gives a tick."""
+    repository = context.repository_def
+    assert repository is not None  # noqa: S101 - the daemon always evaluates within a code location
+    origin = context.code_location_origin
+    graph, location = repository.asset_graph, origin.location_name if origin else None
+    reconciler = Reconciler.of(lake, context.instance, graph, location=location)
+    unbranched = settle_unbranched(lake.nessie, context.instance, graph, lake.settings, location=location)
+    for key in never_evaluated(repository):
+        context.log.warning(f"{key.to_user_string()} follows publications, but no sensor looks: {_NO_SENSOR}")
+    tick = Tick()
+    for outcome in chain(reconciler.run(budget_s=lake.settings.publish_budget_s), unbranched):
+        if tick.add(outcome):
+            context.log.info(str(outcome))
+    if tick.check_runs:
+        return SensorResult(run_requests=[one.request() for one in tick.check_runs])
+    return SkipReason(tick.message())

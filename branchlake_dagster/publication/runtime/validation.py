@@ -1,0 +1,94 @@
+"""Mistakes in a lake's assets, found when their definitions load instead of when their runs are blocked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dagster import AssetKey, Definitions, MultiPartitionsDefinition
+
+from branchlake_dagster.branching.table.spec import (
+    REQUIRE_CHECKS,
+    TableSpec,
+    plain,
+    table_name,
+    table_spec,
+)
+from branchlake_dagster.errors import ConfigurationError, some
+from branchlake_dagster.library_internals.dagster import AssetGraph, io_manager_key_of
+
+
+def validate(
+    definitions: Definitions, *, io_manager_key: str, default_namespace: str, require_checks: bool
+) -> None:
+    """Raise one ConfigurationError that names every asset that could not be written or published.
+
+    Looked at are the assets of the IO manager: the table's name, write mode, keys, partition columns,
+    isolation; two assets of one table; with `require_checks` an asset without any check.
+    """
+    graph = definitions.resolve_asset_graph()
+    found = [
+        f"- {key.to_user_string()}: {why}"
+        for key, why in _mistakes(graph, io_manager_key, default_namespace, require_checks)
+    ]
+    if found:
+        count = "one asset" if len(found) == 1 else f"{len(found)} assets"
+        raise ConfigurationError("\n".join([f"The definitions have mistakes in {count}.", *found]))
+
+
+def _mistakes(
+    graph: AssetGraph, io_manager_key: str, default_namespace: str, require_checks: bool
+) -> Iterator[tuple[AssetKey, str]]:
+    checked = {key.asset_key for key in graph.asset_check_keys}
+    tables: dict[tuple[str, ...], AssetKey] = {}
+    for key in sorted(graph.materializable_asset_keys):
+        node = graph.get(key)
+        if io_manager_key_of(graph, key) != io_manager_key:
+            continue
+        try:
+            spec = table_spec(
+                key,
+                node.metadata,
+                default_namespace=default_namespace,
+                partitioned=node.partitions_def is not None,
+            )
+        except ConfigurationError as error:
+            yield key, f"{error.message} {error.hint or ''}".rstrip()
+            continue
+        if why := _dimensions(spec, node.partitions_def):
+            yield key, why
+        if (other := tables.setdefault(spec.identifier, key)) != key:
+            table = table_name(spec.identifier)
+            yield key, f"its table {table} is {other.to_user_string()}'s too; rename one of them."
+        wanted = plain(node.metadata.get(REQUIRE_CHECKS))
+        if key not in checked and (require_checks if wanted is None else wanted):
+            yield key, _NO_CHECK
+
+
+_NO_CHECK = (
+    "no check is defined for it, so no run of it would be published. Add one (pandera_checks, sql_check or"
+    " Dagster's own), or say table_metadata(require_checks=False)."
+)
+
+
+def _dimensions(spec: TableSpec, definition: Any) -> str | None:
+    """What does not fit between the asset's partitions and its columns."""
+    if not spec.columns_by_dimension or definition is None:
+        return None
+    columns = spec.columns_by_dimension.keys()
+    if not isinstance(definition, MultiPartitionsDefinition):
+        if "" in columns:
+            return None
+        return "it names columns by dimension, but its partitions have one dimension; name the column alone."
+    names = {one.name for one in definition.partitions_defs}
+    listed = some(tuple(sorted(names)))
+    if "" in columns:
+        return (
+            f"its partitions have the dimensions {listed}, but partition_by names one column alone;"
+            " say partition_by={dimension: column}."
+        )
+    if unknown := columns - names:
+        return f"its partitions have no dimension {some(tuple(sorted(unknown)))}; they have {listed}."
+    if missing := names - columns:
+        return f"its dimension {some(tuple(sorted(missing)))} has no column; name it in partition_by."
+    return None
