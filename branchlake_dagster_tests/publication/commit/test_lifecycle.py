@@ -163,7 +163,9 @@ def test_publishing_again_after_a_lost_tick_tells_the_same_publication_once(
     with project(lakehouse, asset, check(asset)) as p:
         run_id = p.run()
         with monkeypatch.context() as patch:
-            patch.setattr("branchlake_dagster.publication.reconcile.finish.finish_branch", lambda *_, **__: None)
+            patch.setattr(
+                "branchlake_dagster.publication.reconcile.finish.finish_branch", lambda *_, **__: None
+            )
             first = p.reconciler().run_one(run_id)
         again = p.settle(run_id)
         assert first is not None

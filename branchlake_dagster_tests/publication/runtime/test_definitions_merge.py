@@ -1,0 +1,227 @@
+"""Definitions that merge into anybody's, and mistakes that are named when they load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import polars as pl
+import pytest
+
+from branchlake_dagster import (
+    BranchSparkResource,
+    LakehouseResource,
+    NessieBranchIOManager,
+    Settings,
+    branchlake_definitions,
+    sql_check,
+    table_metadata,
+)
+from branchlake_dagster.errors import ConfigurationError
+
+DAYS = dg.DailyPartitionsDefinition("2026-08-01")
+SHELVES = dg.MultiPartitionsDefinition({"day": DAYS, "kind": dg.StaticPartitionsDefinition(["x"])})
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(state_dir=tmp_path, nessie_uri="https://nessie.example.org/api/v2", nessie_token="s3cret")
+
+
+def resource(defs: dg.Definitions, key: str) -> Any:
+    return (defs.resources or {})[key]
+
+
+def shown(defs: dg.Definitions) -> dict[str, Any]:
+    """What Dagster's UI shows of the top-level resources."""
+    found = defs.get_repository_def().get_top_level_resources()
+    return {key: str(getattr(one, "config_schema", one).__dict__) for key, one in found.items()}
+
+
+def asset(name: str = "t", **options: Any) -> dg.AssetsDefinition:
+    @dg.asset(**({"key": [name]} | options))
+    def made() -> pl.DataFrame:
+        return pl.DataFrame({"n": [1]})
+
+    return made
+
+
+def checked(one: dg.AssetsDefinition) -> dg.AssetChecksDefinition:
+    return sql_check(one, "positive", "SELECT * FROM {this} WHERE n < 0")
+
+
+def test_settings_reach_every_resource(settings: Settings) -> None:
+    defs = branchlake_definitions(settings)
+    lakes = [
+        resource(defs, "lakehouse"),
+        resource(defs, "spark").lakehouse,
+        resource(defs, "io_manager").lakehouse,
+        resource(defs, "io_manager").spark.lakehouse,
+    ]
+    for lake in lakes:
+        found = lake.effective()
+        assert (found.state_dir, found.nessie_uri) == (settings.state_dir, settings.nessie_uri)
+        assert found.nessie_token is not None
+        assert found.nessie_token.get_secret_value() == "s3cret"
+
+
+def test_the_effective_nessie_and_warehouse_are_shown_and_no_secret(
+    settings: Settings, tmp_path: Path
+) -> None:
+    lake = resource(branchlake_definitions(settings), "lakehouse")
+    assert (lake.nessie_uri, lake.warehouse) == (settings.nessie_uri, f"file://{tmp_path}/warehouse")
+    embedded = resource(branchlake_definitions(Settings(state_dir=tmp_path)), "lakehouse")
+    assert (embedded.nessie_uri, embedded.effective().nessie_uri) == ("embedded", None)
+    assert "s3cret" not in repr(lake) + str(shown(branchlake_definitions(settings)))
+
+
+def test_the_environment_does_not_override_what_is_given(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defs = branchlake_definitions(Settings(state_dir=settings.state_dir))
+    monkeypatch.setenv("BRANCHLAKE_NESSIE_URI", "https://elsewhere.example.org/api/v2")
+    assert resource(defs, "lakehouse").effective().nessie_uri is None
+
+
+def test_every_setting_is_a_field_of_the_resource_with_its_description() -> None:
+    fields = {
+        name: one for name, one in LakehouseResource.model_fields.items() if name in Settings.model_fields
+    }
+    assert fields.keys() == Settings.model_fields.keys()
+    for name, one in fields.items():
+        assert one.description == Settings.model_fields[name].description
+
+
+def test_a_wrong_field_is_an_error_at_once() -> None:
+    with pytest.raises(ValueError, match="does not divide an hour"):
+        LakehouseResource(reap_interval_min=45)
+    with pytest.raises(ValueError, match="session_kind"):
+        LakehouseResource(session_kind="conect")
+
+
+def test_it_merges_with_resources_of_the_same_kinds(settings: Settings) -> None:
+    theirs = dg.Definitions(
+        assets=[asset()],
+        resources={"io_manager": dg.FilesystemIOManager(), "spark": dg.ResourceDefinition.none_resource()},
+    )
+    ours = branchlake_definitions(settings, name="lake")
+    merged = dg.Definitions.merge(ours, theirs)
+    dg.Definitions.validate_loadable(merged)
+    assert set(merged.resources or {}) == {
+        "lake_lakehouse",
+        "lake_spark",
+        "lake_io_manager",
+        "io_manager",
+        "spark",
+    }
+
+
+def test_several_lakes_in_one_location(settings: Settings, tmp_path: Path) -> None:
+    hot = branchlake_definitions(settings, name="hot")
+    cold = branchlake_definitions(
+        Settings(state_dir=tmp_path / "cold"), name="cold", io_manager_key="archive"
+    )
+    merged = dg.Definitions.merge(hot, cold)
+    repository = merged.get_repository_def()
+    assert {one.name for one in repository.sensor_defs} == {
+        "hot_publication_sensor",
+        "hot_dead_writer_sensor",
+        "cold_publication_sensor",
+        "cold_dead_writer_sensor",
+    }
+    assert {one.name for one in repository.schedule_defs} == {
+        "hot_reap_branches_schedule",
+        "cold_reap_branches_schedule",
+    }
+    assert "archive" in (merged.resources or {})
+    for sensor in repository.sensor_defs:
+        assert sensor.required_resource_keys == {f"{sensor.name.partition('_')[0]}_lakehouse"}
+
+
+def test_a_lakehouse_of_variables_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MY_PLACE", str(tmp_path))
+    lake = LakehouseResource(state_dir=str(tmp_path), nessie_token=dg.EnvVar("MY_TOKEN"))
+    monkeypatch.setenv("MY_TOKEN", "abc")
+    defs = branchlake_definitions(lakehouse=lake)
+    assert resource(defs, "lakehouse") is lake
+    assert isinstance(resource(defs, "io_manager"), NessieBranchIOManager)
+    assert isinstance(resource(defs, "spark"), BranchSparkResource)
+
+
+MISTAKES = {
+    "unknown write mode": (
+        asset(metadata={"branchlake/write_mode": "replase"}),
+        r"t: Unknown write mode 'replase'\. Use one of replace_partitions",
+    ),
+    "partitions without a column": (
+        asset(partitions_def=DAYS),
+        r"t: A partitioned asset that replaces its whole table .* table_metadata\(partition_by=…\)",
+    ),
+    "upsert without keys": (
+        asset(metadata={"branchlake/write_mode": "upsert"}),
+        r"t: An upsert needs keys\.",
+    ),
+    "one column for several dimensions": (
+        asset(partitions_def=SHELVES, metadata=table_metadata(partition_by="day")),
+        r"t: its partitions have the dimensions day, kind, but partition_by names one column alone",
+    ),
+    "a dimension without a column": (
+        asset(partitions_def=SHELVES, metadata=table_metadata(partition_by={"day": "ts"})),
+        r"t: its dimension kind has no column",
+    ),
+    "a dimension that is not there": (
+        asset(
+            partitions_def=SHELVES,
+            metadata=table_metadata(partition_by={"day": "ts", "kind": "kind", "colour": "c"}),
+        ),
+        r"t: its partitions have no dimension colour; they have day, kind",
+    ),
+    "dimensions where there is one": (
+        asset(partitions_def=DAYS, metadata=table_metadata(partition_by={"day": "ts"})),
+        r"t: it names columns by dimension, but its partitions have one dimension",
+    ),
+    "a name that is no table": (asset(key=["a", ".."]), r"a/\.\.: .* can name no table"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_when_definitions_load(settings: Settings, mistake: str) -> None:
+    wrong, expected = MISTAKES[mistake]
+    theirs = dg.Definitions(assets=[wrong, asset("fine")], asset_checks=[checked(asset("fine"))])
+    with pytest.raises(ConfigurationError, match=expected) as caught:
+        branchlake_definitions(settings, theirs)
+    assert "- fine" not in str(caught.value)
+
+
+def test_an_asset_without_any_check_is_named(settings: Settings) -> None:
+    bare, fine = asset("bare"), asset("fine")
+    excused = asset("excused", metadata=table_metadata(require_checks=False))
+    elsewhere = asset("elsewhere", io_manager_key="files")
+    theirs = dg.Definitions(
+        assets=[bare, fine, excused, elsewhere],
+        asset_checks=[checked(fine)],
+        resources={"files": dg.FilesystemIOManager()},
+    )
+    with pytest.raises(ConfigurationError, match=r"mistakes in one asset\.\n- bare: no check is defined"):
+        branchlake_definitions(settings, theirs)
+    lenient = settings.model_copy(update={"require_checks": False})
+    assert branchlake_definitions(lenient, theirs).get_repository_def()
+
+
+def test_all_mistakes_are_told_at_once(settings: Settings) -> None:
+    theirs = dg.Definitions(assets=[asset("one"), asset("two"), asset("three", partitions_def=DAYS)])
+    with pytest.raises(ConfigurationError, match="mistakes in 3 assets") as caught:
+        branchlake_definitions(settings, theirs)
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == [
+        "- one",
+        "- three",
+        "- two",
+    ]
+
+
+def test_two_assets_of_one_table(settings: Settings) -> None:
+    settings = settings.model_copy(update={"require_checks": False, "default_namespace": "shop"})
+    theirs = dg.Definitions(assets=[asset("prices"), asset(key=["shop", "prices"])])
+    with pytest.raises(ConfigurationError, match=r"its table shop\.prices is prices's too"):
+        branchlake_definitions(settings, theirs)
