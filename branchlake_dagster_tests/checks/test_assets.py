@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import dagster as dg
+import pandera.pandas as pandera
 import pyspark.sql.types as pst
 import pytest
 from dagster import AssetCheckEvaluation
@@ -145,7 +146,9 @@ def test_sql_failures_are_the_rows_returned(instance: dg.DagsterInstance, lake: 
     checks = (
         sql_check(values, "no_negatives", "select *, t.* from {this} t where v < 0 -- per row;"),
         sql_check(values, "in_pairs", "select w from {this} group by w having count(*) != 2;"),
-        sql_check("values", "rare", "select 1 where true", severity="warn", partitions_def=WINDOWS),
+        sql_check(
+            "values", "rare", "select 1 from {this} where true", severity="warn", partitions_def=WINDOWS
+        ),
     )
     evaluated = _evaluated(_run(instance, lake, *checks, partition_key="b"))
     assert evaluated["in_pairs"].passed
@@ -183,6 +186,17 @@ def test_declarations_that_cannot_be_kept_are_refused() -> None:
         pandera_checks("values", Values, partitions_def=WINDOWS, whole_table=True)
     with pytest.raises(ContractError, match="letters, digits"):
         sql_check(values, "no spaces", "select 1")
+    for text in ("", "delete from {this}", "is null", "-- select\ndrop table t"):
+        with pytest.raises(ContractError, match=r"SQL check odd on values is no query"):
+            sql_check(values, "odd", text)
+    with pytest.raises(ContractError, match="does not say which rows it checks"):
+        sql_check(values, "odd", "select 1")
+    for text in (" ( select * from {this})", "/* why */ -- and\nWITH x AS (SELECT 1) SELECT * FROM {this}"):
+        assert sql_check(values, "fine", text)
+    with pytest.raises(ContractError, match=r"contract of values is .* no pandera model for Spark"):
+        pandera_checks(values, pandera.DataFrameModel)  # type: ignore[arg-type]
+    (slashed,) = sql_check("sda/catalogue", "fine", "select * from {this}").check_keys
+    assert slashed.asset_key == dg.AssetKey(["sda", "catalogue"])
     with pytest.raises(ContractError, match="severity"):
         sql_check(values, "loud", "select 1", severity="fatal")  # type: ignore[arg-type]
 

@@ -51,6 +51,11 @@ def pandera_checks(
     Raises `ContractError` for a model that cannot be a check, and for names in `warn` it does not have.
     """
     require_examples(examples)
+    if not (isinstance(model, type) and issubclass(model, DataFrameModel)):
+        raise ContractError(
+            f"The contract of {asset_key(asset).to_user_string()} is {model!r}: no pandera model for Spark.",
+            hint="Derive it from pandera.pyspark.DataFrameModel; rows are checked where they are, in Spark.",
+        )
     schema = model.to_schema()
     prefix = f"{name_prefix}_" if name_prefix else ""
     constraints = {f"{prefix}{constraint.name}": constraint for constraint in compile_schema(schema)}

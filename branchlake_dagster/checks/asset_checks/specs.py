@@ -15,9 +15,11 @@ CheckedAsset = dg.AssetKey | str | Sequence[str] | dg.AssetsDefinition
 
 
 def asset_key(asset: CheckedAsset) -> dg.AssetKey:
-    """The key of `asset`; a definition must have exactly one."""
+    """The key of `asset`; a definition must have exactly one. In text a slash parts the key, as in the UI."""
     if isinstance(asset, dg.AssetsDefinition):
         return asset.key
+    if isinstance(asset, str):
+        return dg.AssetKey.from_user_string(asset)
     return asset if isinstance(asset, dg.AssetKey) else dg.AssetKey(asset)
 
 

@@ -28,6 +28,10 @@ from branchlake_dagster.checks.evaluation.evaluate import Collect, collect_rows,
 THIS = "{this}"
 """Stands for the checked rows in the text of a SQL check."""
 
+_QUERY = re.compile(
+    r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*(select|with|from|values|table)\b", re.IGNORECASE | re.DOTALL
+)
+
 _RETURNED = RowConstraint(name="returned", columns=(), text="", holds=lambda _: F.lit(False), typed=False)
 
 
@@ -56,6 +60,18 @@ def sql_check(
     if severity not in ("error", "warn"):
         raise ContractError(f"SQL check {name} has severity {severity!r}.", hint="Say 'error' or 'warn'.")
     key = asset_key(asset)
+    what = f"SQL check {name} on {key.to_user_string()}"
+    if not _QUERY.match(sql):
+        begins = " ".join(sql.split())[:40]
+        raise ContractError(
+            f"{what} is no query: it begins with {begins!r}.",
+            hint="The rows that a SELECT returns are failures.",
+        )
+    if THIS not in sql and "nessie." not in sql.lower():
+        raise ContractError(
+            f"{what} does not say which rows it checks.",
+            hint="Write {this} for the rows of the run, or nessie.<namespace>.<table> for a whole table.",
+        )
     text = description or " ".join(sql.split())
     specs = check_specs(asset, {name: text}, checked_partitions(asset, partitions_def, whole_table=False))
 
