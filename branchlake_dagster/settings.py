@@ -68,6 +68,11 @@ class Settings(BaseSettings):
     default_namespace: str = Field(
         "lake", pattern=r"^\w+$", description="Iceberg namespace of assets without a key prefix."
     )
+    widen_columns: bool = Field(
+        True,
+        description="Let a frame change its table as Iceberg can without loss (int to long, float to double,"
+        " more decimal digits, new struct fields); false: only new nullable columns.",
+    )
     require_checks: bool = Field(
         True, description="Block a run that wrote an asset for which no check is defined."
     )

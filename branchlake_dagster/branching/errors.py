@@ -16,7 +16,11 @@ class RetryNeedsFullRun(BranchlakeError, Terminal):
 
 
 class SchemaMismatch(BranchlakeError, Terminal):
-    """The written frame does not fit the table, and not only by new nullable columns."""
+    """The written frame does not fit the table, and no change that loses nothing makes it fit."""
+
+
+class ColumnUnsupported(BranchlakeError, Terminal):
+    """A column's type, or some of its values, cannot be stored as they are."""
 
 
 class PartitionMismatch(BranchlakeError, Terminal):

@@ -13,17 +13,10 @@ from pyiceberg.expressions import AlwaysTrue, BooleanExpression
 from pyiceberg.table import Table
 
 from branchlake_dagster.branching.errors import PartitionMismatch
-from branchlake_dagster.branching.table.schema import normalised
+from branchlake_dagster.branching.io.wording import must_be
 from branchlake_dagster.branching.table.selection import Selection, rows_outside, to_iceberg
 from branchlake_dagster.branching.table.spec import TableSpec
 
-_TO_ARROW: dict[type, Callable[[Any], pa.Table]] = {
-    pa.Table: lambda frame: frame,
-    pa.RecordBatchReader: lambda reader: reader.read_all(),
-    pd.DataFrame: lambda frame: pa.Table.from_pandas(frame, preserve_index=False),
-    pl.DataFrame: lambda frame: frame.to_arrow(),
-    pl.LazyFrame: lambda frame: frame.collect().to_arrow(),
-}
 _FROM_ARROW: dict[type, Callable[[pa.Table], Any]] = {
     pa.Table: lambda table: table,
     pd.DataFrame: lambda table: table.to_pandas(),
@@ -32,26 +25,15 @@ _FROM_ARROW: dict[type, Callable[[pa.Table], Any]] = {
 }
 
 
-def handles(kind: type) -> bool:
-    """Whether frames of this type can be written."""
-    return kind in _TO_ARROW
-
-
 def loads(kind: Any) -> bool:
     """Whether tables can be loaded as this type."""
     return kind in _FROM_ARROW
 
 
-def to_arrow(frame: Any) -> pa.Table:
-    """Any supported frame as an Arrow table in the lake's types."""
-    table = _TO_ARROW[type(frame)](frame)
-    return table.cast(normalised(table.schema))
-
-
 def write(
     frame: pa.Table, table: Table, spec: TableSpec, selection: Selection | None, properties: Mapping[str, str]
 ) -> None:
-    """Write by the spec's mode (not upsert) in one Iceberg transaction.
+    """Write by the spec's mode (not upsert) in one Iceberg transaction. `frame` has the table's columns.
 
     Raises PartitionMismatch before anything is written.
     """
@@ -59,9 +41,8 @@ def write(
         raise PartitionMismatch(
             f"{outside} rows of the frame are outside the run's partitions.",
             table=spec.name,
-            hint=f"The rows must satisfy {to_iceberg(selection, table.schema())}.",
+            hint=must_be(selection, table.schema()),
         )
-    frame = frame.select([field.name for field in table.schema().fields])
     if spec.write_mode == "append":
         table.append(frame, snapshot_properties=dict(properties))
         return

@@ -19,15 +19,16 @@ from pyiceberg.table import Table
 from pyspark.sql import DataFrame
 
 from branchlake_dagster.branching.errors import TableMissing, UnsupportedType
-from branchlake_dagster.branching.io import arrow_frames, earlier_attempts, spark_frames
+from branchlake_dagster.branching.io import arrow_frames, earlier_attempts, fitting, op_values, spark_frames
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.resources.read_set import merging
 from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
 from branchlake_dagster.branching.table import provenance, replaced, splitting
 from branchlake_dagster.branching.table.partitioning import partition_spec
-from branchlake_dagster.branching.table.schema import evolve, iceberg_schema, normalised
+from branchlake_dagster.branching.table.schema import arrow_schema, evolve, without_untyped
 from branchlake_dagster.branching.table.selection import Selection, select
 from branchlake_dagster.branching.table.spec import TableSpec, table_spec
+from branchlake_dagster.branching.table.types import iceberg_schema, stored_schema
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized
 from branchlake_dagster.lakehouse.spark.session import telling_refusals
@@ -48,7 +49,13 @@ class NessieBranchIOManager(ConfigurableIOManager):
     spark: BranchSparkResource
 
     def handle_output(self, context: OutputContext, obj: Any) -> None:
-        """Write one materialisation of an asset. `None` writes nothing (the asset used SQL itself)."""
+        """Write one materialisation of an asset. `None` writes nothing (the asset used SQL itself).
+
+        What goes from op to op is no table, see `op_values`.
+        """
+        if not context.has_asset_key:
+            op_values.store(context, obj)
+            return
         definition = context.asset_partitions_def if context.has_asset_partitions else None
         spec = self._spec(context, definition)
         with self._fenced():
@@ -70,7 +77,12 @@ class NessieBranchIOManager(ConfigurableIOManager):
                 )
 
     def load_input(self, context: InputContext) -> Any:
-        """Load an upstream asset, restricted to the partitions its partition mapping chose."""
+        """Load an upstream asset, restricted to the partitions its partition mapping chose.
+
+        Or what an op before this one returned.
+        """
+        if not context.has_asset_key:
+            return op_values.load(context)
         definition = context.asset_partitions_def if context.has_asset_partitions else None
         spec = self._spec(context, definition)
         kind = context.dagster_type.typing_type
@@ -111,21 +123,29 @@ class NessieBranchIOManager(ConfigurableIOManager):
     ) -> Table:
         """The table after the write, without what earlier attempts of this step had added to it."""
         is_spark = isinstance(obj, DataFrame)
-        if not is_spark and not arrow_frames.handles(type(obj)):
+        if not is_spark and not fitting.handles(type(obj)):
             raise UnsupportedType(
                 f"The asset returned a {type(obj).__module__}.{type(obj).__qualname__}.",
                 table=spec.name,
                 hint="Return a Spark, pandas or Polars frame or a pyarrow.Table.",
             )
-        if is_spark:
-            spark_frames.require_branch(obj, branch, table=spec.name)
-            wanted = normalised(spark_frames.arrow_schema(obj))
-        else:
-            obj = arrow_frames.to_arrow(obj)
-            wanted = obj.schema
         keys = provenance.asset_partitions(context)
         found = self._existing(catalog, spec)
-        schema = iceberg_schema(wanted) if found is None else found.schema()
+        if is_spark:
+            spark_frames.require_branch(obj, branch, table=spec.name)
+            wanted = stored_schema(spark_frames.arrow_schema(obj, table=spec.name), table=spec.name)
+        else:
+            like = arrow_schema(found, name=spec.name) if found is not None else None
+            obj = fitting.to_arrow(obj, like, table=spec.name)
+            wanted = obj.schema
+        if spec.write_mode == "upsert":
+            spark_frames.check_keys(spec, wanted.names)
+        if found is None:
+            needed = (*spec.keys, *spec.columns_by_dimension.values())
+            created = without_untyped(wanted, needed, name=spec.name)
+            schema = iceberg_schema(created, table=spec.name)
+        else:
+            created, schema = wanted, found.schema()
         # Before anything is made: windows that do not fit the column must leave no table behind.
         selection = (
             select(keys, definition, spec.columns_by_dimension, schema=schema, table=spec.name)
@@ -133,9 +153,9 @@ class NessieBranchIOManager(ConfigurableIOManager):
             else None
         )
         table = (
-            self._create(catalog, spec, definition, wanted)
+            self._create(catalog, spec, definition, created)
             if found is None
-            else evolve(found, wanted, name=spec.name)
+            else self._evolve(found, wanted, spec)
         )
         predicate = (
             replaced.to_text(replaced.replaced(selection, table.schema()))
@@ -144,7 +164,11 @@ class NessieBranchIOManager(ConfigurableIOManager):
         )
         properties = self._properties(context, spec, keys, predicate)
         table = earlier_attempts.undo_earlier(table, spec, properties)
-        if is_spark or spec.write_mode == "upsert":
+        if not is_spark:
+            obj = fitting.cast(obj, arrow_schema(table, name=spec.name), table=spec.name)
+        if not is_spark and spec.write_mode == "upsert" and obj.num_rows == 0:
+            pass  # nothing to match: no Spark is needed to find that out
+        elif is_spark or spec.write_mode == "upsert":
             if selection is not None and spec.write_mode == "replace_partitions":
                 table = splitting.divide(table, selection, properties)
             frame = obj if is_spark else self.spark.own_session().createDataFrame(obj)
@@ -170,12 +194,16 @@ class NessieBranchIOManager(ConfigurableIOManager):
         for depth in range(1, len(spec.identifier)):
             with contextlib.suppress(NamespaceAlreadyExistsError):
                 catalog.create_namespace(spec.identifier[:depth])
-        schema = iceberg_schema(wanted)
+        schema = iceberg_schema(wanted, table=spec.name)
         layout = partition_spec(definition, spec.columns_by_dimension, schema, table=spec.name)
         try:
             return catalog.create_table(spec.identifier, schema, partition_spec=layout)
         except TableAlreadyExistsError:  # another step of this run was first
-            return evolve(catalog.load_table(spec.identifier), wanted, name=spec.name)
+            return self._evolve(catalog.load_table(spec.identifier), wanted, spec)
+
+    def _evolve(self, table: Table, wanted: pa.Schema, spec: TableSpec) -> Table:
+        widen = self.lakehouse.lakehouse.settings.widen_columns
+        return evolve(table, wanted, name=spec.name, widen=widen)
 
     def _properties(
         self, context: OutputContext, spec: TableSpec, keys: tuple[str, ...], predicate: str | None

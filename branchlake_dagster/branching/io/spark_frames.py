@@ -8,11 +8,19 @@ from contextlib import contextmanager
 
 import pyarrow as pa
 from pyiceberg.schema import Schema
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, Observation, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
 from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
 
-from branchlake_dagster.branching.errors import ForeignSession, PartitionMismatch, UpsertKeyInvalid
+from branchlake_dagster.branching.errors import (
+    ColumnUnsupported,
+    ForeignSession,
+    PartitionMismatch,
+    UpsertKeyInvalid,
+)
+from branchlake_dagster.branching.io.wording import must_be
 from branchlake_dagster.branching.table.selection import Selection, to_sql
 from branchlake_dagster.branching.table.spec import TableSpec
 from branchlake_dagster.lakehouse.spark.quoting import quoted
@@ -25,9 +33,19 @@ _OUTSIDE = "branchlake: row outside the partitions"
 _settings_lock = threading.Lock()
 
 
-def arrow_schema(frame: DataFrame) -> pa.Schema:
-    """The frame's schema; analysed, not executed."""
-    return to_arrow_schema(frame.schema)
+def arrow_schema(frame: DataFrame, *, table: str) -> pa.Schema:
+    """The frame's schema; analysed, not executed. Raises ColumnUnsupported."""
+    found = []
+    for column in frame.schema:
+        try:
+            found += list(to_arrow_schema(StructType([column])))
+        except (PySparkException, TypeError) as error:
+            raise ColumnUnsupported(
+                f"Column {column.name} is {column.dataType.simpleString()}, which the lake cannot store.",
+                table=table,
+                hint="Cast it to text, numbers or time stamps in the asset.",
+            ) from error
+    return pa.schema(found)
 
 
 def require_branch(frame: DataFrame, branch: str, *, table: str) -> None:
@@ -53,6 +71,9 @@ def write(
 
     Raises PartitionMismatch, UpsertKeyInvalid; on a branch, so what they leave behind is discarded.
     """
+    columns = {field.name for field in schema.fields}
+    # What is null in all rows has no type here, and the table may not have got the column yet.
+    frame = frame.drop(*(name for name in frame.columns if name not in columns))
     if spec.write_mode == "upsert":
         _merge(frame, spec, schema, selection, properties)
         return
@@ -126,11 +147,10 @@ def _merge(
 
 
 def _mismatch(spec: TableSpec, schema: Schema, selection: Selection | None, rows: str) -> PartitionMismatch:
-    wanted = to_sql(selection, schema) if selection else "true"
     return PartitionMismatch(
         f"{rows} of the frame are outside the run's partitions.",
         table=spec.name,
-        hint=f"The rows must satisfy {wanted}.",
+        hint=must_be(selection, schema) if selection else None,
     )
 
 

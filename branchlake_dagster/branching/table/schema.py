@@ -1,96 +1,62 @@
-"""Frame schemas against table schemas: creation, the one allowed evolution, and named differences."""
+"""Tables made and changed so that they hold a frame."""
 
 from __future__ import annotations
 
-from typing import Literal
-
 import pyarrow as pa
-from pyiceberg.schema import Schema, assign_fresh_schema_ids
+from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.table import Table
-from pyiceberg.types import NestedField
 
-from branchlake_dagster.branching.errors import SchemaMismatch
-from branchlake_dagster.library_internals.pyiceberg import iceberg_schema_of
-
-_FORMAT_VERSION: Literal[2] = 2
+from branchlake_dagster.branching.errors import ColumnUnsupported, SchemaMismatch
+from branchlake_dagster.branching.table.evolution import Added, changes
+from branchlake_dagster.branching.table.types import has_type, iceberg_type, stored_schema
 
 
-def normalised(schema: pa.Schema) -> pa.Schema:
-    """`schema` as the lake stores it: every column nullable, times in microseconds, zones in UTC.
+def arrow_schema(table: Table, *, name: str) -> pa.Schema:
+    """The table's columns in Arrow's types, as frames are compared with them."""
+    return stored_schema(schema_to_pyarrow(table.schema(), include_field_ids=False), table=name)
 
-    Nullability is a matter of checks, not of storage: pandas cannot express it and Spark derives it
-    from the query, so the same asset would flip it between runs.
+
+def without_untyped(schema: pa.Schema, needed: tuple[str, ...], *, name: str) -> pa.Schema:
+    """What a new table is made of: the columns that have a type.
+
+    One that is null in all rows comes when a frame brings values. Raises SchemaMismatch when nothing is
+    left, or one of `needed` (keys, partition columns) is not.
     """
-    return pa.schema([pa.field(field.name, _stored(field.type), nullable=True) for field in schema])
-
-
-def _stored(kind: pa.DataType) -> pa.DataType:
-    if pa.types.is_timestamp(kind):
-        return pa.timestamp("us", tz="UTC" if kind.tz else None)
-    if pa.types.is_large_string(kind) or pa.types.is_string_view(kind) or pa.types.is_null(kind):
-        return pa.string()
-    if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
-        return pa.binary()
-    if pa.types.is_dictionary(kind):
-        return _stored(kind.value_type)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return pa.list_(pa.field("element", _stored(kind.value_type), nullable=True))
-    if pa.types.is_struct(kind):
-        return pa.struct([pa.field(f.name, _stored(f.type), nullable=True) for f in kind])
-    if pa.types.is_map(kind):
-        return pa.map_(_stored(kind.key_type), _stored(kind.item_type))
-    if pa.types.is_unsigned_integer(kind) and kind.bit_width < 64:
-        return pa.int64() if kind.bit_width == 32 else pa.int32()
-    if pa.types.is_integer(kind) and kind.bit_width < 32:
-        return pa.int32()
-    return pa.float32() if pa.types.is_float16(kind) else kind
-
-
-def iceberg_schema(schema: pa.Schema) -> Schema:
-    """An Iceberg schema with fresh field ids for a normalised Arrow schema."""
-    return assign_fresh_schema_ids(iceberg_schema_of(schema, _FORMAT_VERSION))
-
-
-def evolve(table: Table, wanted: pa.Schema, *, name: str) -> Table:
-    """Add the columns that `wanted` has and the table lacks; refuse every other difference by column."""
-    incoming = {field.name: field for field in iceberg_schema(wanted).fields}
-    current = {field.name: field for field in table.schema().fields}
-    missing = [column for column in current if column not in incoming]
-    if missing:
+    untyped = [column.name for column in schema if pa.types.is_null(column.type)]
+    hint = "Give it a type in the asset (a pandas dtype, an Arrow, Polars or Spark schema)."
+    if lost := [column for column in untyped if column in needed]:
         raise SchemaMismatch(
-            f"The frame lacks column {', '.join(missing)}.",
+            f"Column {', '.join(lost)} is null in all rows, so it has no type, and the table is made by it.",
             table=name,
-            hint="Write the column (nulls are fine), or drop it from the table on purpose.",
+            hint=hint,
         )
-    for column, field in incoming.items():
-        if column in current and not _same_type(current[column], field):
-            raise SchemaMismatch(
-                f"Column {column} is {current[column].field_type} in the table"
-                f" and {field.field_type} in the frame.",
+    if len(untyped) == len(schema):
+        raise SchemaMismatch(
+            f"All columns ({', '.join(untyped)}) are null in all rows, so no table can be made of them.",
+            table=name,
+            hint=hint,
+        )
+    return pa.schema([column for column in schema if column.name not in untyped])
+
+
+def evolve(table: Table, wanted: pa.Schema, *, name: str, widen: bool) -> Table:
+    """Make the changes that let the table hold a frame of `wanted`; any other is refused by column."""
+    found = changes(arrow_schema(table, name=name), wanted, name=name, widen=widen)
+    for change in found:
+        if not has_type(change.kind):
+            raise ColumnUnsupported(
+                f"{'.'.join(change.path)} has no type in the frame, because no row has a value there, and the"
+                " table has not got it either.",
                 table=name,
-                hint="Cast the column in the asset; only adding nullable columns evolves a table.",
+                hint="Give it a type in the asset (an Arrow, Polars or Spark schema), or leave it out.",
             )
-    added = [column for column in incoming if column not in current]
-    if not added:
+    if not found:
         return table
     with table.update_schema() as update:
-        for column in added:
-            update.add_column(column, incoming[column].field_type)
+        for change in found:
+            kind = iceberg_type(change.kind, table=name)
+            if isinstance(change, Added):
+                update.add_column(change.path, kind)
+            else:
+                update.update_column(change.path, field_type=kind)
     return table
-
-
-def _same_type(left: NestedField, right: NestedField) -> bool:
-    # Field ids of nested types differ by construction; their printed form without ids does not.
-    return _without_ids(left.field_type) == _without_ids(right.field_type)
-
-
-def _without_ids(kind: object) -> str:
-    from pyiceberg.types import ListType, MapType, StructType
-
-    if isinstance(kind, StructType):
-        return f"struct<{', '.join(f'{f.name}: {_without_ids(f.field_type)}' for f in kind.fields)}>"
-    if isinstance(kind, ListType):
-        return f"list<{_without_ids(kind.element_type)}>"
-    if isinstance(kind, MapType):
-        return f"map<{_without_ids(kind.key_type)}, {_without_ids(kind.value_type)}>"
-    return str(kind)

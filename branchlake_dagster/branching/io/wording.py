@@ -1,0 +1,33 @@
+"""A selection in words, for errors: never an expression of an engine."""
+
+from __future__ import annotations
+
+from pyiceberg.schema import Schema
+from pyiceberg.types import TimestampType
+
+from branchlake_dagster.branching.table.selection import Selection, Values
+from branchlake_dagster.errors import some
+
+
+def must_be(selection: Selection, schema: Schema) -> str:
+    """Which rows a frame for the selection may have, and how their time stamps are read."""
+    naive = [one for one in selection.columns() if isinstance(schema.find_type(one), TimestampType)]
+    rule = (
+        f" {', '.join(naive)} has no time zone, so it is read as the clock of UTC: convert local times in the"
+        " asset, or give them their zone."
+    )
+    return f"Its rows must be those where {rows_of(selection)}.{rule if naive else ''}"
+
+
+def rows_of(selection: Selection) -> str:
+    """Which rows a selection holds: the first few of its conditions, with their columns."""
+    found = []
+    for part in selection.slices:
+        words = []
+        for one in part:
+            if isinstance(one, Values):
+                words.append(f"{one.column} is {some(tuple(map(repr, one.values)))}")
+            else:
+                words.append(f"{one.start.isoformat()} <= {one.column} < {one.end.isoformat()}")
+        found.append(" and ".join(words))
+    return some(tuple(found)) if found else "no row"

@@ -1,0 +1,357 @@
+"""Frames as they come every day, on the real Nessie without Spark: nulls, types, zones, ops, names."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
+
+import dagster as dg
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+
+from branchlake_dagster.branching.errors import (
+    ColumnUnsupported,
+    PartitionMismatch,
+    SchemaMismatch,
+    UpsertKeyInvalid,
+)
+from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster.errors import BranchlakeError
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster_tests.harness import Project, project
+
+pytestmark = pytest.mark.integration
+
+APPEND = table_metadata(write_mode="append", require_checks=False)
+UPSERT = table_metadata(write_mode="upsert", keys=["k"], require_checks=False)
+MAP = pa.map_(pa.string(), pa.int64())
+
+
+def of(frames: list[Any], namespace: str, **options: Any) -> dg.AssetsDefinition:
+    """The asset `t`, which returns the first of `frames` and takes it off."""
+
+    @dg.asset(key=[namespace, "t"], **options)
+    def t() -> Any:
+        return frames.pop(0)
+
+    return t
+
+
+def types(p: Project, namespace: str) -> dict[str, str]:
+    table = p.lake.catalog().load_table((namespace, "t"))
+    return {field.name: str(field.field_type) for field in table.schema().fields}
+
+
+def written(
+    lakehouse: Lakehouse, namespace: str, frames: Sequence[Any], metadata: Any = APPEND
+) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """The table's types and rows after the frames were published one after the other."""
+    left = list(frames)
+    with project(lakehouse, of(left, namespace, metadata=metadata)) as p:
+        while left:
+            p.settle(p.run())
+        return types(p, namespace), p.rows(namespace, "t")
+
+
+def refused(
+    lakehouse: Lakehouse,
+    namespace: str,
+    frames: Sequence[Any],
+    kind: type[BranchlakeError],
+    *texts: str,
+    metadata: Any = APPEND,
+) -> None:
+    """All frames but the last are published, and the last one is refused."""
+    left = list(frames)
+    with project(lakehouse, of(left, namespace, metadata=metadata)) as p:
+        while len(left) > 1:
+            p.settle(p.run())
+        p.run(ok=False)
+        p.failed_with(kind, f"{namespace}.t", *texts)
+
+
+# -- no rows, no columns, no values --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [
+        pd.DataFrame({"k": pd.Series([], dtype="int64"), "v": pd.Series([], dtype="object")}),
+        pl.DataFrame(schema={"k": pl.Int64, "v": pl.String}),
+        pa.table({"k": pa.array([], pa.int64()), "v": pa.array([], pa.string())}),
+    ],
+    ids=["pandas", "polars", "arrow"],
+)
+def test_an_upsert_of_no_rows_changes_none(lakehouse: Lakehouse, namespace: str, empty: Any) -> None:
+    left = [pa.table({"k": [1], "v": ["a"]})]
+    with project(lakehouse, of(left, namespace, metadata=APPEND)) as p:
+        p.settle(p.run())
+    with project(lakehouse, of([empty], namespace, metadata=UPSERT)) as p:
+        p.settle(p.run())
+        assert p.rows(namespace, "t") == [{"k": 1, "v": "a"}]
+        (event,) = p.last.get_asset_materialization_events()
+        assert event.materialization.metadata["dagster/row_count"].value == 1
+
+
+def test_an_upsert_of_no_rows_makes_the_table_and_still_needs_its_keys(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    empty = pl.DataFrame(schema={"k": pl.Int64})
+    assert written(lakehouse, namespace, [empty], UPSERT) == ({"k": "long"}, [])
+    refused(
+        lakehouse,
+        namespace,
+        [pl.DataFrame(schema={"n": pl.Int64})],
+        UpsertKeyInvalid,
+        "lacks key column k",
+        metadata=UPSERT,
+    )
+
+
+@pytest.mark.parametrize(
+    "nothing", [pl.DataFrame({"s": [None]}), pd.DataFrame({"s": [np.nan]}), pa.table({"s": [None]})]
+)
+def test_a_column_without_values_keeps_the_tables_type(
+    lakehouse: Lakehouse, namespace: str, nothing: Any
+) -> None:
+    found, rows = written(lakehouse, namespace, [pl.DataFrame({"s": ["a"]}), nothing])
+    assert found == {"s": "string"}
+    assert [row["s"] for row in rows] == [None, "a"]
+
+
+def test_a_column_without_values_joins_the_table_with_its_first_value(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    frames = [
+        pd.DataFrame({"n": [1], "s": [None], "l": [[]]}).drop(columns="l"),
+        pd.DataFrame({"n": [2], "s": [None]}),
+        pd.DataFrame({"n": [3], "s": ["a"]}),
+    ]
+    found, rows = written(lakehouse, namespace, frames)
+    assert found == {"n": "long", "s": "string"}
+    assert sorted((row["n"], row["s"]) for row in rows) == [(1, None), (2, None), (3, "a")]
+
+
+def test_a_table_needs_columns_and_types(lakehouse: Lakehouse, namespace: str) -> None:
+    for frame, kind, text in (
+        (pd.DataFrame(index=[1, 2]), SchemaMismatch, "The frame has no columns"),
+        (pl.DataFrame({"a": [None], "b": [None]}), SchemaMismatch, "All columns (a, b) are null"),
+        (pd.DataFrame([[1, 2]], columns=["a", "a"]), SchemaMismatch, "several columns of the name a"),
+        (pl.DataFrame({"a": [[]]}), ColumnUnsupported, "Column a is list"),
+    ):
+        refused(lakehouse, namespace, [frame], kind, text)
+    null_key = pl.DataFrame({"k": [None], "v": [1]})
+    refused(lakehouse, namespace, [null_key], SchemaMismatch, "Column k is null in all rows", metadata=UPSERT)
+    with project(lakehouse) as p:
+        assert not p.lake.catalog().table_exists((namespace, "t"))
+
+
+# -- schema changes that lose nothing ------------------------------------------------------------------
+
+
+def column(values: list[Any], kind: pa.DataType) -> pa.Table:
+    return pa.table({"c": pa.array(values, kind)})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "type_", "values"),
+    [
+        (column([1], pa.int32()), column([2**40], pa.int64()), "long", [1, 2**40]),
+        (column([2**40], pa.int64()), column([1], pa.int32()), "long", [2**40, 1]),
+        (column([0.5], pa.float32()), column([0.1], pa.float64()), "double", [0.5, 0.1]),
+        (column([0.1], pa.float64()), column([0.5], pa.float32()), "double", [0.1, 0.5]),
+        (
+            column([Decimal("1.50")], pa.decimal128(3, 2)),
+            column([Decimal("1234.5")], pa.decimal128(5, 1)),
+            "decimal(6, 2)",
+            [Decimal("1.50"), Decimal("1234.50")],
+        ),
+        (
+            column([{"a": 1, "b": "x"}], pa.struct({"a": pa.int32(), "b": pa.string()})),
+            column(
+                [{"n": 0.5, "b": "y", "a": 2}],
+                pa.struct({"n": pa.float64(), "b": pa.string(), "a": pa.int64()}),
+            ),
+            None,
+            [{"a": 1, "b": "x", "n": None}, {"a": 2, "b": "y", "n": 0.5}],
+        ),
+        (
+            column([[{"a": 1}]], pa.list_(pa.struct({"a": pa.int32()}))),
+            column([[{"b": 2, "a": 2**40}]], pa.list_(pa.struct({"b": pa.int32(), "a": pa.int64()}))),
+            None,
+            [[{"a": 1, "b": None}], [{"a": 2**40, "b": 2}]],
+        ),
+    ],
+    ids=["int-long", "int-in-long", "float-double", "float-in-double", "decimal", "struct", "list"],
+)
+def test_changes_that_lose_nothing_are_made(
+    lakehouse: Lakehouse, namespace: str, first: Any, second: Any, type_: str | None, values: list[Any]
+) -> None:
+    found, rows = written(lakehouse, namespace, [first, second])
+    assert type_ is None or found == {"c": type_}
+    assert [row["c"] for row in rows] == values[::-1]
+
+
+def test_a_widened_column_is_still_filtered_in_old_files(lakehouse: Lakehouse, namespace: str) -> None:
+    frames = [column([1, 5], pa.int32()), column([2**40], pa.int64())]
+    written(lakehouse, namespace, frames)
+    table = lakehouse.catalog().load_table((namespace, "t"))
+    assert table.scan(row_filter="c < 3").to_arrow().to_pydict() == {"c": [1]}
+
+
+def test_changes_that_lose_something_are_refused(lakehouse: Lakehouse, namespace: str) -> None:
+    struct = pa.struct({"a": pa.int64(), "b": pa.int64()})
+    for n, (first, second, text) in enumerate(
+        [
+            (
+                column([1], pa.int64()),
+                column([1.0], pa.float64()),
+                "Column c is long in the table and double",
+            ),
+            (column(["a"], pa.string()), column([1], pa.int64()), "Column c is string in the table and long"),
+            (
+                column([Decimal("1.5")], pa.decimal128(2, 1)),
+                column([Decimal("1.55")], pa.decimal128(3, 2)),
+                "Column c is decimal(2, 1) in the table and decimal(3, 2)",
+            ),
+            (column([{"a": 1, "b": 2}], struct), pa.table({"c": [{"a": 1}]}), "The frame lacks field c.b"),
+        ]
+    ):
+        refused(lakehouse, f"{namespace}{n}", [first, second], SchemaMismatch, text)
+
+
+def test_widening_is_a_setting(lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRANCHLAKE_WIDEN_COLUMNS", "false")
+    frames = [column([1], pa.int32()), column([1], pa.int64())]
+    refused(lakehouse, namespace, frames, SchemaMismatch, "int in the table and long", "widen_columns is off")
+
+
+# -- types ---------------------------------------------------------------------------------------------
+
+
+def test_types_that_have_no_place_are_refused_by_column(lakehouse: Lakehouse, namespace: str) -> None:
+    for frame, *texts in (
+        (pl.DataFrame({"n": [2**63]}, schema={"n": pl.UInt64}), "Column n", "decimal(20, 0)"),
+        (pd.DataFrame({"t": pd.to_datetime([1], unit="ns")}), "Column t", "microseconds", "floor('us')"),
+        (
+            pd.DataFrame({"d": pd.to_timedelta([1], unit="s")}),
+            "Column d is duration[ns]",
+            "int64 microseconds",
+        ),
+        (pl.DataFrame({"d": [dt.timedelta(seconds=1)]}), "Column d is duration[us]", "int64 microseconds"),
+        (pd.DataFrame({"ok": [1, 2], "x": [1, "a"]}), "Column x (object)", "one type"),
+        (pd.DataFrame({"p": pd.period_range("2026-01", periods=1, freq="M")}), "Column p", "Cast it"),
+        (pd.DataFrame({"c": [1j]}), "Column c (complex128)"),
+        (pl.DataFrame({"o": [object()]}), "Column o holds Python objects"),
+        (pa.table({"s": [{"d": dt.timedelta(seconds=1)}]}), "Column s.d is duration[us]"),
+    ):
+        refused(lakehouse, namespace, [frame], ColumnUnsupported, *texts)
+
+
+def test_types_that_only_look_foreign_are_stored(lakehouse: Lakehouse, namespace: str) -> None:
+    frame = pl.DataFrame(
+        {"u": [2**62], "t": [dt.time(1, 2)], "l": [[1, 2]], "e": ["a"]},
+        schema={"u": pl.UInt64, "t": pl.Time, "l": pl.Array(pl.Int64, 2), "e": pl.Enum(["a"])},
+    )
+    found, rows = written(lakehouse, namespace, [frame])
+    assert found == {"u": "long", "t": "time", "l": "list<long>", "e": "string"}
+    assert rows == [{"u": 2**62, "t": dt.time(1, 2), "l": [1, 2], "e": "a"}]
+    days = pd.DataFrame({"t": pd.to_datetime(["2026-01-01"]).as_unit("ns")})
+    assert written(lakehouse, f"{namespace}b", [days])[0] == {"t": "timestamp"}
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pd.DataFrame({"m": [{"b": 2}]}),
+        pd.DataFrame({"m": [[("b", 2)]]}),
+        pl.DataFrame({"m": [[{"key": "b", "value": 2}]]}),
+    ],
+    ids=["dicts", "pairs", "polars"],
+)
+def test_a_map_is_filled_from_what_frames_without_maps_have(
+    lakehouse: Lakehouse, namespace: str, frame: Any
+) -> None:
+    found, rows = written(lakehouse, namespace, [pa.table({"m": pa.array([{"a": 1}], MAP)}), frame])
+    assert found == {"m": "map<string, long>"}
+    assert [row["m"] for row in rows] == [[("b", 2)], [("a", 1)]]
+
+
+# -- time stamps without zone --------------------------------------------------------------------------
+
+
+def test_time_stamps_with_and_without_zone_are_not_mixed(lakehouse: Lakehouse, namespace: str) -> None:
+    zoned = pl.DataFrame({"t": [dt.datetime(2026, 1, 1, tzinfo=dt.UTC)]})
+    naive = pl.DataFrame({"t": [dt.datetime(2026, 1, 1)]})
+    refused(lakehouse, namespace, [zoned, naive], SchemaMismatch, "timestamptz", "dt.tz_localize(zone)")
+    refused(lakehouse, f"{namespace}b", [naive, zoned], SchemaMismatch, "wall clocks of UTC")
+
+
+def test_local_clocks_in_utc_partitions_are_told_the_rule(lakehouse: Lakehouse, namespace: str) -> None:
+    day = dg.DailyPartitionsDefinition(
+        start_date="2026-08-08", end_date="2026-08-10", timezone="Europe/Berlin"
+    )
+    frame = pd.DataFrame({"ts": [pd.Timestamp("2026-08-08 23:30")]})
+    asset = of([frame], namespace, partitions_def=day, metadata=table_metadata(partition_by="ts"))
+    with project(lakehouse, asset) as p:
+        p.run(partition="2026-08-08", ok=False)
+        p.failed_with(
+            PartitionMismatch,
+            "2026-08-07T22:00:00+00:00 <= ts < 2026-08-08T22:00:00+00:00",
+            "ts has no time zone, so it is read as the clock of UTC",
+        )
+        (failure,) = [e for e in p.last.all_events if e.is_step_failure]
+        assert "GreaterThanOrEqual" not in str(failure.step_failure_data.error)
+
+
+# -- ops -----------------------------------------------------------------------------------------------
+
+
+def test_a_graph_asset_of_several_ops_keeps_its_way_of_writing(lakehouse: Lakehouse, namespace: str) -> None:
+    @dg.op
+    def rows() -> list[int]:
+        return [1, 2]
+
+    @dg.op
+    def frame(rows: list[int]) -> pl.DataFrame:
+        return pl.DataFrame({"n": rows})
+
+    @dg.graph_asset(key=[namespace, "t"], metadata=APPEND)
+    def t() -> Any:
+        return frame(rows())
+
+    @dg.asset(key=[namespace, "down"], ins={"t": dg.AssetIn([namespace, "t"])}, metadata=APPEND)
+    def down(t: pl.DataFrame) -> pl.DataFrame:
+        return t
+
+    with project(lakehouse, t, down) as p:
+        for _ in range(2):
+            p.settle(p.run())
+        assert sorted(row["n"] for row in p.rows(namespace, "t")) == [1, 1, 2, 2]
+        assert len(p.rows(namespace, "down")) == 6
+
+
+def test_an_op_job_beside_the_assets_makes_no_branch(lakehouse: Lakehouse) -> None:
+    @dg.op
+    def one() -> dict[str, int]:
+        return {"x": 1}
+
+    @dg.op
+    def two(value: dict[str, int]) -> int:
+        return value["x"] + 1
+
+    @dg.job
+    def beside() -> None:
+        two(one())
+
+    with project(lakehouse) as p:
+        definitions = dg.Definitions.merge(p.definitions, dg.Definitions(jobs=[beside]))
+        before = p.branches()
+        result = definitions.resolve_job_def("beside").execute_in_process(instance=p.instance)
+        assert result.output_for_node("two") == 2
+        assert p.branches() == before
