@@ -19,6 +19,7 @@ from branchlake_dagster.publication.rebase.changes import (
     SnapshotChange,
     TableChange,
 )
+from branchlake_dagster.publication.rebase.promotion import readable_as
 
 _NEVER = {
     Mode.UNKNOWN: "its history does not lead back to the run's base",
@@ -222,13 +223,13 @@ def _layouts(mine: TableChange, theirs: TableChange) -> str | None:
 
 
 def _readable(written: Layout, now: Layout) -> str | None:
-    """Whether files of one layout can be read under a newer one: by id, missing columns being null."""
+    """Whether files of one layout can be read under a newer one: by id, missing columns being null, narrower types widened."""
     current = {column.id: column for column in now.columns}
     known = {column.id for column in written.columns}
     for column in written.columns:
         if column.id not in current:
             return f"its column {column.name} was dropped"
-        if current[column.id].type != column.type:
+        if not readable_as(column.type, current[column.id].type):
             return f"its column {column.name} has changed its type"
         if current[column.id].required and not column.required:
             return f"its column {column.name} has become required"

@@ -148,6 +148,7 @@ def test_only_a_changed_layout_on_main_does_not_stop_a_rewrite() -> None:
         (LAYOUT, Layout((Column(1, "date", "string", False), ID), BY_DAY, 2), None),
         (LAYOUT, Layout((DAY,), BY_DAY, 2), "column id was dropped"),
         (LAYOUT, Layout((DAY, Column(2, "id", "string", False)), BY_DAY, 2), "changed its type"),
+        (LAYOUT, Layout((DAY, Column(2, "id", "int", False)), BY_DAY, 2), "changed its type"),
         (LAYOUT, Layout((DAY, Column(2, "id", "long", True)), BY_DAY, 2), "become required"),
         (LAYOUT, Layout((DAY, ID, Column(3, "n", "long", True)), BY_DAY, 3), "new required column"),
         (LAYOUT, Layout((DAY, ID), (), 2), "partition spec differs"),
@@ -164,6 +165,28 @@ def test_layouts(mine_after: Layout, main_after: Layout, why: str | None) -> Non
     found = overlap(change(APPEND, after=mine_after), change(after=main_after))
     assert (found is None) is (why is None)
     assert why is None or (found is not None and why in found.why)
+
+
+@pytest.mark.parametrize(
+    ("written", "now", "readable"),
+    [
+        ("int", "long", True),
+        ("long", "int", False),
+        ("int", "double", False),
+        ("float", "double", True),
+        ("decimal(4, 2)", "decimal(9, 2)", True),
+        ("decimal(9, 2)", "decimal(4, 2)", False),
+        ("decimal(4, 2)", "decimal(9, 3)", False),
+        ("struct<5: a: optional int>", "struct<5: a: optional long>", False),
+    ],
+)
+def test_a_column_that_main_widened_still_reads_the_runs_files(
+    written: str, now: str, readable: bool
+) -> None:
+    mine, main = (Layout((DAY, Column(2, "id", kind, False)), BY_DAY, 2) for kind in (written, now))
+    found = overlap(change(APPEND, before=mine), change(before=mine, after=main))
+    assert (found is None) is readable
+    assert readable or (found is not None and "column id has changed its type" in found.why)
 
 
 def test_a_table_that_both_created() -> None:

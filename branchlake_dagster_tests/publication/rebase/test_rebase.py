@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import pyarrow as pa
 import pytest
+from pyiceberg.schema import Schema
 from pyiceberg.table.snapshots import Operation
-from pyiceberg.types import LongType
+from pyiceberg.types import IntegerType, LongType, NestedField, StringType
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.commit.committer import TableFilesMissing
@@ -132,6 +134,69 @@ def test_new_columns_travel_with_the_run(bench: Workbench) -> None:
     for run in (one, two, three):
         bench.published(run)
     assert bench.rows() == [("a", 1, None), ("a", 2, None), ("b", 3, 7), ("b", 3, 7)]
+
+
+def narrow(bench: Workbench) -> None:
+    """A table on `main` whose `id` and `n` are ints, with one row."""
+    first = bench.run()
+    fields = (("day", StringType()), ("id", IntegerType()), ("n", IntegerType()))
+    columns = [NestedField(i, name, kind, required=False) for i, (name, kind) in enumerate(fields, 1)]
+    first.create(spec=FLAT, schema=Schema(*columns))
+    add(first, "a", 1)
+    bench.published(first)
+
+
+def add(run: Run, day: str, number: int, *widened: str) -> None:
+    """Append a row after widening columns to long, as the IO manager does."""
+    if widened:
+        with run.table().update_schema() as update:
+            for column in widened:
+                update.update_column(column, field_type=LongType())
+    table = run.table()
+    rows = pa.Table.from_pylist([{"day": day, "id": number, "n": 0}])
+    rows = rows.cast(table.schema().as_arrow())
+    table.append(rows, snapshot_properties=run.properties("append"))
+
+
+def types(bench: Workbench) -> list[str]:
+    return [str(field.field_type) for field in bench.main().schema().fields]
+
+
+def test_a_widened_column_travels_with_the_run_and_reads_what_was_narrow(bench: Workbench) -> None:
+    """Main has moved on in the old type; then comes one that was written narrow while main was widened."""
+    narrow(bench)
+    stays, widens, late = bench.run(), bench.run(), bench.run()
+    add(stays, "b", 2)
+    add(widens, "c", 2**40, "id")
+    add(late, "d", 4)
+    for run in (stays, widens, late):
+        bench.published(run)
+    assert types(bench) == ["string", "long", "int"]
+    assert bench.rows() == [("a", 1, 0), ("b", 2, 0), ("c", 2**40, 0), ("d", 4, 0)]
+    assert bench.main().scan(row_filter="id < 3").to_arrow().num_rows == 2
+
+
+def test_runs_that_wait_with_the_same_widening_are_all_published(bench: Workbench) -> None:
+    narrow(bench)
+    one, two = pair(bench)
+    add(one, "b", 2**40, "id")
+    add(two, "c", 2**41, "id")
+    bench.published(one, two)
+    assert bench.rows() == [("a", 1, 0), ("b", 2**40, 0), ("c", 2**41, 0)]
+
+
+def test_of_runs_that_wait_with_different_widenings_the_second_is_refused(bench: Workbench) -> None:
+    narrow(bench)
+    one, two = pair(bench)
+    add(one, "b", 2**40, "id")
+    add(two, "c", 3, "n")
+    first, second = bench.publish(one, two)
+    assert isinstance(first, Published)
+    assert isinstance(second, Refused)
+    assert second.conflicts == {f"{bench.namespace}.t": "both sides changed its columns"}
+    assert second.runs == (one.run_id,)
+    assert types(bench) == ["string", "long", "int"]
+    assert bench.rows() == [("a", 1, 0), ("b", 2**40, 0)]
 
 
 def test_a_snapshot_without_files_is_kept_for_what_it_says(bench: Workbench) -> None:
