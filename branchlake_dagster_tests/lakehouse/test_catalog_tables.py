@@ -354,3 +354,11 @@ def test_names_with_dots_and_other_letters(catalog: NessieCatalog) -> None:
         assert ids(catalog.load_table(("db", name, "t"))) == [1]
         assert catalog.list_tables(("db", name)) == [("db", name, "t")]
     assert len(catalog.list_namespaces("db")) == 3
+
+
+@pytest.mark.parametrize("name", ["a?b", "a#b", "a&b+c%41d"])
+def test_a_name_that_means_something_in_urls_has_a_location(catalog: NessieCatalog, name: str) -> None:
+    catalog.create_namespace(("sign?#",))
+    table = catalog.create_table(("sign?#", name), SCHEMA)
+    table.append(rows(1))
+    assert ids(catalog.load_table(("sign?#", name))) == [1]

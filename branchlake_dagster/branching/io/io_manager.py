@@ -19,7 +19,15 @@ from pyiceberg.table import Table
 from pyspark.sql import DataFrame
 
 from branchlake_dagster.branching.errors import TableMissing, UnsupportedType
-from branchlake_dagster.branching.io import arrow_frames, earlier_attempts, fitting, op_values, spark_frames
+from branchlake_dagster.branching.io import (
+    arrow_frames,
+    earlier_attempts,
+    fitting,
+    long_keys,
+    op_values,
+    partition_rows,
+    spark_frames,
+)
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.resources.read_set import merging
 from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
@@ -67,12 +75,10 @@ class NessieBranchIOManager(ConfigurableIOManager):
             elif catalog.table_exists(spec.identifier):
                 table = catalog.load_table(spec.identifier)
             if table is not None:
+                rows = partition_rows.report(context, table, spec, definition)
                 context.add_output_metadata(
                     provenance.materialisation_metadata(
-                        table,
-                        spec,
-                        self.lakehouse.run_branch,
-                        partitioned=bool(spec.columns_by_dimension),
+                        table, spec, self.lakehouse.run_branch, partition_rows=rows
                     )
                 )
 
@@ -157,6 +163,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
             if found is None
             else self._evolve(found, wanted, spec)
         )
+        table = long_keys.make_room(table, selection)
         predicate = (
             replaced.to_text(replaced.replaced(selection, table.schema()))
             if selection is not None and spec.write_mode == "replace_partitions"

@@ -60,9 +60,12 @@ def snapshot_properties(
 
 
 def materialisation_metadata(
-    table: Table, spec: TableSpec, run: RunBranch | None, *, partitioned: bool
+    table: Table, spec: TableSpec, run: RunBranch | None, *, partition_rows: int | None
 ) -> dict[str, Any]:
-    """Dagster's standard table metadata plus branch, base hash and snapshot id; reads no data."""
+    """Dagster's standard table metadata plus branch, base hash and snapshot id; reads no data.
+
+    `partition_rows`: the rows of the one partition that was written; None when there is not one.
+    """
     snapshot = table.current_snapshot()
     summary: Mapping[str, str] = (
         snapshot.summary.additional_properties if snapshot and snapshot.summary else {}
@@ -75,8 +78,8 @@ def materialisation_metadata(
         "dagster/row_count": MetadataValue.int(int(summary.get("total-records", 0))),
         "branchlake/write_mode": spec.write_mode,
     }
-    if partitioned:
-        found["dagster/partition_row_count"] = MetadataValue.int(int(summary.get("added-records", 0)))
+    if partition_rows is not None:
+        found["dagster/partition_row_count"] = MetadataValue.int(partition_rows)
     if snapshot is not None:
         # As text: the ids exceed what the browser's numbers hold.
         found["branchlake/snapshot_id"] = MetadataValue.text(str(snapshot.snapshot_id))

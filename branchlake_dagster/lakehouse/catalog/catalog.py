@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 GC_ENABLED = "gc.enabled"
 NO_SNAPSHOT = -1
+_ENDS_PATH = re.compile(r"[?#]")
 
 
 def table_content(content_id: str | None, location: str, metadata: TableMetadata) -> IcebergTable:
@@ -71,6 +73,11 @@ def _require_table(key: ContentKey, found: Content | None) -> IcebergTable:
     if not isinstance(found, IcebergTable):
         raise NoSuchIcebergTableError(f"Table does not exist: {key} is something else ({found})")
     return found
+
+
+def _folder(name: str) -> str:
+    """A name in a location: what ends the path of a URL would cut the location off there."""
+    return _ENDS_PATH.sub("_", name)
 
 
 def _message(key: ContentKey, updates: Sequence[TableUpdate]) -> str:
@@ -196,8 +203,8 @@ class NessieCatalog(NoViews, NamespaceOperations):
             warehouse = self.properties.get(WAREHOUSE_LOCATION)
             if not warehouse:
                 raise ValueError("No default path is set, please specify a location when creating a table")
-            base = "/".join([warehouse.rstrip("/"), *key.parent])
-        return f"{base.rstrip('/')}/{key[-1]}_{table_uuid}"
+            base = "/".join([warehouse.rstrip("/"), *map(_folder, key.parent)])
+        return f"{base.rstrip('/')}/{_folder(key[-1])}_{table_uuid}"
 
     def _create_staged_table(
         self,

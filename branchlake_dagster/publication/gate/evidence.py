@@ -173,7 +173,7 @@ def collect(
             untold |= _listed(event, READ_UNTOLD)
         else:
             made = event.step_materialization_data.materialization
-            rows = made.metadata.get("dagster/partition_row_count", made.metadata.get("dagster/row_count"))
+            rows = made.metadata.get(f"dagster/{'partition_' if made.partition else ''}row_count")
             written[made.asset_key.to_user_string(), made.partition] = Written(
                 record.storage_id,
                 step,

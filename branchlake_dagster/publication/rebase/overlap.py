@@ -223,7 +223,10 @@ def _layouts(mine: TableChange, theirs: TableChange) -> str | None:
 
 
 def _readable(written: Layout, now: Layout) -> str | None:
-    """Whether files of one layout can be read under a newer one: by id, missing columns being null, narrower types widened."""
+    """Whether files of one layout can be read under a newer one.
+
+    By id: missing columns are null, narrower types are widened.
+    """
     current = {column.id: column for column in now.columns}
     known = {column.id for column in written.columns}
     for column in written.columns:

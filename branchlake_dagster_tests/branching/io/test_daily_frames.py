@@ -355,3 +355,94 @@ def test_an_op_job_beside_the_assets_makes_no_branch(lakehouse: Lakehouse) -> No
         result = definitions.resolve_job_def("beside").execute_in_process(instance=p.instance)
         assert result.output_for_node("two") == 2
         assert p.branches() == before
+
+
+# -- partitions and names ------------------------------------------------------------------------------
+
+
+def told_rows(p: Project) -> dict[str | None, Any]:
+    """`dagster/partition_row_count` of the last run's materialisations, by partition."""
+    return {
+        event.partition: event.materialization.metadata["dagster/partition_row_count"].value
+        for event in p.last.get_asset_materialization_events()
+        if "dagster/partition_row_count" in event.materialization.metadata
+    }
+
+
+BETA = pytest.mark.filterwarnings("ignore:Parameter `backfill_policy`")  # of Dagster's own; the subject here
+
+
+@BETA
+@pytest.mark.parametrize("mode", ["replace_partitions", "append"])
+def test_a_backfill_of_one_run_tells_each_partitions_rows(
+    lakehouse: Lakehouse, namespace: str, mode: Any
+) -> None:
+    days = dg.DailyPartitionsDefinition(start_date="2026-08-01", end_date="2026-08-04")
+    both = dg.MultiPartitionsDefinition({"day": days, "kind": dg.StaticPartitionsDefinition(["a", "b"])})
+    rows = [(1, "a"), (1, "a"), (2, "a"), (3, "b")]
+    frame = pl.DataFrame(
+        {"ts": [dt.datetime(2026, 8, day, 5, tzinfo=dt.UTC) for day, _ in rows], "kind": [k for _, k in rows]}
+    )
+    metadata = table_metadata(
+        write_mode=mode, partition_by={"day": "ts", "kind": "kind"}, require_checks=False
+    )
+    asset = of(
+        [frame, frame],
+        namespace,
+        partitions_def=both,
+        metadata=metadata,
+        backfill_policy=dg.BackfillPolicy.single_run(),
+    )
+    keys = both.get_partition_keys()
+    tags = {"dagster/asset_partition_range_start": keys[0], "dagster/asset_partition_range_end": keys[-1]}
+    expected = dict.fromkeys(keys, 0) | {"2026-08-01|a": 2, "2026-08-02|a": 1, "2026-08-03|b": 1}
+    with project(lakehouse, asset) as p:
+        p.settle(p.run(tags=tags))
+        assert told_rows(p) == expected
+        p.settle(p.run(tags=tags))
+        times = 2 if mode == "append" else 1  # it is the partition's rows, not what the run added
+        assert told_rows(p) == {key: rows * times for key, rows in expected.items()}
+
+
+@BETA
+def test_rows_that_lie_with_those_of_other_partitions_are_not_told(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    quarters = dg.TimeWindowPartitionsDefinition(
+        cron_schedule="*/15 * * * *", start="2026-08-08-00:00", end="2026-08-08-01:00", fmt="%Y-%m-%d-%H:%M"
+    )
+    frame = pl.DataFrame({"ts": [dt.datetime(2026, 8, 8, 0, m, tzinfo=dt.UTC) for m in (1, 16)]})
+    metadata = table_metadata(partition_by="ts", require_checks=False)
+    asset = of(
+        [frame], namespace, partitions_def=quarters, metadata=metadata,
+        backfill_policy=dg.BackfillPolicy.single_run(),
+    )  # fmt: skip
+    keys = quarters.get_partition_keys()
+    tags = {"dagster/asset_partition_range_start": keys[0], "dagster/asset_partition_range_end": keys[-1]}
+    with project(lakehouse, asset) as p:
+        p.settle(p.run(tags=tags))
+        assert told_rows(p) == {}
+
+
+@pytest.mark.parametrize("key", ["k" * 300, "ü" * 300, "a#b?c&d+e%f g"], ids=["300", "300u", "signs"])
+def test_partition_keys_are_long_and_of_any_sign(lakehouse: Lakehouse, namespace: str, key: str) -> None:
+    frame, other = pl.DataFrame({"kind": [key]}), pl.DataFrame({"kind": ["b"]})
+    metadata = table_metadata(partition_by="kind", require_checks=False)
+    definition = dg.StaticPartitionsDefinition([key, "b"])
+    asset = of([other, frame, frame], namespace, partitions_def=definition, metadata=metadata)
+    with project(lakehouse, asset) as p:
+        for partition in ("b", key, key):
+            p.settle(p.run(partition=partition))
+        assert sorted(row["kind"] for row in p.rows(namespace, "t")) == sorted(["b", key])
+        assert told_rows(p) == {key: 1}
+
+
+@pytest.mark.parametrize("name", ["a&b", "a+b", "a%41b"])
+def test_table_names_with_signs(lakehouse: Lakehouse, namespace: str, name: str) -> None:
+    @dg.multi_asset(outs={"signs": dg.AssetOut(key=[namespace, name], metadata=APPEND)})
+    def t() -> pl.DataFrame:
+        return pl.DataFrame({"n": [1]})
+
+    with project(lakehouse, t) as p:
+        p.settle(p.run())
+        assert p.rows(namespace, name) == [{"n": 1}]

@@ -17,9 +17,11 @@ from pyspark.sql import DataFrame, SparkSession
 from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.branch.run_tags import BASE_TAG
 from branchlake_dagster.branching.errors import (
+    ColumnUnsupported,
     ForeignSession,
     PartitionMismatch,
     SchemaMismatch,
+    UnsupportedType,
     UpsertKeyInvalid,
 )
 from branchlake_dagster.branching.fencing.discard import discard, discarded_name
@@ -460,3 +462,106 @@ def test_classic_spark_end_to_end(nessie_uri: str, state_dir: Path, tmp_path: Pa
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert done.stdout.splitlines()[-1] == "ok"
+
+
+# -- frames as they come every day ---------------------------------------------------------------------
+
+
+def frames(namespace: str, queries: list[str], **options: Any) -> dg.AssetsDefinition:
+    """The asset `t`, the first of `queries`, which is taken off."""
+
+    @dg.asset(key=[namespace, "t"], **options)
+    def t(spark: BranchSparkResource) -> DataFrame:
+        return spark.spark_session.sql(queries.pop(0))
+
+    return t
+
+
+def test_an_upsert_of_no_rows_changes_none(lakehouse: Lakehouse, namespace: str) -> None:
+    queries = ["SELECT 1L AS n, 'a' AS s", "SELECT 2L AS n, 'b' AS s WHERE false"]
+    metadata = table_metadata(write_mode="upsert", keys=["n"], require_checks=False)
+    with project(lakehouse, frames(namespace, queries, metadata=metadata)) as p:
+        settled(p)
+        settled(p)
+        assert p.rows(namespace, "t") == [{"n": 1, "s": "a"}]
+
+
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+def test_a_spark_frame_widens_its_table_and_fits_a_wider_one(
+    lakehouse: Lakehouse, namespace: str, mode: Any
+) -> None:
+    """Nulls without type, narrow and wide numbers, decimals, structs in another order with a new field."""
+    queries = [
+        "SELECT 1L AS n, null AS s, 1 AS i, 0.5f AS f, 1.5BD AS d, named_struct('a', 1, 'b', 'x') AS st",
+        "SELECT 2 AS n, null AS s, 1099511627776L AS i, 0.1d AS f, 100.5BD AS d,"
+        " named_struct('c', 1, 'b', 'y', 'a', 2L) AS st",
+        "SELECT 3 AS n, 'a' AS s, 3 AS i, null AS f, null AS d, null AS st",
+    ]
+    metadata = table_metadata(write_mode=mode, keys=["n"] if mode == "upsert" else [], require_checks=False)
+    with project(lakehouse, frames(namespace, queries, metadata=metadata)) as p:
+        while queries:
+            settled(p)
+        table = lakehouse.catalog().load_table((namespace, "t"))
+        types = {field.name: str(field.field_type) for field in table.schema().fields}
+        assert {name: types[name] for name in "nsifd"} == {
+            "n": "long", "s": "string", "i": "long", "f": "double", "d": "decimal(4, 1)",
+        }  # fmt: skip
+        found = by_n(p.rows(namespace, "t"))
+        assert [(row["n"], row["s"], row["i"], row["f"]) for row in found] == [
+            (1, None, 1, 0.5),
+            (2, None, 2**40, 0.1),
+            (3, "a", 3, None),
+        ]
+        assert [row["st"] for row in found] == [
+            {"a": 1, "b": "x", "c": None},
+            {"a": 2, "b": "y", "c": 1},
+            None,
+        ]
+
+
+def test_spark_types_that_have_no_place_are_refused_by_column(lakehouse: Lakehouse, namespace: str) -> None:
+    for n, (query, kind, text) in enumerate(
+        [
+            ("SELECT INTERVAL '1' DAY AS i", ColumnUnsupported, "Column i is"),
+            ("SELECT 1 AS ok, make_interval(1) AS i", ColumnUnsupported, "Column i is"),
+            ("SELECT null AS a", SchemaMismatch, "All columns (a) are null"),
+        ]
+    ):
+        asset = frames(f"{namespace}{n}", [query], metadata=FREE)
+        with project(lakehouse, asset) as p:
+            p.run(ok=False)
+            p.failed_with(kind, f"{namespace}{n}.t", text)
+
+
+def test_a_spark_frame_between_ops_is_refused(lakehouse: Lakehouse, namespace: str) -> None:
+    @dg.op
+    def rows(spark: BranchSparkResource) -> DataFrame:
+        return spark.spark_session.range(1)
+
+    @dg.op
+    def same(rows: Any) -> Any:
+        return rows
+
+    @dg.graph_asset(key=[namespace, "t"])
+    def t() -> Any:
+        return same(rows())
+
+    with project(lakehouse, t) as p:
+        p.run(ok=False)
+        p.failed_with(UnsupportedType, "rows.result is a Spark frame", "Return a pandas, Polars or Arrow")
+
+
+def test_spark_keeps_long_partition_keys_and_tells_their_rows(lakehouse: Lakehouse, namespace: str) -> None:
+    key = "k" * 300
+    queries = [f"SELECT '{key}' AS kind, id FROM range({n})" for n in (2, 3)]
+    asset = frames(
+        namespace,
+        queries,
+        partitions_def=dg.StaticPartitionsDefinition([key, "b"]),
+        metadata=table_metadata(partition_by="kind", require_checks=False),
+    )
+    with project(lakehouse, asset) as p:
+        for rows in (2, 3):
+            settled(p, partition=key)
+            (event,) = p.last.get_asset_materialization_events()
+            assert event.materialization.metadata["dagster/partition_row_count"].value == rows
