@@ -8,9 +8,9 @@ from pyiceberg.transforms import DayTransform, HourTransform, IdentityTransform
 
 from branchlake_dagster.branching.errors import SchemaMismatch
 from branchlake_dagster.branching.table.partitioning import partition_spec, whole_files
-from branchlake_dagster.branching.table.schema import iceberg_schema, normalised
 from branchlake_dagster.branching.table.selection import select
 from branchlake_dagster.branching.table.spec import table_metadata, table_spec
+from branchlake_dagster.branching.table.types import iceberg_schema, stored_schema
 from branchlake_dagster.errors import ConfigurationError
 
 
@@ -53,7 +53,8 @@ def test_contradictions_name_the_table(metadata: dict[str, object], partitioned:
 
 
 SCHEMA = iceberg_schema(
-    pa.schema([("ts", pa.timestamp("us", tz="UTC")), ("day", pa.date32()), ("k", pa.string())])
+    pa.schema([("ts", pa.timestamp("us", tz="UTC")), ("day", pa.date32()), ("k", pa.string())]),
+    table="t",
 )
 
 
@@ -157,7 +158,7 @@ def test_types_the_lake_lacks_are_widened() -> None:
             pa.field("f", pa.list_(pa.large_string())),
         ]
     )
-    assert [(field.type, field.nullable) for field in normalised(given)] == [
+    assert [(field.type, field.nullable) for field in stored_schema(given, table="t")] == [
         (pa.timestamp("us", tz="UTC"), True),
         (pa.string(), True),
         (pa.string(), True),
