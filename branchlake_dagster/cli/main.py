@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -46,11 +47,16 @@ def main() -> None:
 
 
 @main.command()
-def fetch() -> None:
+@click.option("--to", type=click.Path(file_okay=False), help="Copy them there too, those for S3 included.")
+def fetch(to: str | None) -> None:
     """Bring the servers' jars, and nothing else."""
+    from branchlake_dagster.lakehouse.embedded.jars import copied
     from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers
 
-    EmbeddedServers(Settings(), say=say).fetch_jars()
+    jars = EmbeddedServers(Settings(), say=say).fetch_jars(s3=to is not None)
+    if to is not None:
+        for path in copied(jars, Path(to)):
+            click.echo(path)
 
 
 @main.command()
@@ -85,6 +91,17 @@ def status(as_json: bool) -> None:
 
     found = gather(Settings())
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+def doctor(as_json: bool) -> None:
+    """Whether every configured address, version and permission is right, and what to do; starts nothing."""
+    from branchlake_dagster.cli.doctor import as_dict, examine, show
+
+    found = examine(Settings())
+    click.echo(json.dumps(as_dict(found), indent=2)) if as_json else show(found)
+    sys.exit(0 if found.healthy else 1)
 
 
 @main.command()

@@ -7,9 +7,10 @@ user's `ivysettings.xml`: a downloader of our own would do none of it. Versions 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +33,11 @@ class Jar:
     name: str
     rev: str
     classifier: str | None = None
+
+    @property
+    def short_name(self) -> str:
+        """The name without the versions of Spark and Scala that some have: `iceberg-spark-runtime`."""
+        return re.sub(r"-[\d.]+(_[\d.]+)?$", "", self.name)
 
     def matches(self, path: Path) -> bool:
         """Whether a file of Ivy's cache is this artifact."""
@@ -89,6 +95,17 @@ def resolve(
             hint="Check the connection to Maven Central or name a mirror in BRANCHLAKE_IVY_SETTINGS "
             "(an ivysettings.xml), then run the command again.",
         )
+    return found
+
+
+def copied(jars: Mapping[Jar, Path], folder: Path) -> list[Path]:
+    """Copies of `jars` in `folder`, under names without versions, which a deployment's files can hold."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = []
+    for jar, path in jars.items():
+        copy = folder / f"{jar.short_name}.jar"
+        shutil.copyfile(path, copy)
+        found.append(copy)
     return found
 
 

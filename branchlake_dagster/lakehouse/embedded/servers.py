@@ -78,10 +78,16 @@ class EmbeddedServers:
                 records |= self._start(tuple(name for name in names if name not in records))
         return self._endpoints(records)
 
-    def fetch_jars(self) -> dict[Jar, Path]:
-        """All jars the wanted servers need, downloaded if necessary."""
+    def running(self, *, spark: bool = True) -> Endpoints | None:
+        """As `endpoints`, if all the servers that are ours to start run; else None. Starts nothing."""
+        names = tuple(name for name in self.wanted() if spark or name == NESSIE)
+        records = self._running(names)
+        return self._endpoints(records) if set(records) == set(names) else None
+
+    def fetch_jars(self, *, s3: bool = False) -> dict[Jar, Path]:
+        """All jars the wanted servers need, downloaded if necessary; `s3`: also those for an S3 warehouse."""
         jars = [ICEBERG_SPARK, NESSIE_SERVER]
-        if self._settings.warehouse_uri.startswith("s3"):
+        if s3 or self._settings.warehouse_uri.startswith("s3"):
             jars.append(ICEBERG_AWS)
         return resolve(
             jars, state_folder(self._root) / "jars", ivy_settings=self._settings.ivy_settings, say=self._say

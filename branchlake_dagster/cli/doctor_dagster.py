@@ -1,0 +1,77 @@
+"""What `branchlake doctor` looks at in Dagster: its home, its storage, its web server."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from dagster import DagsterInstance
+
+from branchlake_dagster.cli.doctor import Examination
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.extras import require
+from branchlake_dagster.settings import Settings
+
+
+def dagster(found: Examination, settings: Settings) -> None:
+    """Nothing is made: a home that is not there is told, not prepared."""
+    look = partial(found.look, "Dagster")
+    named = os.environ.get("DAGSTER_HOME")
+    home = Path(named) if named else settings.state_dir / "dagster"
+    if not (home / "dagster.yaml").is_file():
+        told = f"{home} has no dagster.yaml"
+        found.note(
+            "Dagster", "home", "off", told, "`branchlake up` writes one; docs/deployment.md has others."
+        )
+    elif look("home", lambda: _writable(home), remedy="Make the folder writable or set DAGSTER_HOME."):
+        look(
+            "storage",
+            lambda: _storage(home),
+            remedy=f"Check {home / 'dagster.yaml'}, the variables it names and the database's address.",
+        )
+    if find_spec("dagster_webserver") is None:
+        remedy = "pip install 'branchlake_dagster[ui]', where the UI is to run."
+        found.note("Dagster", "web server", "off", "dagster-webserver is not installed here", remedy)
+    else:
+        found.note("Dagster", "web server", "right", f"dagster-webserver {version('dagster-webserver')}")
+
+
+def _writable(home: Path) -> str:
+    if not home.is_absolute():
+        raise ConfigurationError(f"DAGSTER_HOME is {home}, and Dagster takes an absolute path only.")
+    if not os.access(home, os.R_OK | os.X_OK):
+        raise ConfigurationError(f"{home} cannot be read.")
+    return str(home)
+
+
+def _storage(home: Path) -> str:
+    with _postgres_errors(home), DagsterInstance.from_config(str(home)) as instance:
+        runs = instance.get_runs_count()
+        storages = {type(one).__name__ for one in (instance.run_storage, instance.event_log_storage)}
+        return f"{' and '.join(sorted(storages))}, {runs} runs"
+
+
+@contextmanager
+def _postgres_errors(home: Path) -> Iterator[None]:
+    """Dagster's own error for a database that does not answer says only that it was asked too often."""
+    if not re.search(r"^\s*(postgres:|module:\s*dagster_postgres)|\{postgres:", _text(home), re.MULTILINE):
+        yield
+        return
+    require("postgres", "dagster_postgres", "psycopg2", wanted_by="Dagster's storage on Postgres")
+    from dagster_postgres.utils import DagsterPostgresException
+
+    try:
+        yield
+    except DagsterPostgresException as error:
+        cause = error.__cause__ or error.__context__ or error
+        raise ConfigurationError(f"The database does not answer: {str(cause).splitlines()[0]}") from error
+
+
+def _text(home: Path) -> str:
+    return (home / "dagster.yaml").read_text()

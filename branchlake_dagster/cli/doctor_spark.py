@@ -1,0 +1,130 @@
+"""What `branchlake doctor` looks at in a Spark Connect server: address, version, catalogue, executors."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import grpc
+import pyspark
+
+from branchlake_dagster.cli.doctor import Examination
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.lakehouse.embedded.jars import ICEBERG_SPARK
+from branchlake_dagster.lakehouse.embedded.servers import Endpoints
+from branchlake_dagster.lakehouse.spark.session import connect_url, open_session
+from branchlake_dagster.settings import Settings
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_CONNECT_S = 5.0
+_WRITE_S = 60.0
+_EXTENSIONS = "org.apache.iceberg.spark.extensions.IcebergSparkSessionExtensions"
+
+
+class Names(Protocol):
+    """The throw-away names on which a table is written."""
+
+    @property
+    def branch(self) -> str:
+        """The Nessie branch."""
+        ...
+
+    @property
+    def namespace(self) -> str:
+        """A namespace that exists there."""
+        ...
+
+    @property
+    def folder(self) -> str:
+        """A place in the warehouse."""
+        ...
+
+
+def spark(found: Examination, settings: Settings, endpoints: Endpoints, scratch: Names | None) -> None:
+    """Whether the server answers, fits this pyspark, and writes a table on the throw-away branch.
+
+    Without `scratch`, because Nessie or the warehouse refused it, nothing is written.
+    """
+    look = partial(found.look, "Spark")
+    url = connect_url(endpoints.spark_remote or "", endpoints.spark_token)
+    shown = (endpoints.spark_remote or "").split(";")[0]
+    sessions: list[SparkSession] = []
+
+    def reach() -> str:
+        # The client itself repeats its calls for many minutes before it says that nobody answers.
+        from pyspark.sql.connect.client import DefaultChannelBuilder
+
+        with DefaultChannelBuilder(url).toChannel() as channel:
+            try:
+                grpc.channel_ready_future(channel).result(timeout=_CONNECT_S)
+            except grpc.FutureTimeoutError:
+                raise ConfigurationError(f"Nobody answers as a Spark Connect server at {shown}.") from None
+        return shown
+
+    def version() -> str:
+        ref = scratch.branch if scratch else "main"
+        session = open_session(settings, endpoints, ref=ref, conf={})
+        sessions.append(session)
+        ours, theirs = pyspark.__version__, session.version
+        if ours.split(".")[:2] != theirs.split(".")[:2]:
+            raise ConfigurationError(
+                f"The server is Spark {theirs}, this pyspark is {ours}.",
+                hint="Make them agree in the first two numbers.",
+            )
+        return f"Spark {theirs}"
+
+    def extensions() -> str:
+        given = sessions[0].conf.get("spark.sql.extensions", "") or ""
+        if _EXTENSIONS not in given:
+            raise ConfigurationError(f"spark.sql.extensions is {given!r}, without Iceberg's.")
+        return _EXTENSIONS
+
+    try:
+        if not look("address", reach, remedy="Check BRANCHLAKE_SPARK_REMOTE, the network, the server's log."):
+            return
+        if not look("version", version, remedy="Check the token and the server's log."):
+            return
+        look(
+            "extensions",
+            extensions,
+            remedy=f"Start the server with spark.sql.extensions={_EXTENSIONS}.",
+        )
+        if scratch is None:
+            found.note("Spark", "write a table", "off", "not tried: see Nessie and the warehouse")
+            return
+        look(
+            "write a table",
+            lambda: _written(sessions[0], scratch),
+            remedy=f"The server needs {ICEBERG_SPARK.name} {ICEBERG_SPARK.rev} (for S3 iceberg-aws-bundle), "
+            "its own way to Nessie and the warehouse, at least one worker, and the store's keys in the "
+            "environment of driver and executors (docs/deployment.md).",
+        )
+    finally:
+        for session in sessions:
+            session.stop()
+
+
+def _written(session: SparkSession, scratch: Names) -> str:
+    """Write and read one row through the catalogue `nessie`, by an executor."""
+    table = f"nessie.`{scratch.namespace}`.t"
+
+    def write() -> int:
+        session.sql(f"CREATE TABLE {table} (n INT) USING iceberg LOCATION '{scratch.folder}/t'")
+        session.sql(f"INSERT INTO {table} VALUES (1)")  # noqa: S608 - a name of our own
+        rows = session.table(table).count()
+        session.sql(f"DROP TABLE {table}")
+        return rows
+
+    with ThreadPoolExecutor(1) as pool:
+        doing = pool.submit(write)
+        try:
+            rows = doing.result(_WRITE_S)
+        except TimeoutError:
+            session.interruptAll()  # ends the thread's call too
+            raise ConfigurationError(
+                f"A row was not written within {_WRITE_S:.0f} s: has the cluster a worker with free cores?"
+            ) from None
+    return f"wrote and read {rows} row on {scratch.branch}"

@@ -1,0 +1,182 @@
+"""What `branchlake doctor` finds: right, wrong with a remedy, not running; and that it leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from branchlake_dagster.cli import main
+from branchlake_dagster.cli.doctor import Examination
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+
+State = dict[tuple[str, str], dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BRANCHLAKE_STATE_DIR", str(tmp_path / "state"))
+        patch.setenv("DAGSTER_HOME", str(tmp_path / "dagster"))
+        yield patch
+
+
+def doctor(**settings: str) -> tuple[int, State]:
+    environment = {f"BRANCHLAKE_{name.upper()}": value for name, value in settings.items()}
+    done = CliRunner().invoke(main, ["doctor", "--json"], env=environment)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    told = json.loads(done.stdout)
+    assert told["healthy"] == (done.exit_code == 0)
+    return done.exit_code, {(one["place"], one["looked_at"]): one for one in told["findings"]}
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_embedded_servers_that_do_not_run_are_not_started(tmp_path: Path) -> None:
+    code, found = doctor()
+    assert code == 0
+    assert found["Nessie", "embedded server"]["state"] == "off"
+    assert "branchlake up" in found["Nessie", "embedded server"]["remedy"]
+    assert found["Dagster", "home"]["state"] == "off"
+    assert not (tmp_path / "state" / "run").exists()
+    assert not (tmp_path / "dagster").exists()
+
+
+def test_a_nessie_that_nobody_answers_for(closed_port: int) -> None:
+    code, found = doctor(nessie_uri=f"http://127.0.0.1:{closed_port}/api/v2")
+    assert code == 1
+    assert found["Nessie", "address"]["state"] == "wrong"
+    assert "BRANCHLAKE_NESSIE_URI" in found["Nessie", "address"]["remedy"]
+    assert ("Nessie", "create a branch") not in found
+
+
+def test_an_address_that_is_no_nessie_api(closed_port: int) -> None:
+    _, found = doctor(nessie_uri=f"http://user:secret@127.0.0.1:{closed_port}/api/v2")
+    assert found["Nessie", "address"]["state"] == "wrong"
+    assert "secret" not in json.dumps(list(found.values()))
+
+
+def test_a_warehouse_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    code, found = doctor(warehouse=f"file://{tmp_path}/file/warehouse")
+    assert code == 1
+    wrong = [one for (place, _), one in found.items() if place == "Warehouse" and one["state"] == "wrong"]
+    assert "BRANCHLAKE_WAREHOUSE" in wrong[0]["remedy"]
+
+
+def test_a_store_that_nobody_answers_for(closed_port: int) -> None:
+    _, found = doctor(
+        warehouse="s3://lake/warehouse",
+        s3_endpoint=f"http://127.0.0.1:{closed_port}",
+        s3_access_key_id="x",
+        s3_secret_access_key="hidden-key",
+    )
+    assert found["Warehouse", "list"]["state"] == "wrong"
+    assert "hidden-key" not in json.dumps(list(found.values()))
+
+
+def test_a_dagster_home_whose_database_does_not_answer(tmp_path: Path, closed_port: int) -> None:
+    home = tmp_path / "dagster"
+    home.mkdir()
+    url = f"postgresql://dagster:hidden@127.0.0.1:{closed_port}/dagster"
+    (home / "dagster.yaml").write_text(f"storage: {{postgres: {{postgres_url: '{url}'}}}}\n")
+    code, found = doctor()
+    assert code == 1
+    assert found["Dagster", "storage"]["state"] == "wrong"
+    assert "dagster.yaml" in found["Dagster", "storage"]["remedy"]
+    assert "hidden" not in json.dumps(list(found.values()))
+
+
+def test_postgres_without_its_extra(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
+    import sys
+
+    home = tmp_path / "dagster"
+    home.mkdir()
+    (home / "dagster.yaml").write_text("storage: {postgres: {postgres_url: 'postgresql://x@y/z'}}\n")
+    environment.setitem(sys.modules, "dagster_postgres", None)
+    _, found = doctor()
+    assert "[postgres]" in found["Dagster", "storage"]["remedy"]
+
+
+def test_a_bug_of_ours_is_not_called_a_finding() -> None:
+    def broken() -> str:
+        raise KeyError("bug")
+
+    with pytest.raises(KeyError):
+        Examination().look("here", "this", broken, remedy="none")
+
+
+def test_secrets_are_taken_out_of_what_the_places_say() -> None:
+    found = Examination(("s3cret",))
+
+    def echo() -> str:
+        raise ConfigurationError("They said: s3cret\nand more")
+
+    assert not found.look("here", "this", echo, remedy="Do that.")
+    (finding,) = found.findings
+    assert (finding.told, finding.remedy) == ("They said: ***", "Do that.")
+
+
+@pytest.mark.integration
+@pytest.mark.spark
+def test_a_whole_lake_is_right_and_left_as_it_was(
+    lakehouse: Lakehouse, environment: pytest.MonkeyPatch
+) -> None:
+    lakehouse.endpoints()
+    environment.setenv("BRANCHLAKE_STATE_DIR", str(lakehouse.settings.state_dir))
+    before = lakehouse.nessie.reference("main").hash
+    code, found = doctor()
+    assert code == 0, found
+    wanted = {
+        ("Nessie", "create a branch"),
+        ("Nessie", "commit"),
+        ("Nessie", "delete a branch"),
+        ("Warehouse", "list"),
+        ("Warehouse", "write and read"),
+        ("Warehouse", "delete"),
+        ("Spark", "version"),
+        ("Spark", "extensions"),
+        ("Spark", "write a table"),
+    }
+    assert {key for key, one in found.items() if one["state"] == "right"} >= wanted
+    assert lakehouse.nessie.reference("main").hash == before
+    assert not [ref.name for ref in lakehouse.nessie.references() if ref.name.startswith("doctor-")]
+    warehouse = Path(lakehouse.settings.warehouse_uri.removeprefix("file://"))
+    assert not [*(warehouse / "_branchlake" / "doctor").glob("*")]
+
+
+@pytest.mark.integration
+def test_a_port_that_is_no_spark(nessie_uri: str) -> None:
+    # Nessie answers there: HTTP, and no Spark Connect.
+    port = nessie_uri.split(":")[2].split("/")[0]
+    code, found = doctor(nessie_uri=nessie_uri, spark_remote=f"sc://localhost:{port}/;session_id=x")
+    assert code == 1
+    assert found["Spark", "address"]["state"] == "wrong" or found["Spark", "version"]["state"] == "wrong"
+
+
+@pytest.mark.integration
+def test_people_see_a_table_with_what_to_do(nessie_uri: str, closed_port: int) -> None:
+    done = CliRunner().invoke(
+        main,
+        ["doctor"],
+        env={
+            "BRANCHLAKE_NESSIE_URI": nessie_uri,
+            "BRANCHLAKE_SPARK_REMOTE": f"sc://localhost:{closed_port}",
+            "COLUMNS": "120",
+        },
+    )
+    assert done.exit_code == 1
+    assert "create a branch" in done.stdout
+    assert f"Nobody answers as a Spark Connect server at sc://localhost:{closed_port}" in done.stdout
+    assert "Spark, address: Check BRANCHLAKE_SPARK_REMOTE" in done.stdout
