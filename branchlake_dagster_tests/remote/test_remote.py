@@ -1,0 +1,93 @@
+"""The SDA graph on the stack of deploy/compose.yaml: Nessie and Dagster on Postgres, a Spark cluster, S3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import dagster as dg
+import pytest
+
+from branchlake_dagster.branching.branch.run_branch import main_with_history
+from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG
+from branchlake_dagster.definitions import build_definitions
+from branchlake_dagster.fusion.partitions import FIRST_WINDOW, gp_snapshots
+from branchlake_dagster.fusion.sensors.native import SOURCE_KINDS
+from branchlake_dagster.fusion.sources import DEFAULT_SNAPSHOT
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster.settings import Settings
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.spark,
+    pytest.mark.remote,
+    pytest.mark.timeout(600),
+    # Dagster 1.13 warns about its own tags of multi-dimensional partitions.
+    pytest.mark.filterwarnings("ignore:Non-compliant tag keys:DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def instance(remote_environment: pytest.MonkeyPatch) -> Iterator[dg.DagsterInstance]:
+    with dg.DagsterInstance.get() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def lake(remote_environment: pytest.MonkeyPatch) -> Lakehouse:
+    made = Lakehouse(Settings())
+    main_with_history(made.nessie)
+    return made
+
+
+def test_dagster_keeps_its_runs_in_postgres(instance: dg.DagsterInstance) -> None:
+    assert type(instance.run_storage).__name__ == "PostgresRunStorage"
+    assert type(instance.event_log_storage).__name__ == "PostgresEventLogStorage"
+    assert type(instance.schedule_storage).__name__ == "PostgresScheduleStorage"
+
+
+def test_the_graph_is_published_on_the_whole_stack(instance: dg.DagsterInstance, lake: Lakehouse) -> None:
+    assert lake.servers.wanted() == (), "nothing is embedded"
+    definitions = build_definitions(lake.settings)
+    few = {"gp": {"config": {"simulated_objects": 150}}}
+    reconciler = Reconciler.of(lake, instance, definitions.get_repository_def().asset_graph)
+    instance.add_dynamic_partitions(gp_snapshots.name or "", [DEFAULT_SNAPSHOT])
+
+    def run(job: str, partition: str) -> str:
+        done = definitions.resolve_job_def(job).execute_in_process(
+            instance=instance,
+            partition_key=partition,
+            raise_on_error=False,
+            run_config={"resources": few, "loggers": {"console": {"config": {"log_level": "CRITICAL"}}}},
+        )
+        failures = [e.step_failure_data.error for e in done.all_events if e.is_step_failure]
+        assert done.success, failures
+        return done.run_id
+
+    def tags(run_id: str) -> dict[str, str]:
+        found = instance.get_run_by_id(run_id)
+        assert found is not None
+        return dict(found.tags)
+
+    catalogue = run("catalogue_job", DEFAULT_SNAPSHOT)
+    list(reconciler.run())
+    assert PUBLICATION_TAG in tags(catalogue), tags(catalogue)
+
+    kinds = [
+        run("observations_job", str(dg.MultiPartitionKey({"window": FIRST_WINDOW, "source_kind": kind})))
+        for kind in SOURCE_KINDS
+    ]
+    list(reconciler.run())
+    assert len({tags(run_id)[PUBLICATION_TAG] for run_id in kinds}) == 1, "in one commit"
+
+    window = run("window_job", FIRST_WINDOW)
+    list(reconciler.run())
+    assert PUBLICATION_TAG in tags(window), tags(window)
+
+    tables = {name: lake.catalog().load_table(("sda", name)) for _, name in lake.catalog().list_tables("sda")}
+    assert all(table.location().startswith("s3://lake/warehouse/sda/") for table in tables.values())
+    rows = {name: table.scan().to_arrow().num_rows for name, table in tables.items()}
+    assert rows["catalogue"] == 150
+    assert rows["observations"] == rows["sensor_observations"] > 0
+    assert rows["fused_tracks"] > 0
+    assert [ref.name for ref in lake.nessie.references() if ref.name.startswith("run-")] == []
