@@ -42,7 +42,7 @@ def call(*arguments: str, **settings: str) -> Result:
 
 def test_every_command_is_described() -> None:
     told = call("--help").output
-    for command in ("up", "down", "status", "fetch", "reap", "demo", "bench"):
+    for command in ("up", "down", "status", "fetch", "doctor", "reap", "demo", "bench"):
         assert f"\n  {command} " in told
         assert call(command, "--help").exit_code == 0
 

@@ -15,16 +15,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.errors import ConfigurationError, Transient
 from branchlake_dagster.lakehouse.embedded import java, process
 from branchlake_dagster.lakehouse.embedded.jars import (
+    ICEBERG_AWS,
     ICEBERG_SPARK,
     NESSIE_SERVER,
     DownloadFailed,
     Jar,
+    copied,
     ivy_module,
     resolve,
 )
@@ -213,6 +216,15 @@ def test_a_port_in_use_is_told_with_its_setting() -> None:
     assert choose_port(0, setting="x") > 0
 
 
+def test_copied_jars_have_names_without_versions(tmp_path: Path) -> None:
+    source = tmp_path / "iceberg-spark-runtime-4.1_2.13-1.12.0.jar"
+    source.write_bytes(b"jar")
+    jars = {ICEBERG_SPARK: source, NESSIE_SERVER: source, ICEBERG_AWS: source}
+    names = [path.name for path in copied(jars, tmp_path / "to" / "here")]
+    assert names == ["iceberg-spark-runtime.jar", "nessie-quarkus.jar", "iceberg-aws-bundle.jar"]
+    assert (tmp_path / "to" / "here" / names[0]).read_bytes() == b"jar"
+
+
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as running:
@@ -249,6 +261,18 @@ def test_a_reused_pid_is_neither_alive_nor_stopped(sleeper: subprocess.Popen[byt
     assert not record.alive()
     assert process.stop(record) is False
     assert sleeper.poll() is None
+
+
+def test_setting_the_clock_makes_no_server_a_stranger(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = record_of(sleeper)
+    boot, created = psutil.boot_time(), psutil.Process(sleeper.pid).create_time()
+    monkeypatch.setattr(psutil, "boot_time", lambda: boot + 3600)
+    monkeypatch.setattr(psutil.Process, "create_time", lambda _: created + 3600)
+    assert record.alive()
+    monkeypatch.setattr(psutil.Process, "create_time", lambda _: created + 3601)
+    assert not record.alive()
 
 
 def test_stop_insists_when_asking_does_not_help(tmp_path: Path) -> None:
