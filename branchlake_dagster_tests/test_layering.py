@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import branchlake_dagster
+import branchlake_dagster as root
 
 ROOT = Path(__file__).parents[1] / "branchlake_dagster"
 NAME = ROOT.name
@@ -51,11 +51,7 @@ def imported(path: Path) -> Iterator[str]:
             if name.startswith(f"{NAME}."):
                 inner = name.removeprefix(f"{NAME}.")
                 # What the root offers comes from where it lives.
-                yield (
-                    f"{branchlake_dagster._HOME_OF[inner]}.{inner}"
-                    if inner in branchlake_dagster._HOME_OF
-                    else inner
-                )
+                yield (f"{root._HOME_OF[inner]}.{inner}" if inner in root._HOME_OF else inner)
 
 
 def sources() -> list[Path]:

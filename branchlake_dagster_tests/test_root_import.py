@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-import branchlake_dagster
+import branchlake_dagster as root
 
-ROOT = Path(branchlake_dagster.__file__).parent
+ROOT = Path(root.__file__).parent
 
 
-@pytest.mark.parametrize("name", branchlake_dagster.__all__)
+@pytest.mark.parametrize("name", root.__all__)
 def test_every_name_is_there_and_described(name: str) -> None:
-    assert (inspect.getdoc(getattr(branchlake_dagster, name)) or "").strip()
+    assert (inspect.getdoc(getattr(root, name)) or "").strip()
 
 
 def test_the_type_checker_sees_what_is_loaded() -> None:
@@ -30,14 +30,14 @@ def test_the_type_checker_sees_what_is_loaded() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert set(seen) == set(branchlake_dagster.__all__)
+    assert set(seen) == set(root.__all__)
     for name, module in seen.items():
-        assert branchlake_dagster._HOME_OF[name] == str(module).removeprefix("branchlake_dagster.")
+        assert root._HOME_OF[name] == str(module).removeprefix("branchlake_dagster.")
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        branchlake_dagster.nonsense  # noqa: B018
+        root.nonsense  # noqa: B018
 
 
 def test_nothing_heavy_is_loaded_before_it_is_asked_for() -> None:
