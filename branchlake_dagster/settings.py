@@ -163,6 +163,11 @@ class Settings(BaseSettings):
         return self.warehouse or f"file://{self.state_dir}/warehouse"
 
     @property
+    def embedded_warehouse(self) -> bool:
+        """Whether the tables lie in the state folder."""
+        return self.warehouse_uri == f"file://{self.state_dir}/warehouse"
+
+    @property
     def embedded_nessie(self) -> bool:
         """Whether we start Nessie ourselves."""
         return self.nessie_uri is None

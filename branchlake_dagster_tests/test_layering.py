@@ -26,9 +26,10 @@ ALLOWED: dict[str, set[str]] = {
     "branching": {*_BASE, "lakehouse"},
     "publication": {*_BASE, "lakehouse", "branching"},
     "checks": {*_BASE, "lakehouse", "branching", "publication"},
+    "query": {*_BASE, "lakehouse", "branching", "publication"},
     "fusion": {*_BASE, "lakehouse", "branching", "publication", "checks"},
     "definitions": {*_BASE, "lakehouse", "branching", "publication", "checks", "fusion"},
-    "cli": {*_BASE, "lakehouse", "branching", "publication", "checks", "fusion", "definitions"},
+    "cli": {*_BASE, "lakehouse", "branching", "publication", "checks", "query", "fusion", "definitions"},
 }
 """The packages and modules directly under the root, and what each may import. Only downwards."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import click
 from pydantic import ValidationError
 
+from branchlake_dagster.cli import sql
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.settings import Settings
 
@@ -44,6 +45,9 @@ def say(text: str) -> None:
 @click.version_option(package_name="branchlake_dagster")
 def main() -> None:
     """Dagster runs on their own Nessie branch of an Iceberg lake."""
+
+
+sql.add_to(main)
 
 
 @main.command()

@@ -22,20 +22,28 @@ MAIN = "main"
 
 
 class Lakehouse:
-    """Connections of one process to the lake. Embedded servers are started when first needed."""
+    """Connections of one process to the lake. Embedded servers are started when first needed.
+
+    Without `start` none is: a lake that does not run is LakeNotRunning. Whoever only reads wants that.
+    """
 
     def __init__(
-        self, settings: Settings | None = None, *, say: Callable[[str], None] = lambda _: None
+        self,
+        settings: Settings | None = None,
+        *,
+        say: Callable[[str], None] = lambda _: None,
+        start: bool = True,
     ) -> None:
         self.settings = settings or Settings()
+        self._start = start
         self.servers = EmbeddedServers(self.settings, say=say)
         self._lock = threading.Lock()
         self._client: NessieClient | None = None
         self._token: str | None = None
 
     def endpoints(self, *, spark: bool = True) -> Endpoints:
-        """Where the servers answer; starts embedded ones that do not run."""
-        return self.servers.endpoints(spark=spark)
+        """Where the servers answer; starts embedded ones that do not run, if it may."""
+        return self.servers.endpoints(spark=spark, start=self._start)
 
     @property
     def nessie(self) -> NessieClient:

@@ -30,8 +30,10 @@ from branchlake_dagster.lakehouse.embedded.jars import (
     spark_home,
 )
 from branchlake_dagster.lakehouse.embedded.java import bundled_java, user_java
+from branchlake_dagster.lakehouse.embedded.place import not_running, note_place, require_place
 from branchlake_dagster.lakehouse.embedded.private import private_folder, state_folder, write_secret
 from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ProcessRecord
+from branchlake_dagster.lakehouse.embedded.rest_catalog import catalog_environment, catalog_flags
 from branchlake_dagster.lakehouse.embedded.token import credentials, stored
 from branchlake_dagster.settings import Settings
 
@@ -65,14 +67,17 @@ class EmbeddedServers:
         wanted = ((NESSIE, self._settings.embedded_nessie), (SPARK, self._settings.embedded_spark))
         return tuple(name for name, ours in wanted if ours)
 
-    def endpoints(self, *, spark: bool = True) -> Endpoints:
+    def endpoints(self, *, spark: bool = True, start: bool = True) -> Endpoints:
         """Addresses of running servers; those that do not run are started first.
 
-        Costs two loopback connections when they run. `spark=False` neither needs nor starts Spark.
+        Costs two loopback connections when they run. `spark=False` neither needs nor starts Spark. Without
+        `start` LakeNotRunning is raised instead, and no folder is made. Raises LakeMoved.
         """
         names = tuple(name for name in self.wanted() if spark or name == NESSIE)
         records = self._running(names)
         if set(records) != set(names):
+            if not start:
+                raise not_running(self._root)
             with self._lock():
                 records = self._running(names)
                 records |= self._start(tuple(name for name in names if name not in records))
@@ -100,6 +105,9 @@ class EmbeddedServers:
 
     def down(self) -> tuple[str, ...]:
         """Stop what runs, Spark before the catalogue it talks to; the names of what was stopped."""
+        self._require_place()  # the processes of a copy's records are the original's
+        if not self._root.exists():
+            return ()
         stopped = []
         with self._lock():
             for name in (SPARK, NESSIE):
@@ -140,6 +148,7 @@ class EmbeddedServers:
         return self._root / "run" / f"{name}.json"
 
     def _running(self, names: tuple[str, ...]) -> dict[str, ProcessRecord]:
+        self._require_place()
         records = ((name, ProcessRecord.load(self._record_path(name))) for name in names)
         return {
             name: record
@@ -155,9 +164,14 @@ class EmbeddedServers:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
 
+    def _require_place(self) -> None:
+        if self._settings.embedded_nessie:
+            require_place(self._root, tables_elsewhere=not self._settings.embedded_warehouse)
+
     def _start(self, names: tuple[str, ...]) -> dict[str, ProcessRecord]:
         if NESSIE in names:
             bundled_java()  # told before 300 MB are brought for nothing
+            note_place(self._root)
         jars = self.fetch_jars()
         for name in names:
             stale = ProcessRecord.load(self._record_path(name))
@@ -197,6 +211,7 @@ class EmbeddedServers:
             "quarkus.management.port": "0",
             "quarkus.http.access-log.enabled": "false",
             "quarkus.log.console.color": "false",
+            **catalog_flags(self._settings),
         }
         if self._settings.guard_nessie:
             flags |= {
@@ -210,7 +225,8 @@ class EmbeddedServers:
         command = [str(bundled_java()), "-Xms64m", "-Xmx768m", "-XX:+UseSerialGC"]
         command += [f"-D{key}={value}" for key, value in flags.items()]
         command += ["-jar", str(jars[NESSIE_SERVER])]
-        return process.launch(NESSIE, command, log=self.log_path(NESSIE), environment={}, port=port)
+        environment = catalog_environment(self._settings)
+        return process.launch(NESSIE, command, log=self.log_path(NESSIE), environment=environment, port=port)
 
     def _launch_spark(self, jars: dict[Jar, Path], nessie_port: int) -> ProcessRecord:
         self._say("Starting Spark Connect …")

@@ -1,0 +1,72 @@
+"""`branchlake sql`: a query from outside a run, as a table, CSV or Arrow."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from branchlake_dagster.settings import Settings
+
+_FORMATS = ("table", "csv", "arrow")
+
+
+def add_to(group: click.Group) -> Callable[..., Any]:
+    """The command, as one of `group`."""
+    return group.command(name="sql")(_sql)
+
+
+@click.argument("query", required=False)
+@click.option("--branch", help="A branch or tag instead of main; also name@hash.")
+@click.option(
+    "--run", "run_id", help="A run's id or its start: its branch, what was discarded of it, or as published."
+)
+@click.option("--at", help="main at a time (2026-11-20T12:00; without a zone: UTC) or at a commit hash.")
+@click.option("--format", "kind", type=click.Choice(_FORMATS), default="table", show_default=True)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="A file instead of the terminal.",
+)
+@click.option(
+    "--rows", default=100, show_default=True, help="Most rows of a table; 0: all. CSV and Arrow: all."
+)
+def _sql(
+    query: str | None,
+    branch: str | None,
+    run_id: str | None,
+    at: str | None,
+    kind: str,
+    output: Path | None,
+    rows: int,
+) -> None:
+    r"""Ask the lake in DuckDB's SQL; without QUERY list its tables. Starts nothing and changes nothing.
+
+    Tables are written namespace.table. "-" as QUERY reads it from standard input.
+
+    \b
+    branchlake sql "SELECT count(*) FROM shop.prices"
+    branchlake sql "FROM shop.prices WHERE eur <= 0" --run a8960950
+    branchlake sql "FROM shop.prices" --at 2026-11-20T12:00 --format csv > prices.csv
+    """
+    from branchlake_dagster.cli import output as write
+    from branchlake_dagster.query import connect
+
+    lake = connect(Settings())
+    state: dict[str, Any] = {"branch": branch, "run": run_id, "at": at}
+    if query is None:
+        place = lake.where(**state)
+        for name in lake.tables(branch=place.ref):
+            click.echo(name)
+        click.echo(f"Tables at {place.told}.", err=True)
+        return
+    text = sys.stdin.read() if query == "-" else query
+    with lake.sql(text, **state) as result:
+        if kind == "table":
+            write.table(result, rows, output)
+        else:
+            write_all = write.csv if kind == "csv" else write.arrow
+            write_all(result, output)

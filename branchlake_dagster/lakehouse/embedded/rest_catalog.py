@@ -1,0 +1,55 @@
+"""What lets the embedded Nessie answer as an Iceberg REST catalogue, for Trino, DuckDB and other engines.
+
+Nessie reads and writes table metadata itself for that, so it must reach the warehouse; it can do so in S3 and
+not in local folders. Its settings: https://projectnessie.org/nessie-0-99-0/configuration/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from branchlake_dagster.settings import Settings
+
+WAREHOUSE = "lake"
+"""The name under which clients ask for the warehouse."""
+_SECRET = "lakestore"  # noqa: S105 - the name of a secret, not the secret
+"""One lower-case word: Quarkus makes `lakestore.name` of LAKESTORE_NAME, and looks for no other spelling."""
+
+
+def serves_rest(settings: Settings) -> bool:
+    """Whether the embedded Nessie can be an Iceberg REST catalogue of this warehouse."""
+    return settings.embedded_nessie and settings.warehouse_uri.startswith("s3:")
+
+
+def catalog_flags(settings: Settings) -> Mapping[str, str]:
+    """Nessie's properties for it; no secret in them. Empty for a warehouse that it cannot reach."""
+    if not serves_rest(settings):
+        return {}
+    store = "nessie.catalog.service.s3.default-options"
+    flags = {
+        "nessie.catalog.default-warehouse": WAREHOUSE,
+        f"nessie.catalog.warehouses.{WAREHOUSE}.location": settings.warehouse_uri,
+        f"{store}.region": settings.s3_region,
+    }
+    if settings.s3_endpoint:
+        flags |= {f"{store}.endpoint": settings.s3_endpoint, f"{store}.path-style-access": "true"}
+    if _keys(settings):
+        flags[f"{store}.access-key"] = f"urn:nessie-secret:quarkus:{_SECRET}"
+    else:
+        flags[f"{store}.auth-type"] = "APPLICATION_GLOBAL"
+    return flags
+
+
+def catalog_environment(settings: Settings) -> Mapping[str, str]:
+    """The store's keys, as the variables in which Quarkus finds the secret: a command line shows too much."""
+    if not serves_rest(settings):
+        return {}
+    prefix = _SECRET.upper()
+    name, secret = _keys(settings) or ("", "")
+    return {f"{prefix}_NAME": name, f"{prefix}_SECRET": secret} if name else {}
+
+
+def _keys(settings: Settings) -> tuple[str, str] | None:
+    if not (settings.s3_access_key_id and settings.s3_secret_access_key):
+        return None
+    return settings.s3_access_key_id.get_secret_value(), settings.s3_secret_access_key.get_secret_value()

@@ -1,0 +1,10 @@
+"""Reading the lake from outside a run: SQL, Arrow, Polars, DuckDB, at any branch, run or moment.
+
+Nothing here starts a server or writes to the lake.
+"""
+
+from branchlake_dagster.query.connection import LakeReader, QueryResult, connect
+from branchlake_dagster.query.errors import QueryFailed, TableNotThere
+from branchlake_dagster.query.where import Where
+
+__all__ = ["LakeReader", "QueryFailed", "QueryResult", "TableNotThere", "Where", "connect"]

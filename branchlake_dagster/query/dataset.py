@@ -1,0 +1,141 @@
+"""An Iceberg table as a PyArrow dataset that is read when DuckDB asks, by the columns and files it needs.
+
+DuckDB gives the columns and the filter of a query to whatever is a `pyarrow.dataset.Dataset`. PyIceberg reads
+the files, because it knows about row-level deletes, renamed columns and promoted types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+from pyiceberg.expressions import AlwaysTrue
+from pyiceberg.io.pyarrow import ArrowScan, schema_to_pyarrow
+from pyiceberg.table import Table
+
+from branchlake_dagster.query.errors import QueryFailed
+from branchlake_dagster.query.pruning import possible
+
+if TYPE_CHECKING:
+    from pyiceberg.table import FileScanTask
+
+_TOGETHER = 64 << 20
+"""Bytes of small files that are read at the same time. A larger file is read alone, to bound the memory."""
+
+
+class IcebergDataset(ds.Dataset):  # type: ignore[misc]  # PyArrow has no types
+    """The current snapshot of `table`. Nothing but metadata is read before a scanner's reader is."""
+
+    def __init__(self, table: Table) -> None:
+        # Not PyArrow's: it forbids itself. The two members below are all that DuckDB asks for.
+        self._table = table
+        self._arrow_schema = schema_to_pyarrow(table.schema(), include_field_ids=False)
+        self._planned: list[FileScanTask] | None = None
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The table's columns as Arrow types."""
+        return self._arrow_schema
+
+    def scanner(
+        self,
+        columns: Sequence[str] | None = None,
+        filter: ds.Expression | None = None,  # noqa: A002
+        **_: Any,
+    ) -> IcebergScanner:
+        """A reader of `columns` of the rows for which `filter` is true."""
+        wanted = list(self.schema.names if columns is None else columns)
+        return IcebergScanner(self, wanted, filter)
+
+    def read(self, wanted: Sequence[str], condition: ds.Expression | None) -> pa.RecordBatchReader:
+        """The rows, a few files at a time; exactly those of the condition."""
+        tasks = self.plan()
+        if condition is not None:
+            tasks = possible(tasks, self._table.schema(), self.schema, condition)
+        scanned = [*wanted, *(_others(self.schema, wanted, condition) if condition is not None else ())]
+        # A query such as count(*) may want no column at all, which PyIceberg cannot read.
+        chosen = self._table.schema().select(*(scanned or self.schema.names[:1]))
+        arrow = schema_to_pyarrow(chosen, include_field_ids=False)
+        scan = ArrowScan(self._table.metadata, self._table.io, chosen, AlwaysTrue())
+
+        return pa.RecordBatchReader.from_batches(
+            arrow.empty_table().select(list(wanted)).schema, self._rows(scan, tasks, arrow, wanted, condition)
+        )
+
+    def _rows(
+        self,
+        scan: ArrowScan,
+        tasks: Sequence[FileScanTask],
+        arrow: pa.Schema,
+        wanted: Sequence[str],
+        condition: ds.Expression | None,
+    ) -> Iterator[pa.RecordBatch]:
+        """The batches, when they are asked for.
+
+        Not through a scanner of PyArrow's: its threads read ahead, and whoever stops early (LIMIT) waits for
+        them for ever, because they need the lock of the interpreter that he holds.
+        """
+        for group in _groups(tasks):
+            for batch in scan.to_record_batches(group):
+                # Batches of different files may differ in their large_ types.
+                found = pa.Table.from_batches([batch]).cast(arrow)
+                if condition is not None:
+                    found = found.filter(condition)
+                yield from found.select(list(wanted)).to_batches()
+
+    def plan(self) -> list[FileScanTask]:
+        """The files of the snapshot with their deletes, from the manifests. Raises QueryFailed."""
+        if self._planned is None:
+            try:
+                self._planned = list(self._table.scan().plan_files())
+            except ValueError as error:  # what PyIceberg cannot read, such as equality deletes
+                raise QueryFailed(
+                    f"The table cannot be read here: {error}.",
+                    table=".".join(self._table.name()),
+                    hint="Read it with Spark or Trino, or compact it.",
+                ) from error
+        return self._planned
+
+
+class IcebergScanner:
+    """What DuckDB makes of a dataset for one scan of a query."""
+
+    def __init__(
+        self, dataset: IcebergDataset, columns: Sequence[str], condition: ds.Expression | None
+    ) -> None:
+        self._dataset = dataset
+        self._columns = columns
+        self._condition = condition
+
+    def to_reader(self) -> pa.RecordBatchReader:
+        """The rows as a stream."""
+        return self._dataset.read(self._columns, self._condition)
+
+
+def _groups(tasks: Sequence[FileScanTask]) -> Iterator[list[FileScanTask]]:
+    group: list[FileScanTask] = []
+    size = 0
+    for task in tasks:
+        if group and size + task.file.file_size_in_bytes > _TOGETHER:
+            yield group
+            group, size = [], 0
+        group.append(task)
+        size += task.file.file_size_in_bytes
+    if group:
+        yield group
+
+
+def _others(schema: pa.Schema, wanted: Sequence[str], condition: ds.Expression) -> list[str]:
+    """The columns beyond `wanted` that the condition speaks of: without them it cannot be bound."""
+    return [name for name in schema.names if name not in wanted and _speaks_of(condition, schema, name)]
+
+
+def _speaks_of(condition: ds.Expression, schema: pa.Schema, name: str) -> bool:
+    rest = schema.remove(schema.get_field_index(name)).empty_table()
+    try:
+        ds.dataset(rest).scanner(columns=[], filter=condition)
+    except pa.ArrowInvalid:
+        return True
+    return False

@@ -1,0 +1,70 @@
+"""Which tables a query names, and how their names are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import duckdb
+import pytest
+
+from branchlake_dagster.query.errors import QueryFailed
+from branchlake_dagster.query.names import named_tables, sql_name
+
+
+@pytest.fixture(scope="module")
+def connection() -> Iterator[duckdb.DuckDBPyConnection]:
+    with duckdb.connect() as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("sql", "named"),
+    [
+        ("SELECT 1", []),
+        ("FROM shop.prices", [("shop", "prices")]),
+        ("FROM a.b.c.d", [("a", "b", "c", "d")]),
+        ('FROM "a b"."c""d#?&+"', [("a b", 'c"d#?&+')]),
+        ("SELECT * FROM a.t JOIN b.u USING (id) JOIN a.t AS again USING (id)", [("a", "t"), ("b", "u")]),
+        ("WITH z AS (FROM a.t) FROM z WHERE x IN (SELECT y FROM b.u)", [("z",), ("a", "t"), ("b", "u")]),
+        ("DESCRIBE a.t", [("a", "t")]),
+        ("SUMMARIZE a.t", [("a", "t")]),
+        (" explain analyze FROM a.t;", [("a", "t")]),
+        ("FROM a.t UNION ALL BY NAME FROM b.u", [("a", "t"), ("b", "u")]),
+        ("PIVOT a.t ON x IN (1, 2) USING sum(y)", [("a", "t")]),
+        ("FROM 'x.csv'", [("x.csv",)]),
+    ],
+)
+def test_the_tables_of_a_query(
+    connection: duckdb.DuckDBPyConnection, sql: str, named: list[tuple[str, ...]]
+) -> None:
+    assert sorted(named_tables(connection, sql)) == sorted(named)
+
+
+@pytest.mark.parametrize(
+    ("sql", "told"),
+    [
+        ("SELEC 1", "syntax error"),
+        ("", "Only one query"),
+        ("SELECT 1; SELECT 2", "Only one query"),
+        ("INSERT INTO a.t VALUES (1)", "Only one query"),
+        ("DROP TABLE a.t", "Only one query"),
+        ("COPY (SELECT 1) TO 'x'", "Only one query"),
+        ("PIVOT a.t ON x USING sum(y)", "PIVOT needs its values"),
+        ("SHOW TABLES", "without a query"),
+    ],
+)
+def test_what_is_no_query(connection: duckdb.DuckDBPyConnection, sql: str, told: str) -> None:
+    with pytest.raises(QueryFailed, match=told):
+        named_tables(connection, sql)
+
+
+@pytest.mark.parametrize(
+    ("key", "written"),
+    [
+        (("shop", "prices"), "shop.prices"),
+        (("a", "b", "c", "t"), 'a."b.c".t'),
+        (("Shop", 'a"b', "x.y"), '"Shop"."a""b"."x.y"'),
+    ],
+)
+def test_a_table_as_a_query_writes_it(key: tuple[str, ...], written: str) -> None:
+    assert sql_name(key) == written

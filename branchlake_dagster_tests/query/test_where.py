@@ -1,0 +1,30 @@
+"""What cannot be meant by a run, a time or a hash is told before anything is asked."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.query.where import Where
+
+NOBODY = cast("NessieClient", None)
+
+
+@pytest.mark.parametrize("run", ["", "xyz", "a8960", "a8960950' || 'x", "run-a8960950"])
+def test_what_is_no_run_id(run: str) -> None:
+    with pytest.raises(ConfigurationError, match="is no run id"):
+        Where.find(NOBODY, run=run)
+
+
+@pytest.mark.parametrize("at", ["", "yesterday", "2026-13-01", "12:00", "abc"])
+def test_what_is_neither_a_time_nor_a_hash(at: str) -> None:
+    with pytest.raises(ConfigurationError, match="neither a time nor a commit hash"):
+        Where.find(NOBODY, at=at)
+
+
+def test_one_state_at_a_time() -> None:
+    with pytest.raises(ConfigurationError, match="Only one"):
+        Where.find(NOBODY, branch="main", at="2026-11-20")
