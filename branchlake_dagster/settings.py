@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,6 +133,15 @@ class Settings(BaseSettings):
     def _absolute(cls, value: Path) -> Path:
         # Dagster starts run workers with their own working directory.
         return value.expanduser().absolute()
+
+    @field_validator("warehouse")
+    @classmethod
+    def _with_scheme(cls, value: str | None) -> str | None:
+        # Spark, PyIceberg and Nessie would each make something else of a bare path.
+        if value is None or re.match(r"file:///|(?!file:)[a-z][a-z0-9+.-]*://[^/]", value):
+            return value
+        path = value.removeprefix("file:").lstrip("/")
+        raise ValueError(f"{value!r} has no scheme; write file:///{path}, or s3://bucket/folder")
 
     @field_validator("nessie_verify_tls", mode="before")
     @classmethod

@@ -11,6 +11,7 @@ import click
 from pydantic import ValidationError
 
 from branchlake_dagster.cli import sql
+from branchlake_dagster.cli.ending import ending_cleanly
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.settings import Settings
 
@@ -21,6 +22,9 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            say("Ended.")
+            ctx.exit(130)
         except BranchlakeError as error:
             raise click.ClickException(str(error)) from error
         except ValidationError as error:
@@ -67,12 +71,16 @@ def fetch(to: str | None) -> None:
 def up() -> None:
     """Start the embedded servers if they do not run, and prepare Dagster's home."""
     from branchlake_dagster.cli.local.home import dagster_home
+    from branchlake_dagster.cli.nessie_page import nessie_page, rest_catalogue
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 
     settings = Settings()
     home = dagster_home(settings)
     endpoints = Lakehouse(settings, say=say).endpoints()
     click.echo(f"Nessie   {endpoints.nessie_uri}")
+    click.echo(f"Page     {nessie_page(endpoints, settings)}")
+    if rest := rest_catalogue(endpoints, settings):
+        click.echo(f"REST     {rest}")
     click.echo(f"Spark    {endpoints.spark_remote or 'classic sessions'}")
     click.echo(f"Lake     {settings.warehouse_uri}")
     click.echo(f"Dagster  DAGSTER_HOME={home}")
@@ -81,9 +89,13 @@ def up() -> None:
 @main.command()
 def down() -> None:
     """Stop the embedded servers. Data stays."""
+    from branchlake_dagster.cli.still_used import still_used
     from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers
 
-    stopped = EmbeddedServers(Settings(), say=say).down()
+    settings = Settings()
+    if warning := still_used(settings):
+        say(warning)
+    stopped = EmbeddedServers(settings, say=say).down()
     click.echo(f"Stopped {' and '.join(stopped)}." if stopped else "Nothing was running.")
 
 
@@ -189,8 +201,10 @@ def demo(as_json: bool, catalogue: tuple[str, ...], more: tuple[str, ...]) -> No
 
 
 @main.group()
-def bench() -> None:
+@click.pass_context
+def bench(ctx: click.Context) -> None:
     """Benchmarks; their figures are in docs/benchmarks.md."""
+    ctx.with_resource(ending_cleanly())
 
 
 @bench.command()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
@@ -18,6 +20,7 @@ from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
 from branchlake_dagster.branching.reaping.origin import Makers, instance_id
 from branchlake_dagster.branching.table.files import TableFiles
 from branchlake_dagster.cli.local.home import dagster_home
+from branchlake_dagster.cli.nessie_page import nessie_page
 from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.ledger.publications import publications
@@ -25,6 +28,11 @@ from branchlake_dagster.publication.reconcile.reconciler import RUN_BRANCHES
 from branchlake_dagster.settings import Settings
 
 _LAST = 5
+_NAMED = 20
+_ROOMY = 100
+"""Columns from which on a table has room for whole ids; a narrower terminal gets two lines for each."""
+_WIDE = 200
+"""Columns when nobody watches: a line per branch, for grep."""
 
 
 def gather(settings: Settings) -> dict[str, Any]:
@@ -32,7 +40,7 @@ def gather(settings: Settings) -> dict[str, Any]:
 
     Starts nothing: with the embedded Nessie down, only the servers are told.
     """
-    lake = Lakehouse(settings)
+    lake = Lakehouse(settings, start=False)
     records = lake.servers.status()
     servers: dict[str, Any] = {
         name: {
@@ -48,9 +56,11 @@ def gather(settings: Settings) -> dict[str, Any]:
         "warehouse": settings.warehouse_uri,
         "discard_grace_h": settings.discard_grace_h,
         "servers": servers,
+        "page": None,
     }
     if settings.embedded_nessie and records[NESSIE] is None:
         return {**found, "discarded": [], "main": None, "branches": [], "publications": []}
+    found["page"] = nessie_page(lake.endpoints(spark=False), settings)
     now = datetime.now(UTC)
     dagster_home(settings)
     branches = []
@@ -101,29 +111,57 @@ def _pulses(settings: Settings, now: datetime) -> dict[str, str]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """The same for people."""
-    console = Console()
+    """The same for people, with whole ids on every width."""
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
     names = {NESSIE: "Nessie", SPARK: "Spark Connect"}
     for name, server in found["servers"].items():
         state = f"port {server['port']}, pid {server['pid']}" if server["running"] else "not running"
         console.print(f"{names[name]:14} {state}")
-    console.print(f"{'Warehouse':14} {found['warehouse']}")
+    if found["page"]:
+        console.print(f"{'Nessie page':14} {found['page']}", soft_wrap=True)
+    console.print(f"{'Warehouse':14} {found['warehouse']}", soft_wrap=True)
     if found["main"] is None:
         console.print("Start the servers with `branchlake up` to see branches.")
         return
     console.print(f"{'main':14} {found['main'][:16]}")
-    branches = Table(
-        "run branch", "state", "age", "commits", "heartbeat", title=f"{len(found['branches'])} run branches"
-    )
-    for row in found["branches"]:
-        age = "?" if row["age_s"] is None else f"{row['age_s'] // 60} min {row['age_s'] % 60} s"
-        of = f", of instance {', '.join(row['instances'])}" if row["instances"] else ""
-        branches.add_row(row["branch"], row["state"] + of, age, str(row["commits"]), row["heartbeat"])
-    console.print(branches)
+    _show_branches(console, found["branches"])
     if found["discarded"]:
         hours = found["discard_grace_h"]
-        console.print(f"{len(found['discarded'])} discarded; a retry can continue them for {hours:g} h.")
-    ledger = Table("publication", "run", "verdict", "tables", title="last publications")
-    for row in found["publications"]:
-        ledger.add_row(row["publication"][:16], row["run_id"], row["verdict"], ", ".join(row["tables"]))
-    console.print(ledger)
+        console.print(f"{len(found['discarded'])} discarded; a retry can continue them for {hours:g} h:")
+        for name in found["discarded"][:_NAMED]:
+            console.print(f"  {name}", soft_wrap=True)
+        if (more := len(found["discarded"]) - _NAMED) > 0:
+            console.print(f"  and {more} more (`branchlake status --json`)")
+        console.print('Look at one: branchlake sql "FROM namespace.table" --run ID')
+    _show_publications(console, found["publications"])
+
+
+def _show_branches(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    title = f"{len(rows)} run branches"
+    table = Table("run branch", "state", "age", "commits", "heartbeat", title=title)
+    if console.width < _ROOMY:
+        console.print(title)
+    for row in rows:
+        age = "?" if row["age_s"] is None else f"{row['age_s'] // 60} min {row['age_s'] % 60} s"
+        of = f", of instance {', '.join(row['instances'])}" if row["instances"] else ""
+        state, commits = row["state"] + of, str(row["commits"])
+        if console.width < _ROOMY:
+            told = f"{state}, {age} old, {commits} commits, heartbeat {row['heartbeat']}"
+            console.print(f"  {row['branch']}\n    {told}", soft_wrap=True, highlight=False)
+        table.add_row(row["branch"], state, age, commits, row["heartbeat"])
+    if console.width >= _ROOMY:
+        console.print(table)
+
+
+def _show_publications(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    table = Table("publication", "run", "verdict", "tables", title="last publications")
+    if console.width < _ROOMY:
+        console.print("Last publications")
+    for row in rows:
+        tables = ", ".join(row["tables"])
+        if console.width < _ROOMY:
+            told = f"{row['verdict']}, commit {row['publication'][:16]}: {tables}"
+            console.print(f"  {row['run_id']}\n    {told}", soft_wrap=True, highlight=False)
+        table.add_row(row["publication"][:16], row["run_id"], row["verdict"], tables)
+    if console.width >= _ROOMY:
+        console.print(table)

@@ -26,6 +26,7 @@ from branchlake_dagster.settings import Settings
 
 BAD_SNAPSHOT = "sim-bad-20260808T0600Z"
 _INDENT = " " * 14
+_INTERRUPTS = ("DagsterExecutionInterruptedError", "KeyboardInterrupt")
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 """Dagster prints every event of an in-process run; the demo's own lines are enough."""
 
@@ -94,6 +95,7 @@ def run_demo(settings: Settings, catalogue: Sequence[str], *, say: Callable[[str
             for number, plan in enumerate(plans, start=len(result.lines) + 1):
                 say(f"[{number}/{count}] {plan.job} {plan.partition} …")
                 done.append(_run(plan, definitions, instance))
+                _stop_if_interrupted(done[-1][0])
             # One pass, as the sensor's: runs of one table go in one commit.
             outcomes = {outcome.run_id: outcome for outcome in reconciler.run()}
             for plan, (run, seconds) in zip(plans, done, strict=True):
@@ -102,12 +104,17 @@ def run_demo(settings: Settings, catalogue: Sequence[str], *, say: Callable[[str
                 say(f"      {plan.partition}: {line.verdict}, {told} ({line.seconds:.1f} s)")
                 result.lines.append(line)
                 result.as_expected &= (line.publication is None) is plan.blocked
-    result.catalogue_objects = _rows(lake, (".".join(CATALOGUE.path),)).get(".".join(CATALOGUE.path), 0)
+            if not all(run.success for run, _ in done):
+                break  # what follows reads what they should have written
+    result.catalogue_objects = _catalogue_rows(lake)
     ours = {line.branch for line in result.lines}
     result.branches_left = [
         ref.name for ref in lake.nessie.references(filter=RUN_BRANCHES) if ref.name in ours
     ]
-    result.as_expected &= not result.branches_left
+    kept = (
+        [line.branch for line in result.lines if not line.publication] if settings.keep_failed_hours else []
+    )
+    result.as_expected &= set(result.branches_left) <= set(kept)
     result.seconds = round(time.monotonic() - began, 1)
     return result
 
@@ -197,6 +204,23 @@ def _rows(lake: Lakehouse, tables: Sequence[str]) -> dict[str, int]:
         summary = snapshot.summary if snapshot else None
         found[name] = int(summary.additional_properties.get("total-records", 0)) if summary else 0
     return found
+
+
+def _catalogue_rows(lake: Lakehouse) -> int:
+    name = ".".join(CATALOGUE.path)
+    return _rows(lake, [name])[name] if lake.catalog(MAIN).table_exists(tuple(CATALOGUE.path)) else 0
+
+
+def _stop_if_interrupted(done: dg.ExecuteInProcessResult) -> None:
+    """Raise the KeyboardInterrupt that Dagster took for the end of one run; it means the whole demo."""
+    for event in done.all_events:
+        error = event.step_failure_data.error if event.is_step_failure else None
+        while error is not None:
+            if error.cls_name in _INTERRUPTS:
+                raise KeyboardInterrupt
+            error = error.cause
+        if event.event_type is dg.DagsterEventType.PIPELINE_CANCELED:
+            raise KeyboardInterrupt
 
 
 def _link(files: Sequence[str], folder: Path) -> list[str]:

@@ -27,12 +27,13 @@ class DownloadFailed(BranchlakeError, Transient):  # noqa: N818 - named like the
 
 @dataclass(frozen=True)
 class Jar:
-    """One artifact in Maven's terms; `jar_name` is the start of its file's name in the cache."""
+    """One artifact in Maven's terms. `megabytes` is how much there is to download."""
 
     org: str
     name: str
     rev: str
     classifier: str | None = None
+    megabytes: int = 0
 
     @property
     def short_name(self) -> str:
@@ -44,9 +45,9 @@ class Jar:
         return path.name.startswith(f"{self.name}-{self.rev}") and self.org in path.parts
 
 
-ICEBERG_SPARK = Jar("org.apache.iceberg", "iceberg-spark-runtime-4.1_2.13", "1.12.0")
-ICEBERG_AWS = Jar("org.apache.iceberg", "iceberg-aws-bundle", "1.12.0")
-NESSIE_SERVER = Jar("org.projectnessie.nessie", "nessie-quarkus", "0.99.0", "runner")
+ICEBERG_SPARK = Jar("org.apache.iceberg", "iceberg-spark-runtime-4.1_2.13", "1.12.0", megabytes=48)
+ICEBERG_AWS = Jar("org.apache.iceberg", "iceberg-aws-bundle", "1.12.0", megabytes=69)
+NESSIE_SERVER = Jar("org.projectnessie.nessie", "nessie-quarkus", "0.99.0", "runner", megabytes=245)
 
 
 def ivy_module(jars: Sequence[Jar]) -> str:
@@ -79,7 +80,11 @@ def resolve(
     if known:
         return known
     folder.mkdir(parents=True, exist_ok=True)
-    say(f"Bringing {', '.join(f'{jar.name} {jar.rev}' for jar in jars)} (about 300 MB the first time) …")
+    if ivy_settings or (absent := [jar for jar in jars if not _cached(jar)]):
+        wanted = jars if ivy_settings else absent
+        size = f"about {sum(jar.megabytes for jar in wanted)} MB"
+        size += ", unless your Ivy has them" if ivy_settings else ""
+        say(f"Bringing {', '.join(f'{jar.name} {jar.rev}' for jar in wanted)} ({size}) …")
     _check_room(Path.home())
     module = folder / "ivy.xml"
     module.write_text(ivy_module(jars))
@@ -117,6 +122,12 @@ def spark_home() -> Path:
             "pyspark is not installed.", hint="Install it: pip install 'pyspark[connect]'."
         )
     return Path(spec.origin).parent
+
+
+def _cached(jar: Jar) -> bool:
+    """Whether Ivy's own cache holds it. Settings of the user's may name another one: not asked then."""
+    folder = Path.home() / ".ivy2" / "cache" / jar.org / jar.name / "jars"
+    return any(jar.matches(path) for path in folder.glob("*.jar"))
 
 
 def _ivy_jar() -> Path:

@@ -6,21 +6,43 @@ can write to the store can change `main`.
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
+from branchlake_dagster.errors import ConfigurationError
+
 _OTHERS = 0o077
+_OTHER = "Name another folder in BRANCHLAKE_STATE_DIR."
 
 
 def state_folder(root: Path) -> Path:
     """The state folder, made for its owner alone.
 
     One that exists keeps its permissions: somebody may have opened it to a group on purpose. What is secret
-    is in subfolders made by `private_folder`.
+    is in subfolders made by `private_folder`. Raises ConfigurationError for a file, and for a folder that
+    cannot be made or written to.
     """
-    root.parent.mkdir(parents=True, exist_ok=True)
-    root.mkdir(mode=0o700, exist_ok=True)
+    require_no_file(root)
+    try:
+        root.parent.mkdir(parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise
+        raise ConfigurationError(
+            f"The state folder {root} cannot be made: {error.strerror}.", hint=_OTHER
+        ) from error
+    if not os.access(root, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"The state folder {root} is not writable.", hint=_OTHER)
     return root
+
+
+def require_no_file(root: Path) -> None:
+    """Raise ConfigurationError when the state folder, or a folder that it would be in, is a file."""
+    file = next((path for path in (root, *root.parents) if path.is_file()), None)
+    if file is not None:
+        raise ConfigurationError(f"The state folder cannot be {root}: {file} is a file.", hint=_OTHER)
 
 
 def private_folder(folder: Path) -> Path:

@@ -31,7 +31,12 @@ from branchlake_dagster.lakehouse.embedded.jars import (
 )
 from branchlake_dagster.lakehouse.embedded.java import bundled_java, user_java
 from branchlake_dagster.lakehouse.embedded.place import not_running, note_place, require_place
-from branchlake_dagster.lakehouse.embedded.private import private_folder, state_folder, write_secret
+from branchlake_dagster.lakehouse.embedded.private import (
+    private_folder,
+    require_no_file,
+    state_folder,
+    write_secret,
+)
 from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ProcessRecord
 from branchlake_dagster.lakehouse.embedded.rest_catalog import catalog_environment, catalog_flags
 from branchlake_dagster.lakehouse.embedded.token import credentials, stored
@@ -165,6 +170,7 @@ class EmbeddedServers:
             yield
 
     def _require_place(self) -> None:
+        require_no_file(self._root)
         if self._settings.embedded_nessie:
             require_place(self._root, tables_elsewhere=not self._settings.embedded_warehouse)
 

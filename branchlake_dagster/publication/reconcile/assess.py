@@ -101,7 +101,7 @@ class Assessor:
         if self._settings.keep_failed_hours:
             hours = self._settings.keep_failed_hours
             detail = f"not published, kept for debugging for {hours:g} h after its end"
-            return Outcome(branch.name, run.run_id, PublicationAction.WAITING, detail)
+            return Outcome(branch.name, run.run_id, PublicationAction.KEPT, detail)
         finish_branch(self._client, branch, keep_data=False)
         return Outcome(branch.name, run.run_id, PublicationAction.DISCARDED, "its verdict was told before")
 

@@ -20,6 +20,7 @@ class PublicationAction(StrEnum):
     DISCARDED = "discarded"
     CHECKING = "checking"
     WAITING = "waiting"
+    KEPT = "kept"
     UNBRANCHED = "unbranched"
     UNKNOWN_RUN = "unknown run"
     TRY_AGAIN = "try again"

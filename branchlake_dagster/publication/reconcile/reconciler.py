@@ -132,6 +132,7 @@ class Reconciler:
         unsettled = outcome is None or outcome.action in (
             PublicationAction.TRY_AGAIN,
             PublicationAction.WAITING,
+            PublicationAction.KEPT,
         )
         return self._fenced(run, name) or outcome if unsettled else outcome
 

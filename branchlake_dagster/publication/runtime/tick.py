@@ -10,7 +10,12 @@ from branchlake_dagster.publication.reconcile.outcome import CheckRun, Outcome, 
 _EXAMPLES = 10
 _LONGEST = 300
 _LOGGED = 500
-_COUNTED = (PublicationAction.WAITING, PublicationAction.UNKNOWN_RUN, PublicationAction.SET_ASIDE)
+_COUNTED = (
+    PublicationAction.WAITING,
+    PublicationAction.KEPT,
+    PublicationAction.UNKNOWN_RUN,
+    PublicationAction.SET_ASIDE,
+)
 """Said of branches that are left alone, at every tick again: 4,300 of them gave 459,000 characters."""
 
 
@@ -38,6 +43,7 @@ class Tick:
         """All of it in at most a few thousand characters."""
         others = {
             PublicationAction.WAITING: "wait or are at work",
+            PublicationAction.KEPT: "are kept for debugging",
             PublicationAction.UNKNOWN_RUN: "belong to no run of this Dagster",
             PublicationAction.SET_ASIDE: "are set aside (`branchlake set-aside`)",
         }

@@ -1,0 +1,27 @@
+"""The web page that Nessie serves: branches, commits and contents."""
+
+from __future__ import annotations
+
+from branchlake_dagster.lakehouse.embedded.rest_catalog import serves_rest
+from branchlake_dagster.lakehouse.embedded.servers import Endpoints
+from branchlake_dagster.settings import Settings
+
+
+def nessie_page(endpoints: Endpoints, settings: Settings) -> str:
+    """Its address. A guarded embedded server gives it to nobody: the page has no way to send a token."""
+    if settings.embedded_nessie and endpoints.nessie_token is not None:
+        return "off while Nessie asks for a token; BRANCHLAKE_GUARD_NESSIE=false, then down and up, shows it"
+    return f"{_base(endpoints)}/"
+
+
+def rest_catalogue(endpoints: Endpoints, settings: Settings) -> str | None:
+    """Where engines attach to the embedded server as an Iceberg REST catalogue; None for a remote one."""
+    if not settings.embedded_nessie:
+        return None
+    if not serves_rest(settings):
+        return "none: Nessie serves s3:// warehouses only"
+    return f"{_base(endpoints)}/iceberg"
+
+
+def _base(endpoints: Endpoints) -> str:
+    return endpoints.nessie_uri.rstrip("/").rpartition("/api/")[0]

@@ -1,0 +1,38 @@
+"""Whether somebody still works with the servers that `branchlake down` is about to stop."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from branchlake_dagster.settings import Settings
+
+_RECENT_S = 90.0
+"""Dagster's daemon beats every 30 s."""
+
+
+def still_used(settings: Settings) -> str | None:
+    """What will happen to the Dagster that works on this lake, in words; None when none does.
+
+    It is known by its daemon's heartbeat, wherever it runs. Asked of Dagster's home if there is one: none is
+    made here.
+    """
+    home = Path(os.environ.get("DAGSTER_HOME") or settings.state_dir / "dagster")
+    if not (home / "dagster.yaml").exists():
+        return None
+    os.environ["DAGSTER_HOME"] = str(home.absolute())
+    from dagster import DagsterInstance, DagsterRunStatus, RunsFilter
+
+    with DagsterInstance.get() as instance:
+        beats = [beat.timestamp for beat in instance.get_daemon_heartbeats().values()]
+        running = instance.get_runs_count(RunsFilter(statuses=[DagsterRunStatus.STARTED]))
+    ages = [time.time() - beat for beat in beats]
+    if not ages or min(ages) > _RECENT_S:
+        return None
+    runs = f" Its {running} running run{'s' * (running != 1)} will fail." if running else ""
+    return (
+        f"A Dagster daemon works on this lake (its last sign of life is {min(ages):.0f} s old).{runs}"
+        " Its publication sensor and its runs start the servers again within seconds: end `dagster dev` first"
+        " for them to stay down."
+    )
