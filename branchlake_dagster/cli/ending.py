@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -31,3 +33,41 @@ def ending_cleanly() -> Iterator[None]:
 
 
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def interrupts_for_us_alone() -> Iterator[None]:
+    """Let Ctrl-C reach this process and none of the helpers that Dagster starts for each step.
+
+    The terminal sends it to all of them, and they answer with stack traces of their own. What is started
+    while a signal is blocked has it blocked too, so a thread waits for it and passes it on by another name.
+    """
+    main = threading.main_thread().ident
+    if main is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def as_interrupt(_: int, frame: FrameType | None) -> None:
+        # The handler of the moment: inside a step it is Dagster's.
+        handler = signal.getsignal(signal.SIGINT)
+        if callable(handler):
+            handler(signal.SIGINT, frame)
+
+    def relay() -> None:
+        while True:
+            signal.sigwait({signal.SIGINT})
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, as_interrupt)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    threading.Thread(target=relay, name="interrupts", daemon=True).start()
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("Ended. The servers go on: `branchlake down` stops them.", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # Everything of ours is closed. What is left is gRPC, which takes seconds to say good-bye.
+        os._exit(128 + signal.SIGINT)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGUSR1, before)

@@ -11,7 +11,7 @@ import click
 from pydantic import ValidationError
 
 from branchlake_dagster.cli import sql
-from branchlake_dagster.cli.ending import ending_cleanly
+from branchlake_dagster.cli.ending import ending_cleanly, interrupts_for_us_alone
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.settings import Settings
 
@@ -141,8 +141,9 @@ def reap(dry_run: bool, names: tuple[str, ...]) -> None:
     from branchlake_dagster.publication.cleanup.reaping import end_named, reap_branches, sweep_discarded
 
     settings = Settings()
+    lake = Lakehouse(settings, say=say, start=False)
+    lake.endpoints(spark=False)
     dagster_home(settings)
-    lake = Lakehouse(settings, say=say)
     with DagsterInstance.get() as instance:
         if names:
             reaped, swept = end_named(lake, instance, names, dry_run=dry_run)
@@ -195,7 +196,8 @@ def demo(as_json: bool, catalogue: tuple[str, ...], more: tuple[str, ...]) -> No
     """
     from branchlake_dagster.cli.local.demo import run_demo, show
 
-    result = run_demo(Settings(), [*catalogue, *more], say=say)
+    with interrupts_for_us_alone():
+        result = run_demo(Settings(), [*catalogue, *more], say=say)
     click.echo(json.dumps(result.as_dict(), indent=2)) if as_json else show(result)
     sys.exit(0 if result.as_expected else 1)
 

@@ -61,7 +61,8 @@ def retry_run(settings: Settings, run_id: str) -> str:
 
 def end_run(settings: Settings, run_id: str) -> str:
     """Give it up; what was done in a sentence. Raises ConfigurationError for another run."""
-    lake = Lakehouse(settings)
+    lake = Lakehouse(settings, start=False)
+    lake.endpoints(spark=False)
     with _instance(settings) as instance:
         return give_up(lake.nessie, instance, _found(instance, run_id))
 

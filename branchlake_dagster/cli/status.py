@@ -110,9 +110,9 @@ def _pulses(settings: Settings, now: datetime) -> dict[str, str]:
     return {branch: ", ".join(sorted(pulses)) for branch, pulses in found.items()}
 
 
-def show(found: dict[str, Any]) -> None:
+def show(found: dict[str, Any], console: Console | None = None) -> None:
     """The same for people, with whole ids on every width."""
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
+    console = console or (Console() if sys.stdout.isatty() else Console(width=_WIDE))
     names = {NESSIE: "Nessie", SPARK: "Spark Connect"}
     for name, server in found["servers"].items():
         state = f"port {server['port']}, pid {server['pid']}" if server["running"] else "not running"

@@ -170,7 +170,7 @@ def _line(
         publication=publication,
         rows=_rows(lake, outcome.tables) if publication and outcome else None,
         seconds=round(seconds, 1),
-        reason=None if publication else tags.get(REASON_TAG) or _failure(done),
+        reason=None if publication else _failure(done) or tags.get(REASON_TAG),
     )
 
 
@@ -187,12 +187,14 @@ def _checks(outcome: Outcome | None, done: dg.ExecuteInProcessResult) -> str:
 
 
 def _failure(done: dg.ExecuteInProcessResult) -> str | None:
-    errors = [
-        event.step_failure_data.error.message.strip()
-        for event in done.all_events
-        if event.is_step_failure and event.step_failure_data.error
-    ]
-    return errors[0] if errors else None
+    """The first failed step with its own error; None when no step failed."""
+    for event in done.all_events:
+        error = event.step_failure_data.error if event.is_step_failure else None
+        while error is not None and error.cause is not None:
+            error = error.cause  # Dagster wraps what the step raised
+        if error is not None:
+            return f"step {event.step_key} failed: {error.message.strip()}"
+    return None
 
 
 def _rows(lake: Lakehouse, tables: Sequence[str]) -> dict[str, int]:

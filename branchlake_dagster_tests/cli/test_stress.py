@@ -1,0 +1,271 @@
+"""The command line in wrong places and at wrong moments: one sentence each, and nothing left behind."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+from branchlake_dagster.cli import main
+from branchlake_dagster.cli.ending import ending_cleanly
+from branchlake_dagster.cli.local import demo
+from branchlake_dagster.cli.status import show
+from branchlake_dagster.cli.still_used import still_used
+from branchlake_dagster.lakehouse.embedded import jars
+from branchlake_dagster.lakehouse.embedded.jars import ICEBERG_SPARK, DownloadFailed, resolve
+from branchlake_dagster.lakehouse.embedded.place import LakeMoved, note_place, require_place
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
+from branchlake_dagster.publication.runtime.tick import Tick
+from branchlake_dagster.settings import Settings
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Commands export DAGSTER_HOME and the state folder."""
+    before = dict(os.environ)
+    os.environ.pop("DAGSTER_HOME", None)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def call(*arguments: str, state_dir: Path, **settings: str) -> Result:
+    named = {f"BRANCHLAKE_{name.upper()}": value for name, value in settings.items()}
+    return CliRunner().invoke(main, arguments, env={"BRANCHLAKE_STATE_DIR": str(state_dir), **named})
+
+
+def sentence(done: Result) -> str:
+    assert done.exit_code == 1, done.output
+    assert done.output.startswith("Error: ")
+    assert len(done.output.splitlines()) == 1
+    return done.output
+
+
+# -- folders -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["up", "down", "status", "sql", "reap"])
+@pytest.mark.parametrize("inside", ["", "deeper/still"])
+def test_a_state_folder_that_is_a_file(tmp_path: Path, command: str, inside: str) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    told = sentence(call(command, state_dir=file / inside))
+    assert f"{file} is a file. Name another folder in BRANCHLAKE_STATE_DIR." in told
+
+
+def test_a_state_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    assert "cannot be made" in sentence(call("up", state_dir=Path("/proc/branchlake")))
+
+
+def test_a_state_folder_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Root may write everywhere, so the answer of the system is what is changed.
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    assert f"{tmp_path} is not writable" in sentence(call("up", state_dir=tmp_path))
+
+
+@pytest.mark.parametrize("command", ["up", "down", "status", "sql", "reap"])
+def test_a_copied_state_folder_is_refused_by_every_command(tmp_path: Path, command: str) -> None:
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    note_place(original)
+    copy.mkdir()
+    (copy / "lake.json").write_text((original / "lake.json").read_text())
+    told = sentence(call(command, state_dir=copy))
+    assert f"{copy} is a copy of the lake in {original}" in told
+    assert f"BRANCHLAKE_STATE_DIR={original}" in told
+
+
+def test_a_moved_state_folder_works_again_with_the_link_that_it_asks_for(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    note_place(old)
+    old.rename(new)
+    with pytest.raises(LakeMoved, match=rf"moved from {old}: .* ln -s {new} {old};"):
+        require_place(new, tables_elsewhere=False)
+    require_place(new, tables_elsewhere=True)
+    old.symlink_to(new)
+    require_place(old, tables_elsewhere=False)
+    require_place(new, tables_elsewhere=False)
+
+
+@pytest.mark.parametrize(
+    "warehouse", ["/data/lake", "data/lake", "file://data/lake", "file:/data/lake", "s3:"]
+)
+def test_a_warehouse_without_scheme(tmp_path: Path, warehouse: str) -> None:
+    told = sentence(call("status", state_dir=tmp_path, warehouse=warehouse))
+    assert told.startswith("Error: A setting is wrong: BRANCHLAKE_WAREHOUSE: ")
+    assert "or s3://bucket/folder" in told
+
+
+@pytest.mark.parametrize("warehouse", ["file:///data/lake", "s3://bucket", "s3://bucket/lake"])
+def test_a_warehouse_with_one(warehouse: str) -> None:
+    assert Settings(warehouse=warehouse).warehouse_uri == warehouse
+
+
+def test_reading_commands_start_nothing_in_an_empty_folder(tmp_path: Path) -> None:
+    root = tmp_path / "state"
+    for command in (("reap", "--dry-run"), ("set-aside", "end", "x"), ("sql",)):
+        assert f"There is no lake in {root}." in sentence(call(*command, state_dir=root))
+    assert not root.exists()
+
+
+# -- what is said --------------------------------------------------------------------------------------
+
+
+def test_a_download_is_announced_only_when_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(jars, "user_java", lambda: Path("/bin/false"))
+    folder = tmp_path / ".ivy2" / "cache" / ICEBERG_SPARK.org / ICEBERG_SPARK.name / "jars"
+
+    def told() -> list[str]:
+        lines: list[str] = []
+        with pytest.raises(DownloadFailed):
+            resolve([ICEBERG_SPARK], tmp_path / "jars", ivy_settings=None, say=lines.append)
+        return lines
+
+    assert told() == ["Bringing iceberg-spark-runtime-4.1_2.13 1.12.0 (about 48 MB) …"]
+    folder.mkdir(parents=True)
+    (folder / "iceberg-spark-runtime-4.1_2.13-1.12.0.jar").touch()
+    assert told() == []
+
+
+def test_kept_branches_are_not_at_work() -> None:
+    tick = Tick()
+    for number in range(3):
+        assert not tick.add(Outcome(f"run-{number}", str(number), PublicationAction.KEPT, "kept"))
+    assert tick.message() == "Nothing to publish. Of the other branches 3 are kept for debugging."
+
+
+RUN = "0f2f4a54-3f0e-4b45-9d0e-2f1c3e1f7a10"
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 140])
+def test_status_shows_whole_ids_and_names_what_was_discarded(columns: int) -> None:
+    screen = Console(width=columns, file=io.StringIO())
+    branch: dict[str, Any] = {"branch": f"run-{RUN}", "state": "failure", "age_s": 61, "commits": 2}
+    publication = {"publication": "ab" * 32, "run_id": RUN, "verdict": "passed", "tables": ["shop.prices"]}
+    show(
+        {
+            "servers": {},
+            "page": "http://127.0.0.1:1/",
+            "warehouse": "s3://lake",
+            "main": "cd" * 32,
+            "discard_grace_h": 24.0,
+            "branches": [{**branch, "heartbeat": "none", "instances": []}],
+            "discarded": [f"discarded-{RUN}"],
+            "publications": [publication],
+        },
+        screen,
+    )
+    told = screen.file.getvalue()
+    for text in (f"run-{RUN}", f"discarded-{RUN}", "http://127.0.0.1:1/", "shop.prices", "1 min 1 s", "none"):
+        assert text in told
+
+
+def test_down_says_that_a_daemon_starts_the_servers_again(tmp_path: Path) -> None:
+    settings = Settings(state_dir=tmp_path)
+    assert still_used(settings) is None
+    home = tmp_path / "dagster"
+    home.mkdir()
+    (home / "dagster.yaml").write_text("telemetry:\n  enabled: false\n")
+    assert still_used(settings) is None
+    with dg.DagsterInstance.get() as instance:
+        heartbeat(instance, time.time())
+        assert "end `dagster dev` first" in (still_used(settings) or "")
+        heartbeat(instance, time.time() - 600)
+        assert still_used(settings) is None
+
+
+def heartbeat(instance: dg.DagsterInstance, at: float) -> None:
+    from dagster._daemon.types import DaemonHeartbeat
+
+    instance.add_daemon_heartbeat(DaemonHeartbeat(at, "SENSOR", "me", []))
+
+
+# -- being ended ---------------------------------------------------------------------------------------
+
+
+def test_a_signal_leaves_through_the_clean_up() -> None:
+    cleaned = []
+
+    def work() -> None:
+        with ending_cleanly():
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(5)
+            finally:
+                cleaned.append(True)
+
+    with pytest.raises(SystemExit) as ended:
+        work()
+    assert (ended.value.code, cleaned) == (128 + signal.SIGTERM, [True])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.integration
+@pytest.mark.spark
+def test_ctrl_c_ends_the_demo_at_once(lakehouse: Lakehouse, tmp_path: Path) -> None:
+    lakehouse.endpoints()
+    environment = {
+        **os.environ,
+        "BRANCHLAKE_STATE_DIR": str(lakehouse.settings.state_dir),
+        "DAGSTER_HOME": str(tmp_path / "dagster"),
+    }
+    command = [sys.executable, "-c", "from branchlake_dagster.cli import main; main()", "demo"]
+    with subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as running:
+        assert running.stderr is not None
+        for line in running.stderr:
+            if line.startswith("[1/"):
+                break
+        time.sleep(3.0)
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does: the helpers too
+        told = running.stderr.read()
+        assert running.wait(30) == 130
+    assert "Traceback" not in told
+    assert "[2/" not in told
+
+
+# -- the demo's end ------------------------------------------------------------------------------------
+
+
+@dg.op
+def breaks() -> None:
+    raise ValueError("the source is empty")
+
+
+@dg.job
+def breaking() -> None:
+    breaks()
+
+
+@pytest.mark.integration
+@pytest.mark.spark
+def test_a_failed_first_run_ends_the_demo_with_its_error(
+    lakehouse: Lakehouse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.environ["DAGSTER_HOME"] = str(tmp_path / "dagster")
+
+    def run(plan: demo.Plan, _: dg.Definitions, instance: dg.DagsterInstance) -> tuple[Any, float]:
+        return breaking.execute_in_process(instance=instance, raise_on_error=False), 0.1
+
+    monkeypatch.setattr(demo, "_run", run)
+    result = demo.run_demo(lakehouse.settings, [], say=lambda _: None)
+    (line,) = result.lines
+    assert (result.as_expected, line.publication) == (False, None)
+    assert line.reason == "step breaks failed: ValueError: the source is empty"
+    assert json.dumps(result.as_dict())
