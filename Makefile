@@ -44,7 +44,7 @@ check: lint types test  ## what CI runs
 bench: setup  ## where the time goes
 	$(BIN)/branchlake bench lifecycle
 
-lock: EXTRAS := sda embedded ui postgres dev
+lock: EXTRAS := sda embedded ui postgres query dev
 lock: setup  ## resolve requirements.lock anew
 	$(BIN)/pip-compile --quiet --generate-hashes --allow-unsafe --no-strip-extras \
 		--no-emit-index-url --no-emit-find-links $(EXTRAS:%=--extra %) -o requirements.lock setup.cfg

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.publication.automation.published_sensor import PublishedAssets, published_sensor
     from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
     from branchlake_dagster.publication.runtime.publish_at_end import NotPublished, publish_at_end
+    from branchlake_dagster.query.connection import connect
     from branchlake_dagster.settings import Settings
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "Transient",
     "awaiting_verdict",
     "branchlake_definitions",
+    "connect",
     "on_publication",
     "pandera_checks",
     "publication_automation_sensor",
@@ -77,6 +79,7 @@ _HOMES = {
     "publication.automation.published_sensor": ("PublishedAssets", "published_sensor"),
     "publication.runtime.definitions": ("branchlake_definitions",),
     "publication.runtime.publish_at_end": ("NotPublished", "publish_at_end"),
+    "query.connection": ("connect",),
     "settings": ("Settings",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -12,11 +12,13 @@ from dagster._core.remote_origin import (
 )
 from dagster._core.scheduler.instigation import InstigatorState
 from dagster._core.test_utils import create_run_for_test
+from dagster._daemon.types import DaemonHeartbeat
 
 __all__ = [
     "COMPUTE_LOGS",
     "STORAGES",
     "AssetDaemonCursor",
+    "DaemonHeartbeat",
     "InMemoryJob",
     "InstigatorState",
     "KnownExecutionState",

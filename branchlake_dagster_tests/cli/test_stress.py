@@ -190,7 +190,7 @@ def test_down_says_that_a_daemon_starts_the_servers_again(tmp_path: Path) -> Non
 
 
 def heartbeat(instance: dg.DagsterInstance, at: float) -> None:
-    from dagster._daemon.types import DaemonHeartbeat
+    from branchlake_dagster_tests.dagster_internals import DaemonHeartbeat
 
     instance.add_daemon_heartbeat(DaemonHeartbeat(at, "SENSOR", "me", []))
 

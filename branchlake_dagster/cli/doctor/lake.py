@@ -12,8 +12,8 @@ from typing import Any
 from pyarrow.fs import FileSelector, LocalFileSystem
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
-from branchlake_dagster.cli.doctor import Examination
-from branchlake_dagster.cli.doctor_spark import spark
+from branchlake_dagster.cli.doctor.command import Examination
+from branchlake_dagster.cli.doctor.spark import spark
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.embedded.java import (
     bundled_java,

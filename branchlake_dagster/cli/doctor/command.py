@@ -89,8 +89,8 @@ class Examination:
 
 def examine(settings: Settings) -> Examination:
     """Look at everything that `settings` and Dagster's own home configure."""
-    from branchlake_dagster.cli.doctor_dagster import dagster
-    from branchlake_dagster.cli.doctor_lake import lake
+    from branchlake_dagster.cli.doctor.dagster import dagster
+    from branchlake_dagster.cli.doctor.lake import lake
 
     given = (getattr(settings, name) for name in Settings.secrets())
     found = Examination(tuple(secret.get_secret_value() for secret in given if secret is not None))

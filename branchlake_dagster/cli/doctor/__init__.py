@@ -1,0 +1,1 @@
+"""`branchlake doctor`: every configured address, version and permission, and what to do."""
