@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "query": {*_BASE, "lakehouse", "branching", "publication"},
     "fusion": {*_BASE, "lakehouse", "branching", "publication", "checks"},
     "definitions": {*_BASE, "lakehouse", "branching", "publication", "checks", "fusion"},
+    "components": {*_BASE, "lakehouse", "branching", "publication"},
     "cli": {*_BASE, "lakehouse", "branching", "publication", "checks", "query", "fusion", "definitions"},
 }
 """The packages and modules directly under the root, and what each may import. Only downwards."""

@@ -68,6 +68,17 @@ def fetch(to: str | None) -> None:
 
 
 @main.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+def new(folder: Path) -> None:
+    """Make a Dagster project that uses branch, gate and publication in FOLDER."""
+    from branchlake_dagster.cli.new import new_project
+
+    for path in new_project(folder):
+        click.echo(path)
+    say(f"Next: cd {folder}, pip install -e '.[dev]', dg check defs, pytest, dg dev.")
+
+
+@main.command()
 def up() -> None:
     """Start the embedded servers if they do not run, and prepare Dagster's home."""
     from branchlake_dagster.cli.local.home import dagster_home

@@ -1,0 +1,66 @@
+"""The Dagster component: a lake in a `defs.yaml`.
+
+`dg scaffold defs branchlake_dagster.components.BranchlakeComponent lake` makes one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dagster as dg
+
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
+from branchlake_dagster.settings import Settings
+
+__all__ = ["BranchlakeComponent"]
+
+
+class BranchlakeComponent(dg.Component, dg.Model, dg.Resolvable):
+    """IO manager, Spark session, publication sensor and reaper of a lake.
+
+    Every asset of the project without an IO manager of its own is then stored in the lake: written on a
+    branch of its run, checked, and published to `main` in one step.
+
+    Args:
+        settings: Fields of `branchlake_dagster.Settings`; what is left out comes from the environment
+            (`BRANCHLAKE_…`). Take secrets from it: `nessie_token: "{{ env.NESSIE_TOKEN }}"`.
+        name: Of the lake, where the project has several: put before sensors, job, schedule and resource keys.
+        lakehouse_key: The resource key of the lake. Default: `lakehouse`.
+        spark_key: The resource key of the run's Spark session. Default: `spark`.
+        io_manager_key: The resource key of the IO manager. Default: `io_manager`.
+
+    Examples:
+        .. code-block:: yaml
+
+            type: branchlake_dagster.components.BranchlakeComponent
+
+            attributes:
+              settings:
+                nessie_uri: https://nessie.example.org/api/v2
+                nessie_token: "{{ env.NESSIE_TOKEN }}"
+                warehouse: s3://lake/warehouse
+
+    """
+
+    settings: dict[str, Any] = {}  # noqa: RUF012 - a pydantic field, copied per instance
+    name: str | None = None
+    lakehouse_key: str | None = None
+    spark_key: str | None = None
+    io_manager_key: str | None = None
+
+    def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:  # noqa: ARG002 - Dagster's signature
+        """The lake's definitions. Raises ConfigurationError for a setting that does not exist."""
+        unknown = sorted(set(self.settings) - set(Settings.model_fields))
+        if unknown:
+            raise ConfigurationError(
+                f"The lake's defs.yaml has the unknown setting {', '.join(unknown)}.",
+                hint=f"There are {', '.join(sorted(Settings.model_fields))}.",
+            )
+        return branchlake_definitions(
+            Settings(**self.settings),
+            name=self.name,
+            lakehouse_key=self.lakehouse_key,
+            spark_key=self.spark_key,
+            io_manager_key=self.io_manager_key,
+        )

@@ -1,0 +1,110 @@
+"""A project made by the template and one with the component, both through `dg`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from branchlake_dagster.cli.new import new_project
+from branchlake_dagster.errors import ConfigurationError
+
+PLAIN = """\
+from pathlib import Path
+
+import dagster as dg
+
+
+@dg.definitions
+def defs() -> dg.Definitions:
+    return dg.load_from_defs_folder(path_within_project=Path(__file__).parent)
+"""
+
+
+def dg_says(project: Path, *arguments: str, expect: int = 0) -> str:
+    """What `dg` prints on standard output; on both when it is expected to fail."""
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "dg"), *arguments],
+        cwd=project,
+        env={
+            **{name: value for name, value in os.environ.items() if not name.startswith("BRANCHLAKE_")},
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join([str(project / "src"), *filter(None, sys.path)]),
+            "PYTHONWARNINGS": "ignore",
+            "COLUMNS": "200",
+        },
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done.stdout if expect == 0 else done.stdout + done.stderr
+
+
+def keys(told: str, kind: str) -> set[str]:
+    return {one.get("key") or one.get("asset_key") or one["name"] for one in json.loads(told)[kind]}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("made") / "my-shop"
+    made = new_project(target)
+    assert target / "src" / "my_shop" / "definitions.py" in made
+    return target
+
+
+def test_the_templates_project_loads_and_has_the_machinery(project: Path) -> None:
+    assert "All definitions loaded successfully" in dg_says(project, "check", "defs")
+    told = dg_says(project, "list", "defs", "--json")
+    assert keys(told, "assets") == {"shop/prices"}
+    assert keys(told, "sensors") == {"publication_sensor", "dead_writer_sensor"}
+    assert keys(told, "resources") == {"io_manager", "lakehouse", "spark"}
+
+
+def test_a_mistake_in_an_asset_fails_the_check_by_name(project: Path) -> None:
+    asset = project / "src" / "my_shop" / "defs" / "prices.py"
+    right = asset.read_text()
+    asset.write_text(right.replace(', metadata=table_metadata(partition_by="day")', ""))
+    try:
+        told = dg_says(project, "check", "defs", expect=1)
+    finally:
+        asset.write_text(right)
+    assert "- shop/prices: A partitioned asset that replaces its whole table" in told
+
+
+def test_a_scaffolded_component_brings_the_machinery(project: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    new_project(plain)
+    (plain / "src" / "plain" / "definitions.py").write_text(PLAIN)
+    dg_says(plain, "scaffold", "defs", "branchlake_dagster.components.BranchlakeComponent", "lake")
+    yaml = plain / "src" / "plain" / "defs" / "lake" / "defs.yaml"
+    assert "BranchlakeComponent" in yaml.read_text()
+    yaml.write_text(
+        "type: branchlake_dagster.components.BranchlakeComponent\n\nattributes:\n  name: archive\n"
+        "  io_manager_key: io_manager\n  settings:\n    keep_failed_hours: 4\n"
+    )
+    dg_says(plain, "check", "yaml")
+    told = dg_says(plain, "list", "defs", "--json")
+    assert keys(told, "sensors") == {"archive_publication_sensor", "archive_dead_writer_sensor"}
+    assert keys(told, "resources") == {"archive_lakehouse", "archive_spark", "io_manager"}
+    yaml.write_text(yaml.read_text().replace("keep_failed_hours", "keep_failed_ours"))
+    assert "unknown setting keep_failed_ours" in dg_says(plain, "check", "defs", expect=1)
+
+
+@pytest.mark.parametrize("name", ["2shops", "class", "sh/op$"])
+def test_a_name_that_python_cannot_import_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigurationError, match="cannot name a Python package"):
+        new_project(tmp_path / name)
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigurationError, match="is there already"):
+        new_project(tmp_path / "shop")
+    assert [path.name for path in (tmp_path / "shop").iterdir()] == ["mine.txt"]
