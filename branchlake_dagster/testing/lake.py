@@ -55,7 +55,8 @@ class ThrowawayLake:
                 inside them is replaced by this lake's.
 
         Returns:
-            Definitions: Those, with the keys `lakehouse`, `spark` and `io_manager` where they lack.
+            Definitions: Their assets, checks and jobs, and the resources, to which `lakehouse`, `spark` and
+            `io_manager` are added where they lack.
         """
         flat = list(_flat(parts))
         checks = [one for one in flat if isinstance(one, dg.AssetChecksDefinition)]
@@ -63,7 +64,14 @@ class ThrowawayLake:
         assets = [one for one in flat if not isinstance(one, dg.AssetChecksDefinition | dg.Definitions)]
         merged = dg.Definitions.merge(*whole, dg.Definitions(assets=assets, asset_checks=checks))
         wanted = {**(merged.resources or {}), **(resources or {})}
-        return merged.with_resources(standing_on(LakehouseResource(), wanted))
+        # Not `with_resources`, which refuses another resource under a key that is there.
+        return dg.Definitions(
+            assets=merged.assets,
+            asset_checks=merged.asset_checks,
+            jobs=merged.jobs,
+            loggers=merged.loggers,
+            resources=standing_on(LakehouseResource(), wanted),
+        )
 
     def run(
         self,

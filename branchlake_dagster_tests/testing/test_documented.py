@@ -14,12 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
-import branchlake_dagster
+import branchlake_dagster as root
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.testing import ThrowawayLake
 from branchlake_dagster_tests.testing.documented import files
 
-ROOT = Path(branchlake_dagster.__file__).parents[1]
+ROOT = Path(root.__file__).parents[1]
 
 
 @pytest.mark.integration

@@ -114,7 +114,7 @@ def test_materialize_and_publish(lake: ThrowawayLake) -> None:
 
 
 def test_resources_that_name_another_lake_are_replaced(lake: ThrowawayLake) -> None:
-    elsewhere = LakehouseResource(settings=ELSEWHERE)
+    elsewhere = LakehouseResource(**ELSEWHERE)
     spark = BranchSparkResource(lakehouse=elsewhere)
     resources = {
         "lakehouse": elsewhere,
