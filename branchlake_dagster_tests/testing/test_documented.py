@@ -23,7 +23,7 @@ ROOT = Path(root.__file__).parents[1]
 
 
 @pytest.mark.integration
-def test_the_example_passes_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_example_passes_and_leaves_nothing(tmp_path: Path, lakehouse: Lakehouse) -> None:
     project, temporary = tmp_path / "project", tmp_path / "tmp"
     project.mkdir()
     temporary.mkdir()
@@ -33,7 +33,8 @@ def test_the_example_passes_and_leaves_nothing(tmp_path: Path) -> None:
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "TMPDIR": str(temporary),
-        # Somebody's lake, which a test must not find.
+        # A project that has fetched its jars, and somebody's lake, which a test must not find.
+        "BRANCHLAKE_STATE_DIR": str(lakehouse.settings.state_dir),
         "BRANCHLAKE_NESSIE_URI": "http://127.0.0.1:9/api/v2",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_shop.py"]

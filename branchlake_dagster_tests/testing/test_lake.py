@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,28 +174,28 @@ def crowd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_a_killed_process_left_goes_with_the_next_one(crowd: Path) -> None:
-    script = (
-        "import os, signal\n"
-        "from branchlake_dagster.testing import throwaway_server\n"
-        "with throwaway_server():\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    environment = {**os.environ, "TMPDIR": str(crowd)}
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], env=environment, check=False)
-    (left,) = crowd.glob("branchlake-throwaway-*")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended_s = started_s(ended.pid)
+    ended.wait()
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    sleeper_s = started_s(sleeper.pid)
+    assert ended_s is not None
+    assert sleeper_s is not None
     try:
-        # As though its server had come up.
-        started = started_s(sleeper.pid)
-        assert started is not None
-        (left / "state" / "run").mkdir(parents=True)
-        ProcessRecord("nessie", sleeper.pid, started, 1).save(left / "state" / "run" / "nessie.json")
         with throwaway_server():
-            (own,) = crowd.glob("branchlake-throwaway-*")
-            assert own != left
+            (own,) = crowd.iterdir()
+            left = own.with_name(f"{own.name}-left")
+            run_folder = left / "state" / "run"
+            run_folder.mkdir(parents=True)
+            record = ProcessRecord.load(own / "owner.json")
+            assert record is not None
+            assert record.alive()
+            replace(record, pid=ended.pid, started_s=ended_s).save(left / "owner.json")
+            ProcessRecord("nessie", sleeper.pid, sleeper_s, 1).save(run_folder / "nessie.json")
             with throwaway_server():
+                assert not left.exists()
+                assert started_s(sleeper.pid) is None
                 assert own.exists()  # its process is at work
-        assert sleeper.wait(timeout=10) != 0
     finally:
         sleeper.kill()
         sleeper.wait()

@@ -62,7 +62,7 @@ class Endpoints:
 class EmbeddedServers:
     """The two servers of one state folder. Safe to use from several processes at once.
 
-    `volatile`: a Nessie that is to be started keeps its store in memory, and starts in half the time.
+    `volatile`: a Nessie that is to be started keeps its store in memory, and starts faster.
     """
 
     def __init__(
