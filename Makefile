@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export DAGSTER_HOME ?= $(or $(BRANCHLAKE_STATE_DIR),$(CURDIR)/.branchlake)/dagster
 
-.PHONY: help setup demo dev test lint types check bench lock clean
+.PHONY: help setup demo dev test lint types check bench docs lock clean
 
 help:  ## list what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,6 +43,9 @@ check: lint types test  ## what CI runs
 
 bench: setup  ## where the time goes
 	$(BIN)/branchlake bench lifecycle
+
+docs: setup  ## the API reference, in build/api
+	$(BIN)/python docs/make_api.py build/api
 
 lock: EXTRAS := sda embedded ui postgres query dev
 lock: setup  ## resolve requirements.lock anew

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from branchlake_dagster.publication.automation.published_sensor import PublishedAssets, published_sensor
     from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
+    from branchlake_dagster.publication.runtime.publish import RunOutcome, publish
     from branchlake_dagster.publication.runtime.publish_at_end import NotPublished, publish_at_end
     from branchlake_dagster.query.connection import connect
     from branchlake_dagster.settings import Settings
@@ -43,6 +44,7 @@ __all__ = [
     "NotPublished",
     "OutcomeUnknown",
     "PublishedAssets",
+    "RunOutcome",
     "Settings",
     "Terminal",
     "Transient",
@@ -52,6 +54,7 @@ __all__ = [
     "on_publication",
     "pandera_checks",
     "publication_automation_sensor",
+    "publish",
     "publish_at_end",
     "published",
     "published_sensor",
@@ -78,6 +81,7 @@ _HOMES = {
     ),
     "publication.automation.published_sensor": ("PublishedAssets", "published_sensor"),
     "publication.runtime.definitions": ("branchlake_definitions",),
+    "publication.runtime.publish": ("RunOutcome", "publish"),
     "publication.runtime.publish_at_end": ("NotPublished", "publish_at_end"),
     "query.connection": ("connect",),
     "settings": ("Settings",),

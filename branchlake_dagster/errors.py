@@ -32,23 +32,71 @@ def some(values: tuple[str, ...]) -> str:
 
 
 class Transient:
-    """Marker: certainly nothing was changed and the cause may pass; the same call may be repeated."""
+    """Marker: certainly nothing was changed and the cause may pass; the same call may be repeated.
+
+    Examples:
+        .. code-block:: python
+
+            try:
+                lake.nessie.reference("main")
+            except Transient as error:  # Nessie is away, or answers with 503
+                raise dg.RetryRequested(max_retries=3, seconds_to_wait=5) from error
+    """
 
 
 class Terminal:
-    """Marker: repeating the same call gives the same answer."""
+    """Marker: repeating the same call gives the same answer.
+
+    Examples:
+        .. code-block:: python
+
+            try:
+                lake.catalog("main").create_namespace(("shop",))
+            except Terminal as error:  # refused, not found, misconfigured: it needs somebody
+                raise dg.Failure(str(error), allow_retries=False) from error
+    """
 
 
 class OutcomeUnknown:
-    """Marker: a change was requested and its answer is missing; it may or may not have happened."""
+    """Marker: a change was requested and its answer is missing; it may or may not have happened.
+
+    Look before repeating.
+
+    Examples:
+        .. code-block:: python
+
+            try:
+                lake.nessie.delete_tag("release-1", expected_hash=known)
+            except OutcomeUnknown:
+                there = {ref.name for ref in lake.nessie.references()}
+                if "release-1" in there:
+                    lake.nessie.delete_tag("release-1", expected_hash=known)
+    """
 
 
 class BranchlakeError(Exception):
     """Root of every error this package raises on purpose.
 
-    `table` is a dotted name, `partitions` are printable partition names, `branch` a Nessie reference,
-    `run_id` a Dagster run and `hint` one sentence that says what to do. All of them are attributes and
-    part of the text. Instances survive pickling, because Dagster ships them between processes.
+    All arguments are attributes and part of the text. Passwords in URLs are taken out of it. Instances
+    survive pickling, because Dagster ships them between processes. Each is one of `Transient`, `Terminal` or
+    `OutcomeUnknown` as well, which says what may be done next.
+
+    Args:
+        message (str): What happened, in a sentence.
+        table (Optional[str]): The dotted name of the table that it happened to.
+        partitions (Iterable[str]): Printable names of its partitions.
+        branch (Optional[str]): The Nessie reference.
+        run_id (Optional[str]): The Dagster run.
+        hint (Optional[str]): One sentence that says what to do.
+
+    Examples:
+        .. code-block:: python
+
+            try:
+                rows = lake.catalog(f"run-{run_id}").load_table(("shop", "prices")).scan().to_arrow()
+            except BranchlakeError as error:
+                context.log.error("%s (table %s): %s", error.message, error.table, error.hint)
+                raise
     """
 
     def __init__(

@@ -27,7 +27,17 @@ RUN_BRANCH_PREFIX = "run-"
 
 
 class Settings(BaseSettings):
-    """Where the lake is and how its machinery behaves. Times are seconds unless the name says otherwise."""
+    """Where the lake is and how its machinery behaves. Times are seconds unless the name says otherwise.
+
+    Each field is read from the environment as `BRANCHLAKE_<FIELD>`; what is given to the class comes first.
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster import Settings
+
+            settings = Settings(nessie_uri="https://nessie.example.com/api/v2", warehouse="s3://lake/tables")
+    """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
 

@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "publication": {*_BASE, "lakehouse", "branching"},
     "checks": {*_BASE, "lakehouse", "branching", "publication"},
     "query": {*_BASE, "lakehouse", "branching", "publication"},
+    "testing": {*_BASE, "lakehouse", "branching", "publication"},
     "fusion": {*_BASE, "lakehouse", "branching", "publication", "checks"},
     "definitions": {*_BASE, "lakehouse", "branching", "publication", "checks", "fusion"},
     "components": {*_BASE, "lakehouse", "branching", "publication"},

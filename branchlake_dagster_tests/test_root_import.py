@@ -4,20 +4,91 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 import branchlake_dagster as root
+from branchlake_dagster import testing
 
 ROOT = Path(root.__file__).parent
+INDEX = ROOT.parent / "docs" / "api.md"
+DOORS = (root, testing)
 
 
-@pytest.mark.parametrize("name", root.__all__)
-def test_every_name_is_there_and_described(name: str) -> None:
-    assert (inspect.getdoc(getattr(root, name)) or "").strip()
+def offered() -> list[tuple[ModuleType, str]]:
+    return [(door, name) for door in DOORS for name in door.__all__]
+
+
+def sections(text: str) -> dict[str, str]:
+    """A docstring in Google's form: its summary and description under "", then its sections by name."""
+    parts = re.split(r"^(Args|Attributes|Returns|Yields|Raises|Examples):\n", text, flags=re.MULTILINE)
+    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
+
+
+def described(obj: Any) -> dict[str, str]:
+    return sections(inspect.getdoc(obj) or "")
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    found = inspect.signature(function).parameters.values()
+    return [f"{stars.get(one.kind, '')}{one.name}" for one in found if one.name != "self"]
+
+
+def documented(section: str) -> list[str]:
+    return re.findall(r"^    (\S+?)(?: \(.+)?:", section, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(("door", "name"), offered())
+def test_every_name_is_described_with_an_example(door: ModuleType, name: str) -> None:
+    found = described(getattr(door, name))
+    assert found[""].strip()
+    if inspect.isclass(getattr(door, name)) and door is testing:
+        return  # nobody makes one: the functions that do have the examples
+    code = re.fullmatch(r"\s*\.\. code-block:: python\n\n(.+)", found["Examples"], re.DOTALL)
+    assert code is not None
+    for node in ast.walk(ast.parse(dedent(code[1]))):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("branchlake_dagster"):
+            source = next(one for one in DOORS if one.__name__ == node.module)
+            assert {alias.name for alias in node.names} <= set(source.__all__)
+
+
+FUNCTIONS = [getattr(door, name) for door, name in offered() if inspect.isfunction(getattr(door, name))]
+METHODS = [
+    method
+    for owner in (testing.ThrowawayLake, testing.ThrowawayServer)
+    for name, method in vars(owner).items()
+    if inspect.isfunction(method) and not name.startswith("_")
+]
+
+
+@pytest.mark.parametrize("function", [*FUNCTIONS, *METHODS], ids=lambda one: one.__qualname__)
+def test_every_parameter_is_described(function: Callable[..., Any]) -> None:
+    found = described(function)
+    assert documented(found.get("Args", "")) == parameters(function)
+    assert "Returns" in found or "Yields" in found or not parameters(function)
+
+
+@pytest.mark.parametrize("name", ["BranchSparkResource", "NessieBranchIOManager"])
+def test_every_field_of_a_resource_is_described(name: str) -> None:
+    resource = getattr(root, name)
+    fields = [field for field in vars(resource)["__annotations__"] if not field.startswith("_")]
+    assert documented(described(resource)["Args"]) == fields
+
+
+def test_the_index_holds_every_name_with_its_summary() -> None:
+    told = re.findall(r"^\| `(\w+)` \| (.+) \|$", INDEX.read_text(), flags=re.MULTILINE)
+    assert told == [
+        (name, (inspect.getdoc(getattr(door, name)) or "").splitlines()[0]) for door, name in offered()
+    ]
 
 
 def test_the_type_checker_sees_what_is_loaded() -> None:

@@ -24,7 +24,28 @@ MAIN = "main"
 class Lakehouse:
     """Connections of one process to the lake. Embedded servers are started when first needed.
 
-    Without `start` none is: a lake that does not run is LakeNotRunning. Whoever only reads wants that.
+    For scripts and notebooks; an asset takes a `LakehouseResource`, which knows its run's branch.
+
+    Args:
+        settings (Optional[Settings]): Where the lake is. (default: the environment's `BRANCHLAKE_…`)
+        say (Callable[[str], None]): Told what takes time, a line each: servers that start, jars that are
+            fetched. (default: silent)
+        start (bool): Start embedded servers that do not run. Whoever only reads says False. (default: True)
+
+    Raises:
+        LakeNotRunning: From its methods: the lake does not run, and `start` is False.
+        BranchlakeError: From its methods: `ServerDidNotStart`, `NessieUnauthorized` and others that say
+            what to do.
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster import Lakehouse
+
+            lake = Lakehouse()
+            prices = lake.catalog("main").load_table(("shop", "prices")).scan().to_polars()
+            spark = lake.spark_session("main")
+            spark.sql("SELECT count(*) FROM nessie.shop.prices").show()
     """
 
     def __init__(

@@ -32,15 +32,25 @@ T = TypeVar("T")
 
 
 def connect(settings: Settings | None = None) -> LakeReader:
-    """The lake of `settings`, for reading; without them that of the `BRANCHLAKE_…` variables.
+    """Connects to a lake for reading. Starts no server and makes no folder.
 
-    Starts no server and makes no folder. Raises LakeNotRunning, with the command that starts it, when the
-    lake's embedded Nessie is down or there is no lake in the state folder.
+    Args:
+        settings (Optional[Settings]): Where the lake is. (default: the environment's `BRANCHLAKE_…`)
 
-    Example:
-        >>> lake = connect()
-        >>> lake.sql("SELECT * FROM shop.prices", run="a8960950").polars()
+    Returns:
+        LakeReader: Answers SQL and gives tables, at `main`, a branch, a run or a moment.
 
+    Raises:
+        LakeNotRunning: With the command that starts it: the lake's embedded Nessie is down, or there is no
+            lake in the state folder.
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster import connect
+
+            lake = connect()
+            rows = lake.sql("SELECT * FROM shop.prices", run="a8960950").polars()
     """
     lake = Lakehouse(settings, start=False)
     lake.endpoints(spark=False)

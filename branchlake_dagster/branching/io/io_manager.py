@@ -48,9 +48,46 @@ class NessieBranchIOManager(ConfigurableIOManager):
     Writes and loads Spark frames (Connect and classic), pandas, PyArrow and Polars, chosen by the value's
     type on the way in and by the annotation on the way out (none: a Spark frame). Anything but Spark
     frames goes through PyIceberg and needs no JVM, apart from upserts. How a table is written stands in
-    the asset's metadata: see `table_metadata`. Outside a run it reads `main`.
+    the asset's metadata: see `table_metadata`. Outside a run it reads `main`. The asset with the key
+    `["shop", "prices"]` is the table `shop.prices`; one without a prefix is in the default namespace.
 
-        resources={"io_manager": NessieBranchIOManager(lakehouse=lakehouse, spark=spark)}
+    Args:
+        lakehouse (LakehouseResource): The lake.
+        spark (BranchSparkResource): Spark frames and upserts are written in its session, which is opened for
+            nothing else.
+
+    Raises:
+        UnsupportedType: The asset returned, or an input is annotated with, something else than such a frame.
+        SchemaMismatch: The frame does not fit the table, and not only by new nullable columns.
+        PartitionMismatch: The frame has rows outside the run's partitions.
+        UpsertKeyInvalid: A key of an upsert is null, is missing or occurs twice.
+        TableMissing: An input has no table there.
+        ForeignSession: A Spark frame belongs to a session that is not the run's.
+        RunBranchGone: The run was fenced: its branch was deleted under it.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+            import polars as pl
+
+            from branchlake_dagster import BranchSparkResource, LakehouseResource, NessieBranchIOManager
+
+            lakehouse = LakehouseResource()
+            spark = BranchSparkResource(lakehouse=lakehouse)
+
+            @dg.asset
+            def prices() -> pl.DataFrame:
+                return pl.DataFrame({"price": [2.5]})
+
+            @dg.asset
+            def cheap(prices: pl.DataFrame) -> pl.DataFrame:
+                return prices.filter(pl.col("price") < 3)
+
+            defs = dg.Definitions(
+                assets=[prices, cheap],
+                resources={"io_manager": NessieBranchIOManager(lakehouse=lakehouse, spark=spark)},
+            )
     """
 
     lakehouse: LakehouseResource

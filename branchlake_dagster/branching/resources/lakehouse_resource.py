@@ -33,8 +33,30 @@ _first_use = threading.Lock()
 class LakehouseResource(LakeConfig):
     """The lake, and inside a run the run's branch of it.
 
-    Its fields are those of `Settings`, each a value or a `dg.EnvVar`; what is left out comes from the
-    environment (`BRANCHLAKE_…`). Outside a run (a sensor, a notebook) it stands on `main`.
+    A run's branch is made when the run first asks for `ref()`, a catalogue or a session; a run that never
+    does has none. Outside a run (a sensor, a notebook) it stands on `main`.
+
+    Args:
+        **fields (Any): Those of `Settings`, each a value or a `dg.EnvVar`. (default: the environment's
+            `BRANCHLAKE_…`)
+
+    Raises:
+        RunBranchGone: From `ref()` and what uses it: the run was fenced, its branch was deleted under it.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+
+            from branchlake_dagster import LakehouseResource
+
+            @dg.asset
+            def price_count(lakehouse: LakehouseResource) -> dg.MaterializeResult:
+                table = lakehouse.catalog().load_table(("shop", "prices"))  # as the run's branch has it
+                return dg.MaterializeResult(metadata={"rows": table.scan().count()})
+
+            lake = LakehouseResource(nessie_uri=dg.EnvVar("NESSIE"), warehouse="s3://lake/tables")
+            defs = dg.Definitions(assets=[price_count], resources={"lakehouse": lake})
     """
 
     _lakehouse: Lakehouse | None = PrivateAttr(default=None)

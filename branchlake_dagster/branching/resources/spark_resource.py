@@ -22,8 +22,29 @@ from branchlake_dagster.lakehouse.spark.session import is_connect
 class BranchSparkResource(PySparkResource):
     """dagster-pyspark's session resource, with a session per run that stands on the run's branch.
 
-    `spark_config` is dagster-pyspark's (nested or dotted Spark settings, `spark.remote` included).
-    The base class calls `getOrCreate()`: two runs in one process would share a session and its branch.
+    What `spark.spark_session.sql(…)` reads and writes in `nessie.<namespace>.<table>` is on that branch. The
+    session and the branch are made at their first use, and a Connect session is ended with the run. The base
+    class calls `getOrCreate()`: two runs in one process would share a session and its branch.
+
+    Args:
+        lakehouse (LakehouseResource): The lake; the same one that the IO manager has.
+        spark_config (Optional[Dict[str, Any]]): dagster-pyspark's: Spark settings, nested or dotted,
+            `spark.remote` included. (default: none)
+
+    Raises:
+        ReadsUnknown: From `spark_session`: a serializable asset asks for a classic session, whose reads
+            nobody can see.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+
+            from branchlake_dagster import BranchSparkResource
+
+            @dg.asset
+            def revenue(spark: BranchSparkResource):
+                return spark.spark_session.sql("SELECT shop, sum(price) FROM nessie.shop.sales GROUP BY shop")
     """
 
     lakehouse: LakehouseResource

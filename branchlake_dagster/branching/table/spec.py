@@ -36,16 +36,42 @@ def table_metadata(
     require_checks: bool | None = None,
     isolation: Isolation | None = None,
 ) -> dict[str, Any]:
-    """Asset metadata for `@dg.asset(metadata=…)`.
+    """Asset metadata for `@dg.asset(metadata=…)`: how its table is laid out, written and judged.
 
-    `write_mode`: default `replace_partitions` when the asset is partitioned by a column, else
-    `replace_table`. `keys`: the columns an `upsert` matches on. `partition_by`: the column that holds the
-    partition, or for multi-dimensional partitions `{dimension: column}`; a time window needs a timestamp
-    or (if it is made of whole days) date column, others a string column equal to the key.
-    `require_checks`: whether a run that writes this table without any check is blocked (default: the setting
-    of that name).
-    `isolation`: with `serializable` a run is published only if nothing it read changed on `main` meanwhile;
-    the default, `snapshot`, asks that only of what it wrote.
+    It is checked when the asset is written.
+
+    Args:
+        write_mode (Optional[Literal["replace_partitions", "replace_table", "append", "upsert"]]): How a
+            materialisation changes the table. (default: `replace_partitions` when the asset is partitioned by
+            a column, else `replace_table`)
+        keys (Sequence[str]): The columns an `upsert` matches on.
+        partition_by (Optional[str | Mapping[str, str]]): The column that holds the partition, or for
+            multi-dimensional partitions `{dimension: column}`. A time window needs a timestamp or (if it is
+            made of whole days) date column, others a string column equal to the key.
+        require_checks (Optional[bool]): Whether a run that writes this table without any check is blocked.
+            (default: the setting of that name)
+        isolation (Optional[Literal["snapshot", "serializable"]]): With `serializable` a run is published only
+            if nothing it read changed on `main` meanwhile; `snapshot` asks that only of what it wrote.
+            (default: `snapshot`)
+
+    Returns:
+        Dict[str, Any]: Metadata; add your own with `|`.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+            import polars as pl
+
+            from branchlake_dagster import table_metadata
+
+            @dg.asset(
+                partitions_def=dg.DailyPartitionsDefinition("2026-01-01"),
+                metadata=table_metadata(partition_by="day") | {"owner": "shop"},
+            )
+            def sales(context: dg.AssetExecutionContext) -> pl.DataFrame:
+                day = context.partition_time_window.start.date()
+                return pl.DataFrame({"day": [day], "price": [2.5]})
     """
     found: dict[str, Any] = {}
     if write_mode is not None:

@@ -38,17 +38,41 @@ def pandera_checks(
     name_prefix: str | None = None,
     whole_table: bool = False,
 ) -> dg.AssetChecksDefinition:
-    """Asset checks for every promise of `model`, evaluated in one Spark job on the asset's rows.
+    """Asset checks for every promise of a pandera model, evaluated in one Spark job on the asset's rows.
 
     The rows come through the asset's IO manager, so they are those of the run's branch and, for a
-    partitioned asset, of the run's partitions (`whole_table=True`: all of the table). `asset` is a key or
-    a definition; a definition brings its partitioning, with a key give `partitions_def`.
+    partitioned asset, of the run's partitions. A breach has severity ERROR and blocks the publication.
 
-    A breach has severity ERROR, or WARN for the names in `warn` (as they appear in Dagster) and for
-    pandera fields with `raise_warning=True`. `examples` (1..100) failing rows are shown per check.
-    `name_prefix` tells the checks of two models on one asset apart.
+    Args:
+        asset (AssetKey | str | Sequence[str] | AssetsDefinition): The asset; a definition brings its
+            partitioning.
+        model (type[DataFrameModel]): A model of `pandera.pyspark`.
+        partitions_def (Optional[PartitionsDefinition]): The asset's, when `asset` is a key.
+        warn (Collection[str]): Checks (by their name in Dagster) whose breach has severity WARN and is
+            published; those of pandera fields with `raise_warning=True` are as well. (default: none)
+        examples (int): Failing rows that are shown per check, 1 to 100. (default: 5)
+        name_prefix (Optional[str]): Tells the checks of two models on one asset apart.
+        whole_table (bool): Check all of the table, not the run's partitions alone. (default: False)
 
-    Raises `ContractError` for a model that cannot be a check, and for names in `warn` it does not have.
+    Returns:
+        AssetChecksDefinition: One step with a check for each promise.
+
+    Raises:
+        ContractError: The model cannot be a check, or has no check that `warn` names.
+        CheckFailedToRun: In the run: Spark could not evaluate it, so there is no verdict.
+
+    Examples:
+        .. code-block:: python
+
+            import pandera.pyspark as pa
+            import pyspark.sql.types as T
+
+            from branchlake_dagster import pandera_checks
+
+            class Prices(pa.DataFrameModel):
+                price: T.DoubleType() = pa.Field(gt=0)
+
+            prices_contract = pandera_checks(prices, Prices)
     """
     require_examples(examples)
     if not (isinstance(model, type) and issubclass(model, DataFrameModel)):

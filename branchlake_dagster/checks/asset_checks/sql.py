@@ -45,14 +45,41 @@ def sql_check(
     description: str | None = None,
     examples: int = 5,
 ) -> dg.AssetChecksDefinition:
-    """An asset check that passes when the query `sql` returns no row.
+    """An asset check that passes when a query returns no row.
 
-    In `sql`, `{this}` is the asset's rows (on the run's branch, of the run's partitions), and any other
+    In the query, `{this}` is the asset's rows (on the run's branch, of the run's partitions), and any other
     table is `nessie.<namespace>.<table>`, read on the same branch. It must be one query; a statement that
-    changes something does not parse here. Severity `error` blocks the publication, `warn` publishes with
-    a warning. A query Spark refuses leaves no verdict: the step fails and the run is not published.
+    changes something does not parse here. A query Spark refuses leaves no verdict: the step fails and the
+    run is not published. To check the whole table, address it by name.
 
-    `asset` and `partitions_def` as in `pandera_checks`; to check the whole table, address it by name.
+    Args:
+        asset (AssetKey | str | Sequence[str] | AssetsDefinition): The asset; a definition brings its
+            partitioning.
+        name (str): The check's name: letters, digits and `_`.
+        sql (str): A query in Spark's SQL; the rows that it returns are the failures.
+        severity (Literal["error", "warn"]): `error` blocks the publication, `warn` publishes with a
+            warning. (default: `error`)
+        partitions_def (Optional[PartitionsDefinition]): The asset's, when `asset` is a key.
+        description (Optional[str]): For the UI. (default: the query)
+        examples (int): Failing rows that are shown, 1 to 100. (default: 5)
+
+    Returns:
+        AssetChecksDefinition: One step with one check.
+
+    Raises:
+        ContractError: The name, the severity or the number of examples is not allowed.
+        CheckFailedToRun: In the run: Spark could not evaluate the query.
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster import sql_check
+
+            known_shops = sql_check(
+                prices,
+                "known_shops",
+                "SELECT * FROM {this} WHERE shop NOT IN (SELECT name FROM nessie.shop.shops)",
+            )
     """
     require_examples(examples)
     if not re.fullmatch(r"\w+", name, flags=re.ASCII):

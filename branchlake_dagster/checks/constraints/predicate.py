@@ -23,16 +23,32 @@ Predicate = Callable[[Any, DataFrame], Column]
 def row_predicate(method: Predicate) -> Callable[[Any, Any], bool]:
     """Let a pandera check method return the Spark condition that every good row satisfies.
 
-    Goes below pandera's decorator and `@classmethod`; a null condition counts as satisfied::
+    It goes below pandera's decorator and `@classmethod`. The condition is evaluated in the contract's one
+    Spark job, with counts and examples; pandera itself would call the method in a job of its own.
 
-        @dataframe_check
-        @classmethod
-        @row_predicate
-        def ends_after_start(cls, rows):
-            return F.col("window_end") > F.col("window_start")
+    Args:
+        method (Callable[[type, DataFrame], Column]): Gets the model and the whole frame, and answers with a
+            condition; null counts as satisfied. It is the whole frame under `@check("a")` as well: pandera
+            0.35 hands a column check without arguments the frame and not, as its documents say, an object
+            with the column's name.
 
-    `rows` is the whole frame, under `@check("a")` as well: pandera 0.35 hands a column check without
-    arguments the frame and not, as its documents say, an object with the column's name.
+    Returns:
+        Callable[[type, DataFrame], bool]: What pandera wants: whether all rows satisfy it.
+
+    Examples:
+        .. code-block:: python
+
+            import pandera.pyspark as pa
+            from pyspark.sql import functions as F
+
+            from branchlake_dagster import row_predicate
+
+            class Windows(pa.DataFrameModel):
+                @pa.dataframe_check
+                @classmethod
+                @row_predicate
+                def ends_after_start(cls, rows):
+                    return F.col("window_end") > F.col("window_start")
     """
 
     @functools.wraps(method)

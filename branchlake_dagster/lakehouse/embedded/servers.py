@@ -60,10 +60,16 @@ class Endpoints:
 
 
 class EmbeddedServers:
-    """The two servers of one state folder. Safe to use from several processes at once."""
+    """The two servers of one state folder. Safe to use from several processes at once.
 
-    def __init__(self, settings: Settings, *, say: Callable[[str], None] = lambda _: None) -> None:
+    `volatile`: a Nessie that is to be started keeps its store in memory, and starts faster.
+    """
+
+    def __init__(
+        self, settings: Settings, *, say: Callable[[str], None] = lambda _: None, volatile: bool = False
+    ) -> None:
         self._settings = settings
+        self._volatile = volatile
         self._root = settings.state_dir
         self._say = say
 
@@ -207,10 +213,8 @@ class EmbeddedServers:
 
     def _launch_nessie(self, jars: dict[Jar, Path], port: int) -> ProcessRecord:
         self._say("Starting Nessie …")
-        store = private_folder(self._root / "nessie")
         flags = {
-            "nessie.version.store.type": "ROCKSDB",
-            "nessie.version.store.persist.rocks.database-path": str(store),
+            **self._store_flags(),
             "quarkus.http.host": LOOPBACK,
             "quarkus.http.port": str(port),
             "quarkus.management.host": LOOPBACK,
@@ -229,10 +233,23 @@ class EmbeddedServers:
         else:
             self._credentials_path.unlink(missing_ok=True)
         command = [str(bundled_java()), "-Xms64m", "-Xmx768m", "-XX:+UseSerialGC"]
+        if self._volatile:
+            command += ["-XX:TieredStopAtLevel=1"]  # it ends before the second compiler pays
         command += [f"-D{key}={value}" for key, value in flags.items()]
         command += ["-jar", str(jars[NESSIE_SERVER])]
         environment = catalog_environment(self._settings)
         return process.launch(NESSIE, command, log=self.log_path(NESSIE), environment=environment, port=port)
+
+    def _store_flags(self) -> dict[str, str]:
+        if self._volatile:
+            # What it unpacks at its start goes with the state folder, too.
+            scratch = private_folder(self._root / "tmp")
+            return {"nessie.version.store.type": "IN_MEMORY", "java.io.tmpdir": str(scratch)}
+        store = private_folder(self._root / "nessie")
+        return {
+            "nessie.version.store.type": "ROCKSDB",
+            "nessie.version.store.persist.rocks.database-path": str(store),
+        }
 
     def _launch_spark(self, jars: dict[Jar, Path], nessie_port: int) -> ProcessRecord:
         self._say("Starting Spark Connect …")

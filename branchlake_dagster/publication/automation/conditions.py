@@ -53,7 +53,29 @@ def published(*, ignore_same_run: bool = False) -> Published:
     something else may hold the request back. Not with `.since_last_handled()`: that forgets what was
     published while the last request was made, and what a run materialised that had not seen it.
 
-    `ignore_same_run`: leave out a publication whose run wrote everything that depends on it as well.
+    Only `publication_automation_sensor()` evaluates it.
+
+    Args:
+        ignore_same_run (bool): Leave out a publication whose run wrote everything that depends on it as
+            well. (default: False)
+
+    Returns:
+        AutomationCondition: Of an asset; on a check it is a ConfigurationError, because nobody publishes one.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+
+            from branchlake_dagster import published
+
+            @dg.asset(
+                deps=["prices"],
+                automation_condition=dg.AutomationCondition.any_deps_match(published()).since(
+                    dg.AutomationCondition.newly_requested()
+                ),
+            )
+            def report(): ...
     """
     return Published(ignore_same_run)
 
@@ -62,7 +84,20 @@ def awaiting_verdict() -> AwaitingVerdict:
     """True for partitions that a run has materialised on its branch and nobody has judged yet.
 
     Until then `main` does not have them, and a second run of them would be refused for changing the same
-    partitions.
+    partitions. A run that Dagster has not touched for 6 h holds nothing up. Never true for a check.
+
+    Returns:
+        AutomationCondition: To be negated.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+
+            from branchlake_dagster import awaiting_verdict
+
+            @dg.asset(automation_condition=dg.AutomationCondition.on_cron("0 * * * *") & ~awaiting_verdict())
+            def prices(): ...
     """
     return AwaitingVerdict()
 
@@ -73,6 +108,21 @@ def on_publication() -> AndAutomationCondition[AssetOrCheckKey]:
     Each publication leads to one request, made after it. It waits while the partition is in progress or
     awaits its verdict, and serves all publications that came meanwhile. Runs that were blocked, refused
     or discarded do not count, nor does what was published before the condition was first evaluated.
+
+    Returns:
+        AutomationCondition: Evaluated by `publication_automation_sensor()` only.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+
+            from branchlake_dagster import on_publication, publication_automation_sensor
+
+            @dg.asset(deps=["prices"], automation_condition=on_publication())
+            def report(): ...
+
+            defs = dg.Definitions(assets=[report], sensors=[publication_automation_sensor()])
     """
     return (
         AutomationCondition.any_deps_match(published(ignore_same_run=True))
@@ -90,11 +140,33 @@ def publication_automation_sensor(
     minimum_interval_seconds: int = 8,
     default_status: DefaultSensorStatus = DefaultSensorStatus.RUNNING,
 ) -> AutomationConditionSensorDefinition:
-    """The sensor that evaluates these conditions, and all others of its assets, in the code server.
+    """The sensor that evaluates conditions on publications, and all others of its assets, in the code server.
 
-    `target`: default all assets and their checks; Dagster allows 500 with a condition per sensor. An asset
-    must not stand in the target of two such sensors: both would request it. Dagster looks for due sensors
-    every 5 s, so 8 s between two ticks means 10.
+    Dagster's daemon cannot import conditions of this package and says nothing about them.
+
+    Args:
+        name (str): The sensor's name. (default: `publication_automation_sensor`)
+        target (Optional[CoercibleToAssetSelection]): Whose conditions; Dagster allows 500 with a condition
+            per sensor. An asset must not stand in the target of two such sensors: both would request it.
+            (default: all assets and their checks)
+        minimum_interval_seconds (int): Seconds between two ticks. Dagster looks for due sensors every 5 s,
+            so 8 s means 10. (default: 8)
+        default_status (DefaultSensorStatus): Whether it starts as running. (default: RUNNING)
+
+    Returns:
+        AutomationConditionSensorDefinition: Evaluated in the code server.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+
+            from branchlake_dagster import branchlake_definitions, publication_automation_sensor
+
+            defs = dg.Definitions.merge(
+                branchlake_definitions(),
+                dg.Definitions(assets=[report], sensors=[publication_automation_sensor()]),
+            )
     """
     with warnings.catch_warnings():
         # `use_user_code_server`: the only way to evaluate conditions that the daemon cannot import.

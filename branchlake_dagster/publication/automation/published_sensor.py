@@ -46,9 +46,20 @@ COMMITS_PER_TICK = 100
 
 @dataclass(frozen=True)
 class PublishedAssets:
-    """A publication that touched watched assets, and which partitions of them (None: no partitions).
+    """A publication that touched watched assets, as the `request` of a `published_sensor` gets it.
 
-    A set is empty when this Dagster instance does not know the run that was published.
+    Attributes:
+        publication (Publication): Its `hash`, `run_id`, `publication_id` and `tables` (dotted names).
+        partitions (Mapping[AssetKey, Set[str | None]]): By asset the partitions that were published; None
+            stands for an asset without partitions. A set is empty when this Dagster instance does not know
+            the run that was published.
+
+    Examples:
+        .. code-block:: python
+
+            def request(published: PublishedAssets) -> dg.RunRequest | None:
+                days = published.partitions[dg.AssetKey(["shop", "prices"])]
+                return dg.RunRequest(tags={"days": ",".join(sorted(day for day in days if day))})
     """
 
     publication: Publication
@@ -71,17 +82,42 @@ def published_sensor(
     description: str | None = None,
     lakehouse_key: str = "lakehouse",
 ) -> SensorDefinition:
-    """A sensor that launches `job` for each publication that touched a table of `assets`.
+    """A sensor that launches a job for each publication that touched a table of its assets.
 
-    `assets`: keys, also of other code locations, or a selection of this one's. A partitioned job gets one
-    run per published partition, if all `assets` have its very partitions; otherwise give `request`, which
-    is called with each publication and says what to launch (one of `jobs`, if there are several). A
-    request without a `run_key` gets the publication's id, so that nothing is launched twice.
+    It reads `main`'s log in order, misses no publication and merges none. A partitioned job gets one run per
+    published partition, if all `assets` have its very partitions; otherwise give `request`. The first tick
+    starts at the present end of the log.
 
-    The first tick starts at the present end of `main`'s log. It reads the lake of
-    the resource `lakehouse_key`.
-    Dagster looks for due sensors every 5 s, so 3 s between two ticks means at every look.
-    Raises ConfigurationError, here or in each tick, when it cannot know what to launch.
+    Args:
+        name (str): The sensor's name.
+        assets (Sequence[CoercibleToAssetKey] | AssetSelection): Keys, also of other code locations, or a
+            selection of this one's.
+        job (Optional[ExecutableDefinition]): What is launched.
+        jobs (Optional[Sequence[ExecutableDefinition]]): Several, of which `request` chooses one.
+        request (Optional[Callable[[PublishedAssets], RunRequest | SkipReason | None]]): Called with each
+            publication, says what to launch. A request without a `run_key` gets the publication's id, so
+            that nothing is launched twice. (default: a run of `job`)
+        minimum_interval_seconds (int): Seconds between two ticks. Dagster looks for due sensors every 5 s, so
+            3 s means at every look. (default: 3)
+        default_status (DefaultSensorStatus): Whether it starts as running. (default: STOPPED)
+        description (Optional[str]): For the UI.
+        lakehouse_key (str): The resource key of the lake whose log it reads. (default: `lakehouse`)
+
+    Returns:
+        SensorDefinition: With a cursor, the last commit that it has read.
+
+    Raises:
+        ConfigurationError: Here or in each tick: it cannot know what to launch.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+
+            from branchlake_dagster import published_sensor
+
+            report_job = dg.define_asset_job("report_job", selection="report")
+            after_prices = published_sensor("after_prices", assets=[["shop", "prices"]], job=report_job)
     """
     if not isinstance(assets, AssetSelection) and not assets:
         raise ConfigurationError(f"The sensor {name} watches no asset.", hint="Name some: assets=[…].")

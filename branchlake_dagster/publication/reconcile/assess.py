@@ -21,6 +21,9 @@ from branchlake_dagster.publication.ledger.candidate import Candidate, Published
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.settings import Settings
 
+NO_TABLE = "the run changed no table"
+"""Why a run that succeeded is discarded."""
+
 
 @dataclass(frozen=True)
 class Assessed:
@@ -138,7 +141,7 @@ class Assessor:
         elif verdict.blocked:
             action = PublicationAction.BLOCKED
         elif not tables:
-            why, action = "the run changed no table", PublicationAction.DISCARDED
+            why, action = NO_TABLE, PublicationAction.DISCARDED
         else:
             reads = evidence.read_set
             candidate = Candidate(

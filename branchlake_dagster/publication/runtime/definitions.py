@@ -30,16 +30,21 @@ def branchlake_definitions(
     blocked runs later. Without, the result can be merged into any other `Definitions`.
 
     Args:
-        settings: The lake's settings; they reach every resource. Default: `lakehouse`'s, else those of the
-            environment (`BRANCHLAKE_…`).
-        definitions: Your assets, checks, jobs, schedules, sensors and other resources.
-        lakehouse: The lake's resource, where its fields are to come from `dg.EnvVar`.
-        name: Of the lake, where one code location has several. It is put before the names of sensors, job
-            and schedule, and before the default resource keys (`archive_io_manager`).
-        lakehouse_key: The resource key of the lake. Default: `lakehouse`.
-        spark_key: The resource key of the run's Spark session. Default: `spark`.
-        io_manager_key: The resource key of the IO manager. Default: `io_manager`, which is that of all assets
-            that name none.
+        settings (Optional[Settings]): The lake's settings; they reach every resource. (default:
+            `lakehouse`'s, else those of the environment, `BRANCHLAKE_…`)
+        definitions (Optional[Definitions]): Your assets, checks, jobs, schedules, sensors and other
+            resources.
+        lakehouse (Optional[LakehouseResource]): The lake's resource, where its fields are to come from
+            `dg.EnvVar`.
+        name (Optional[str]): Of the lake, where one code location has several. It is put before the names of
+            sensors, job and schedule, and before the default resource keys (`archive_io_manager`).
+        lakehouse_key (Optional[str]): The resource key of the lake. (default: `lakehouse`)
+        spark_key (Optional[str]): The resource key of the run's Spark session. (default: `spark`)
+        io_manager_key (Optional[str]): The resource key of the IO manager. (default: `io_manager`, which is
+            that of all assets that name none)
+
+    Returns:
+        Definitions: Ours, merged with `definitions` if there are any.
 
     Raises:
         ConfigurationError: Assets in `definitions` that could not be written or published, each by name.

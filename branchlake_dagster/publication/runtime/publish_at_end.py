@@ -28,17 +28,50 @@ from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 
 
 class NotPublished(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """A run that publishes itself was blocked or refused; `main` is as it was."""
+    """A run that publishes itself was blocked or refused; `main` is as it was.
+
+    The run fails with it, after its steps have succeeded. The reasons are in its text, in the run's tags and
+    on the assets' pages.
+
+    Examples:
+        .. code-block:: python
+
+            @dg.run_failure_sensor
+            def alert(context: dg.RunFailureSensorContext):
+                if "NotPublished" in context.failure_event.message:
+                    context.log.error("blocked: %s", context.dagster_run.tags["branchlake/reason"])
+    """
 
 
 def publish_at_end(
     inner: dg.ExecutorDefinition = dg.in_process_executor, *, lakehouse_key: str = "lakehouse"
 ) -> dg.ExecutorDefinition:
-    """`inner`, which then publishes the run if all its steps have succeeded.
+    """An executor that publishes the run as its last act, if all its steps have succeeded.
 
     A blocked or refused run fails, so that it shows. What cannot be decided in the run (checks to be
-    repeated on a rebased table, Nessie away) is left to the publication sensor. `lakehouse_key`: the resource
-    key of the lake, as given to `branchlake_definitions`.
+    repeated on a rebased table, Nessie away) is left to the publication sensor.
+
+    Args:
+        inner (ExecutorDefinition): The executor that runs the steps. (default: `in_process_executor`)
+        lakehouse_key (str): The resource key of the lake, as given to `branchlake_definitions`. (default:
+            `lakehouse`)
+
+    Returns:
+        ExecutorDefinition: Named as `inner` is, with `_publishing` behind it.
+
+    Raises:
+        NotPublished: In the run: it was blocked or refused.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+
+            from branchlake_dagster import publish_at_end
+
+            prices_job = dg.define_asset_job(
+                "prices_job", selection="shop/prices", executor_def=publish_at_end(dg.in_process_executor)
+            )
     """
 
     def create(context: Any) -> Executor:

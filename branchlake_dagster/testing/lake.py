@@ -1,0 +1,232 @@
+"""A throw-away lake in a test's hands: run assets, publish runs, read tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+import polars as pl
+import pyarrow as pa
+from pyiceberg.exceptions import NoSuchTableError
+
+from branchlake_dagster.branching.branch.reference_names import DISCARDED_PREFIX
+from branchlake_dagster.branching.branch.run_branch import branch_name
+from branchlake_dagster.branching.errors import TableMissing
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.branching.table.spec import identifier_of, table_name
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
+from branchlake_dagster.publication.runtime.publish import RunOutcome, publish
+from branchlake_dagster.testing.rebinding import standing_on
+
+if TYPE_CHECKING:
+    from branchlake_dagster.library_internals.dagster import CoercibleToAssetSelection
+
+Run = str | dg.ExecuteInProcessResult | dg.DagsterRun
+"""A run, by its id or by what Dagster gave back."""
+
+
+class ThrowawayLake:
+    """A lake that is there for one test. Made by `throwaway_lake()` and by the fixture `lake`.
+
+    Attributes:
+        lakehouse (Lakehouse): Its connections: `lake.lakehouse.nessie`, `lake.lakehouse.catalog("main")`.
+        instance (DagsterInstance): The Dagster instance that has its runs.
+    """
+
+    def __init__(self, lakehouse: Lakehouse, instance: dg.DagsterInstance) -> None:
+        self.lakehouse = lakehouse
+        self.instance = instance
+        self._definitions: dict[str, dg.Definitions] = {}
+
+    @property
+    def resources(self) -> dict[str, Any]:
+        """`lakehouse`, `spark` and `io_manager` of this lake, for `dg.materialize(…, resources=…)`."""
+        return standing_on(LakehouseResource(), {})
+
+    def definitions(self, *parts: Any, resources: Mapping[str, Any] | None = None) -> dg.Definitions:
+        """Definitions whose resources stand on this lake, whichever lake they stood on.
+
+        Args:
+            *parts: Assets, asset checks, lists of them, or `Definitions`.
+            resources (Optional[Mapping[str, Any]]): More resources. A `LakehouseResource` among them or
+                inside them is replaced by this lake's.
+
+        Returns:
+            Definitions: Their assets, checks and jobs, and the resources, to which `lakehouse`, `spark` and
+            `io_manager` are added where they lack.
+        """
+        flat = list(_flat(parts))
+        checks = [one for one in flat if isinstance(one, dg.AssetChecksDefinition)]
+        whole = [one for one in flat if isinstance(one, dg.Definitions)]
+        assets = [one for one in flat if not isinstance(one, dg.AssetChecksDefinition | dg.Definitions)]
+        merged = dg.Definitions.merge(*whole, dg.Definitions(assets=assets, asset_checks=checks))
+        wanted = {**(merged.resources or {}), **(resources or {})}
+        # Not `with_resources`, which refuses another resource under a key that is there.
+        return dg.Definitions(
+            assets=merged.assets,
+            asset_checks=merged.asset_checks,
+            jobs=merged.jobs,
+            loggers=merged.loggers,
+            resources=standing_on(LakehouseResource(), wanted),
+        )
+
+    def run(
+        self,
+        *parts: Any,
+        select: CoercibleToAssetSelection | None = None,
+        partition: str | None = None,
+        resources: Mapping[str, Any] | None = None,
+        run_config: Any = None,
+        tags: Mapping[str, str] | None = None,
+        raise_on_error: bool = True,
+    ) -> dg.ExecuteInProcessResult:
+        """Runs assets and their checks in this process, on a branch of the lake. Publishes nothing.
+
+        Args:
+            *parts: Assets, asset checks, lists of them, or `Definitions`.
+            select (Optional[CoercibleToAssetSelection]): Which of the assets; their checks run with them.
+                (default: all)
+            partition (Optional[str]): The partition to run, for partitioned assets.
+            resources (Optional[Mapping[str, Any]]): More resources, by key.
+            run_config (Optional[Any]): As `execute_in_process` takes it.
+            tags (Optional[Mapping[str, str]]): Tags of the run.
+            raise_on_error (bool): Raise what a step raised. With False the result tells of a failed run,
+                which can be published: it is discarded.
+
+        Returns:
+            ExecuteInProcessResult: Dagster's own.
+
+        Examples:
+            .. code-block:: python
+
+                result = lake.run(defs, select="shop/prices", partition="2026-01-01")
+                assert result.output_for_node("shop__prices").height == 3
+        """
+        definitions = self.definitions(*parts, resources=resources)
+        job = definitions.resolve_implicit_global_asset_job_def()
+        if not job.asset_layer.executable_asset_keys:
+            raise ConfigurationError("There is no asset to run.", hint="lake.run(asset, check, …)")
+        selection = None
+        if select is not None:
+            graph = definitions.resolve_asset_graph()
+            selection = sorted(dg.AssetSelection.from_coercible(select).resolve(graph))
+        result = job.execute_in_process(
+            instance=self.instance,
+            asset_selection=selection,
+            partition_key=partition,
+            run_config=run_config,
+            tags=dict(tags or {}),
+            raise_on_error=raise_on_error,
+        )
+        self._definitions[result.run_id] = definitions
+        return result
+
+    def publish(self, run: Run, definitions: dg.Definitions | None = None) -> RunOutcome:
+        """Judges a run by the real gate and publishes it if it passes; see `branchlake_dagster.publish`.
+
+        Args:
+            run (str | ExecuteInProcessResult | DagsterRun): A run of this lake's instance.
+            definitions (Optional[Definitions]): The assets and checks it is judged by. (default: those that
+                it was run with)
+
+        Returns:
+            RunOutcome: Its status, the reasons when it is not published, the commit when it is.
+
+        Raises:
+            ConfigurationError: It was not run by `lake.run`, and no definitions are given.
+        """
+        run_id = run if isinstance(run, str) else run.run_id
+        known = definitions or self._definitions.get(run_id)
+        if known is None:
+            raise ConfigurationError(
+                f"Run {run_id} was not made by lake.run, so its checks are not known.",
+                hint="Give them: lake.publish(run, definitions).",
+            )
+        return publish(run_id, known, instance=self.instance, lakehouse=self.lakehouse)
+
+    def table(self, name: str | dg.AssetKey, *, of: Run | None = None) -> pa.Table:
+        """The rows of a table.
+
+        Args:
+            name (str | AssetKey): `namespace.table`, or an asset's key. A name without a dot is in the
+                default namespace, as the asset with that key is.
+            of (Optional[str | ExecuteInProcessResult | DagsterRun]): A run, to see what it has written and
+                `main` does not have: before its publication, or when it was blocked. (default: `main`)
+
+        Returns:
+            pyarrow.Table: All columns, in the order of the table.
+
+        Raises:
+            TableMissing: There is no such table; the text names those that there are.
+
+        Examples:
+            .. code-block:: python
+
+                assert lake.table("shop.prices").column("price").to_pylist() == [2.5, 3.0]
+        """
+        default = self.lakehouse.settings.default_namespace
+        key = name if isinstance(name, dg.AssetKey) else dg.AssetKey(list(ContentKey.from_path(name)))
+        identifier = identifier_of(key, default)
+        ref = MAIN if of is None else self._ref(of)
+        try:
+            table = self.lakehouse.catalog(ref).load_table(identifier)
+        except NoSuchTableError as error:
+            raise TableMissing(
+                "There is no such table.",
+                table=table_name(identifier),
+                branch=ref,
+                hint=f"There are: {', '.join(self.tables(of=of)) or 'none'}.",
+            ) from error
+        return table.scan().to_arrow()
+
+    def polars(self, name: str | dg.AssetKey, *, of: Run | None = None) -> pl.DataFrame:
+        """The same as a Polars frame.
+
+        Args:
+            name (str | AssetKey): As for `table`.
+            of (Optional[str | ExecuteInProcessResult | DagsterRun]): As for `table`.
+
+        Returns:
+            polars.DataFrame: All columns.
+        """
+        return pl.DataFrame(self.table(name, of=of))
+
+    def tables(self, *, of: Run | None = None) -> list[str]:
+        """The dotted names of the tables on `main`, or of those a run sees.
+
+        Args:
+            of (Optional[str | ExecuteInProcessResult | DagsterRun]): As for `table`.
+
+        Returns:
+            list[str]: Sorted.
+        """
+        ref = MAIN if of is None else self._ref(of)
+        entries = self.lakehouse.nessie.entries(ref, fetch_content=True)
+        return sorted(entry.key.name for entry in entries if isinstance(entry.content, IcebergTable))
+
+    def references(self) -> list[str]:
+        """The names of all branches and tags but `main`, sorted: what runs have left."""
+        return sorted(ref.name for ref in self.lakehouse.nessie.references() if ref.name != MAIN)
+
+    def _ref(self, run: Run) -> str:
+        run_id = run if isinstance(run, str) else run.run_id
+        there = self.references()
+        for name in (branch_name(run_id), f"{DISCARDED_PREFIX}{run_id}"):
+            if name in there:
+                return name
+        raise TableMissing(
+            "The run has no branch: it was published, or it touched no table.",
+            run_id=run_id,
+            hint="What is published is on main: leave `of` out.",
+        )
+
+
+def _flat(parts: Sequence[Any]) -> Iterator[Any]:
+    for part in parts:
+        if type(part) in (list, tuple):  # Dagster's own classes may be tuples, too
+            yield from _flat(part)
+        else:
+            yield part

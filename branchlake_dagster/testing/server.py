@@ -1,0 +1,174 @@
+"""The server behind throw-away lakes: a Nessie that keeps its store in memory, in a folder that goes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from branchlake_dagster.branching.branch.run_branch import main_with_history
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.lakehouse.embedded.process import ProcessRecord, started_s
+from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.lakehouse.nessie.model import Delete, ReferenceType
+from branchlake_dagster.settings import Settings
+from branchlake_dagster.testing.environment import settings_in_environment
+from branchlake_dagster.testing.lake import ThrowawayLake
+
+_PREFIX = "branchlake-throwaway-"
+_OWNER = "owner.json"
+_LISTING = "jars/jars.classpath"
+
+
+class ThrowawayServer:
+    """A running Nessie for throw-away lakes, one after the other; each finds `main` empty.
+
+    Made by `throwaway_server()`. Spark Connect joins it when an asset or a check first asks for a session.
+    """
+
+    def __init__(self, state_dir: Path) -> None:
+        self._state_dir = state_dir
+        self._in_use = False
+
+    @contextlib.contextmanager
+    def lake(self, **settings: Any) -> Iterator[ThrowawayLake]:
+        """An empty lake on this server, with a Dagster instance of its own.
+
+        Args:
+            **settings: Fields of `Settings` that say how the lake behaves (`require_checks=False`).
+
+        Yields:
+            ThrowawayLake: The lake. While it is open, the environment's `BRANCHLAKE_…` variables name it.
+
+        Raises:
+            ConfigurationError: The server's last lake is still open, or a setting names another lake.
+        """
+        if self._in_use:
+            raise ConfigurationError(
+                "A throw-away lake of this server is open already.",
+                hint="Close it first, or take a second throwaway_server().",
+            )
+        self._in_use = True
+        try:
+            with settings_in_environment(str(self._state_dir), settings) as found:
+                EmbeddedServers(found, volatile=True).endpoints(spark=False)
+                lakehouse = Lakehouse(found)
+                try:
+                    _empty(lakehouse.nessie)
+                    shutil.rmtree(self._state_dir / "warehouse", ignore_errors=True)
+                    with dg.instance_for_test() as instance:
+                        yield ThrowawayLake(lakehouse, instance)
+                finally:
+                    lakehouse.nessie.close()
+        finally:
+            self._in_use = False
+
+
+@contextlib.contextmanager
+def throwaway_server() -> Iterator[ThrowawayServer]:
+    """A server for throw-away lakes, to be shared by the tests of a session.
+
+    It lives in a folder of its own under the system's temporary one, which is removed at the end, also by the
+    next one if this process is killed. It starts when its first lake is opened.
+
+    Yields:
+        ThrowawayServer: Its `lake()` gives lakes.
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster.testing import throwaway_server
+
+            with throwaway_server() as server:
+                with server.lake() as lake:
+                    ...
+                with server.lake(require_checks=False) as lake:
+                    ...
+    """
+    _remove_leftovers(Path(tempfile.gettempdir()))
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    state_dir = folder / "state"
+    try:
+        ProcessRecord("tests", os.getpid(), started_s(os.getpid()) or 0.0, 0).save(folder / _OWNER)
+        _take_listing(Settings().state_dir, state_dir)
+        yield ThrowawayServer(state_dir)
+    finally:
+        _remove(folder)
+
+
+@contextlib.contextmanager
+def throwaway_lake(**settings: Any) -> Iterator[ThrowawayLake]:
+    """A lake for a test: an empty `main`, a warehouse and a Dagster instance, all of which go at the end.
+
+    A Nessie is started for it, which keeps its store in memory. Nothing else is: Spark Connect only when an
+    asset or a check asks for a Spark session. For several tests, share the server (`throwaway_server()`) or
+    use the fixture `lake` of `branchlake_dagster.testing.fixtures`.
+
+    Args:
+        **settings: Fields of `Settings` that say how the lake behaves (`require_checks=False`). The
+            environment's are left out, so that a test does the same everywhere; of those about the machine
+            (`ivy_settings`, `startup_timeout_s`, `spark_driver_memory`, `guard_nessie`) they are taken.
+
+    Yields:
+        ThrowawayLake: Runs assets, publishes runs, reads tables.
+
+    Raises:
+        ConfigurationError: A setting would name another lake (`nessie_uri`, `warehouse`, …).
+        MissingExtra: The extra `embedded` is not installed.
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster.testing import throwaway_lake
+
+            with throwaway_lake() as lake:
+                result = lake.run(prices, prices_not_negative)
+                outcome = lake.publish(result)
+                assert outcome.published, outcome
+                assert lake.table("prices").num_rows == 3
+    """
+    with throwaway_server() as server, server.lake(**settings) as lake:
+        yield lake
+
+
+def _empty(client: NessieClient) -> None:
+    """Nothing but an empty `main`. Its history stays: what this process has read of it remains true."""
+    for ref in list(client.references()):
+        if ref.name == MAIN:
+            continue
+        delete = client.delete_branch if ref.type is ReferenceType.BRANCH else client.delete_tag
+        delete(ref.name, expected_hash=ref.hash)
+    head = main_with_history(client)
+    deletes = [Delete(entry.key) for entry in client.entries(MAIN)]
+    if deletes:
+        client.commit(MAIN, expected_hash=head, operations=deletes, message="Empty for the next test")
+
+
+def _take_listing(known: Path, state_dir: Path) -> None:
+    """Where Ivy put the jars, if the project's state folder knows: it saves a JVM."""
+    if (known / _LISTING).is_file():
+        (state_dir / _LISTING).parent.mkdir(parents=True)
+        shutil.copy(known / _LISTING, state_dir / _LISTING)
+
+
+def _remove(folder: Path) -> None:
+    with settings_in_environment(str(folder / "state"), {}) as settings:
+        EmbeddedServers(settings).down()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """What test processes left that were killed: a server each, and its folder."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(FileNotFoundError):  # another test process was faster
+            owner = ProcessRecord.load(folder / _OWNER)
+            if folder.stat().st_uid == os.getuid() and owner is not None and not owner.alive():
+                _remove(folder)
