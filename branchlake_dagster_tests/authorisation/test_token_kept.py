@@ -81,7 +81,8 @@ def test_a_secret_may_come_from_a_variable(monkeypatch: pytest.MonkeyPatch) -> N
         seen.append((secret and secret.get_secret_value(), shows(repr(lake), EXPIRED)))
 
     lake = LakehouseResource(nessie_token=dg.EnvVar("SOME_TOKEN"))
-    assert dg.materialize([reader], resources={"lake": lake}, instance=dg.DagsterInstance.ephemeral()).success
+    with dg.DagsterInstance.ephemeral() as instance:
+        assert dg.materialize([reader], resources={"lake": lake}, instance=instance).success
     assert seen == [(EXPIRED, False)]
 
 

@@ -74,6 +74,7 @@ class LakeConfig(ConfigurableResource[Any]):
     startup_timeout_s: float | None = _field("startup_timeout_s")
     default_namespace: str | None = _field("default_namespace")
     require_checks: bool | None = _field("require_checks")
+    widen_columns: bool | None = _field("widen_columns")
     publish_interval_s: int | None = _field("publish_interval_s")
     publish_budget_s: float | None = _field("publish_budget_s")
     recheck_timeout_min: float | None = _field("recheck_timeout_min")
