@@ -124,15 +124,15 @@ def test_resources(definitions: dg.Definitions, snapshot: SnapshotAssertion) -> 
     assert sorted(resources) == snapshot
 
 
-# -- README --------------------------------------------------------------------------------------------
+# -- docs/settings.md ----------------------------------------------------------------------------------
 
-README = Path(__file__).parents[1] / "README.md"
+SETTINGS = Path(__file__).parents[1] / "docs" / "settings.md"
 
 
 def documented() -> dict[str, str]:
-    """Variable -> default, from the rows of README's settings table."""
+    """Variable -> default, from the rows of the page's table."""
     rows = re.findall(
-        r"^\|\s*`(BRANCHLAKE_[A-Z0-9_]+)`\s*\|([^|]*)\|", README.read_text(), flags=re.MULTILINE
+        r"^\|\s*`(BRANCHLAKE_[A-Z0-9_]+)`\s*\|([^|]*)\|", SETTINGS.read_text(), flags=re.MULTILINE
     )
     return {name: default.strip().strip("`") for name, default in rows}
 
@@ -149,5 +149,9 @@ def test_every_setting_has_its_row_with_the_right_default() -> None:
             # What stands in for an unset one is told in words.
             continue
         elif told.lower() not in (str(field.default).lower(), str(field.default).removesuffix(".0")):
-            wrong[variable] = f"README says {told!r}, the code {field.default!r}"
+            wrong[variable] = f"the page says {told!r}, the code {field.default!r}"
     assert not wrong
+
+
+def test_every_row_is_a_setting() -> None:
+    assert set(documented()) == {f"BRANCHLAKE_{name.upper()}" for name in Settings.model_fields}
