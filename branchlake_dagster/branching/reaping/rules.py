@@ -1,6 +1,6 @@
 """When a run branch is ended: the rules of the reaper, as a pure function of what is known about it.
 
-Seed 000 ("Orphan Branch Cleanup") with heartbeats: docs/adr/0007-closed-gate-and-reaping.md.
+Why these: docs/adr/0007-closed-gate-and-reaping.md.
 """
 
 from __future__ import annotations
