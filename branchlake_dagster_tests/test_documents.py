@@ -1,0 +1,147 @@
+"""README and docs/: links lead somewhere, code names what exists, commands and paths are those of the product."""
+
+from __future__ import annotations
+
+import ast
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+import dagster as dg
+import pytest
+
+from branchlake_dagster.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+PACKAGES = ROOT / "branchlake_dagster"
+LARGEST_PICTURE = 200_000
+"""Bytes."""
+
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def prose(page: Path) -> str:
+    return _FENCED.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def dead_links(page: Path) -> list[str]:
+    """The relative links of a page that lead nowhere: no such file, or no such heading in it."""
+    dead = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, fragment = target.partition("#")
+        found = page.parent / name if name else page
+        if not found.exists() or (fragment and fragment not in anchors(found)):
+            dead.append(target)
+    return dead
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    assert dead_links(page) == []
+
+
+def test_a_dead_link_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One `two`\n[a](#one-two) [b](#three) [c](other.md) [d](https://example.org)\n")
+    assert dead_links(page) == ["#three", "other.md"]
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in reached or page.suffix != ".md":
+            continue
+        reached.add(page)
+        linked = re.findall(r"\]\(([^)#\s:]+)[^)]*\)", prose(page))
+        waiting += [(page.parent / target).resolve() for target in linked]
+    assert set(DOCUMENTS) - reached == set()
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_the_examples_import_is_there(page: Path) -> None:
+    for language, text in _FENCED.findall(page.read_text()):
+        if language != "python":
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGES.name):
+                module = import_module(node.module or "")
+                missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+                assert not missing, f"{node.module} has no {', '.join(missing)}"
+
+
+def code_locations() -> list[Any]:
+    """The examples that end in a whole code location."""
+    return [
+        pytest.param(text, id=f"{page.relative_to(ROOT)}-{number}")
+        for page in DOCUMENTS
+        for number, (language, text) in enumerate(_FENCED.findall(page.read_text()))
+        if language == "python" and re.search(r"^defs = ", text, re.MULTILINE)
+    ]
+
+
+@pytest.mark.parametrize("text", code_locations())
+def test_an_example_of_a_code_location_loads(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(tmp_path))
+    monkeypatch.setenv("NESSIE", "https://nessie.example.org/api/v2")
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(compile(text, "example", "exec", dont_inherit=True), names)  # noqa: S102 - our own documents
+    dg.Definitions.validate_loadable(names["defs"])
+
+
+def test_the_architecture_names_the_rooms_that_there_are() -> None:
+    named = set(re.findall(r"`((?:\w+/)+\w+)(?=`| |,)", prose(ROOT / "docs" / "architecture.md")))
+    rooms = {name for name in named if name.split("/")[0] in {path.name for path in PACKAGES.iterdir()}}
+    assert {name for name in rooms if not (PACKAGES / name).is_dir()} == set()
+    divided = ("lakehouse", "branching", "publication", "checks")
+    there = {
+        f"{package}/{path.name}"
+        for package in divided
+        for path in (PACKAGES / package).iterdir()
+        if (path / "__init__.py").exists()
+    }
+    assert there - rooms == set()
+
+
+def test_the_architecture_names_modules_that_there_are() -> None:
+    folder = PACKAGES
+    for name in re.findall(r"`([\w/]+\.py)`", prose(ROOT / "docs" / "architecture.md")):
+        if "/" in name:
+            folder = (PACKAGES / name).parent
+        # A bare name stands beside the one before it, or at a root.
+        places = (folder / Path(name).name, PACKAGES / name, ROOT / "branchlake_dagster_tests" / name)
+        assert any(place.exists() for place in places), name
+
+
+def commands(group: click.Group, path: str) -> list[str]:
+    found = []
+    for name, command in group.commands.items():
+        found.append(f"{path} {name}")
+        if isinstance(command, click.Group):
+            found += commands(command, f"{path} {name}")
+    return found
+
+
+def test_every_command_has_its_row() -> None:
+    rows = (ROOT / "docs" / "commands.md").read_text()
+    groups = {"branchlake bench"}  # its commands have the rows
+    missing = [one for one in commands(main, "branchlake") if f"| `{one}" not in rows and one not in groups]
+    assert missing == []
+
+
+def test_pictures_are_small() -> None:
+    large = [path for path in (ROOT / "docs").rglob("*.png") if path.stat().st_size > LARGEST_PICTURE]
+    assert large == []
