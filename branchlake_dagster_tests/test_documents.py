@@ -98,7 +98,7 @@ def test_an_example_of_a_code_location_loads(
     monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(tmp_path))
     monkeypatch.setenv("NESSIE", "https://nessie.example.org/api/v2")
     names: dict[str, Any] = {"__name__": "example"}
-    exec(compile(text, "example", "exec", dont_inherit=True), names)  # noqa: S102 - our own documents
+    exec(compile(text, "example", "exec", dont_inherit=True), names)
     dg.Definitions.validate_loadable(names["defs"])
 
 
