@@ -113,7 +113,7 @@ def test_a_refused_token_is_no_reason_to_write_to_main(
             lambda: client, "r", tags=dict, remember=lambda _: None, direct_main=True, warn=lambda _: None
         )
         if falls_back:
-            assert branch.place.unbranched
+            assert branch.open().unbranched
         else:
             with pytest.raises(NessieUnauthorized):
                 branch.open()

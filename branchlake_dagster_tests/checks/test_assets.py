@@ -165,7 +165,9 @@ def test_sql_failures_are_the_rows_returned(instance: dg.DagsterInstance, lake: 
 
 
 @pytest.mark.spark
-@pytest.mark.parametrize("sql", ["selekt 1", "select nope from {this}", "delete from {this}", "drop table t"])
+@pytest.mark.parametrize(
+    "sql", ["select from where {this}", "select nope from {this}", "with x as (select 1) delete from {this}"]
+)
 def test_bad_sql_leaves_a_planned_check_without_verdict(
     instance: dg.DagsterInstance, lake: Lake, sql: str
 ) -> None:

@@ -108,7 +108,7 @@ class Writer:
 
     def _steps(self) -> Iterator[None]:
         for name in self._plan.reads or ():
-            base = self._client.contents(f"@{self._branch.base_hash}", [table_key(name)])
+            base = self._client.contents(f"@{self._branch.open().base_hash}", [table_key(name)])
             self._plan.seen[name] = self._rows(base.get(table_key(name)))
             yield
         if self._plan.restores:
@@ -144,7 +144,7 @@ class Writer:
     def _write(self, change: Change) -> None:
         """One commit on the branch, as the catalogue makes it."""
         key, warehouse = table_key(change.table), self._world.warehouse
-        branch = self._branch.open()
+        branch = self._branch.open().branch
         try:
             seen = self._client.contents_at(branch, [key, NAMESPACE])
         except ReferenceNotFound:
@@ -175,7 +175,7 @@ class Writer:
 
     def _restore(self, name: str) -> None:
         """Give the earliest state of a table that can be read another key (`register_table`), and append."""
-        warehouse, branch = self._world.warehouse, self._branch.open()
+        warehouse, branch = self._world.warehouse, self._branch.open().branch
         target = table_key(f"{name}_restored")
         seen = self._client.contents_at(branch, [table_key(name)])
         content = seen.contents.get(table_key(name))
@@ -193,7 +193,7 @@ class Writer:
 
     def _hold(self, key: ContentKey, content_id: str | None, location: str, state: State, *, at: str) -> None:
         self._client.commit(
-            self._branch.open(),
+            self._branch.open().branch,
             expected_hash=at,
             operations=[Put(key, table_content(content_id, location, state))],
             message=f"restore {key}",

@@ -91,13 +91,11 @@ class RunBranch:
         self._place: Place | None = None
         self.run_id = run_id
 
-    def open(self) -> str:
-        """Make sure that the branch exists; its name. Raises RunBranchGone when it was deleted meanwhile."""
-        return self.place.branch
+    def open(self) -> Place:
+        """The branch, made if needed, and where it started. Raises RunBranchGone when it was deleted.
 
-    @property
-    def place(self) -> Place:
-        """The branch, opened if needed, and where it started."""
+        For an unbranched run that is `main`, with an empty base hash when Nessie could not tell it.
+        """
         with self._lock:
             if self._place is None:
                 self._place = self._settle(self._create)
@@ -111,22 +109,9 @@ class RunBranch:
                 self._place = self._settle(lambda: None)
             return self._place is not None
 
-    @property
-    def name(self) -> str:
-        """The branch's name: the run's own, or `main` for an unbranched run."""
-        return self.open()
-
-    @property
-    def base_hash(self) -> str:
-        """The hash of `main` the branch started from: the run's snapshot of the world.
-
-        Empty for an unbranched run, when Nessie could not tell.
-        """
-        return self.place.base_hash
-
     def head(self) -> Reference:
         """The branch as it is now. Raises RunBranchGone."""
-        return self._must_exist(self.open())
+        return self._must_exist(self.open().branch)
 
     def _settle(self, otherwise: Callable[[], Place | None]) -> Place | None:
         tags = self._tags()

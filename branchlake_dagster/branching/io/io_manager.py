@@ -104,7 +104,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
         definition = context.asset_partitions_def if context.has_asset_partitions else None
         spec = self._spec(context, definition)
         with self._fenced():
-            branch = self.lakehouse.ref()
+            branch = self.lakehouse.open_branch()
             catalog = self.lakehouse.own_catalog()
             table: Table | None = None
             if obj is not None:
@@ -137,7 +137,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
                 hint="Annotate a pyspark, pandas, polars (or polars.LazyFrame) frame or a pyarrow.Table.",
             )
         with self._fenced():
-            ref = self.lakehouse.ref()
+            ref = self.lakehouse.open_branch()
             try:
                 table = self.lakehouse.own_catalog().load_table(spec.identifier)
             except NoSuchTableError as error:

@@ -33,15 +33,15 @@ _first_use = threading.Lock()
 class LakehouseResource(LakeConfig):
     """The lake, and inside a run the run's branch of it.
 
-    A run's branch is made when the run first asks for `ref()`, a catalogue or a session; a run that never
-    does has none. Outside a run (a sensor, a notebook) it stands on `main`.
+    A run's branch is made when the run first asks for `open_branch()`, a catalogue or a session; a run that
+    never does has none. Outside a run (a sensor, a notebook) it stands on `main`.
 
     Args:
         **fields (Any): Those of `Settings`, each a value or a `dg.EnvVar`. (default: the environment's
             `BRANCHLAKE_…`)
 
     Raises:
-        RunBranchGone: From `ref()` and what uses it: the run was fenced, its branch was deleted under it.
+        RunBranchGone: From `open_branch()` and what uses it: the run was fenced, its branch is gone.
 
     Examples:
         .. code-block:: python
@@ -85,11 +85,11 @@ class LakehouseResource(LakeConfig):
             self._stands_on = run.tags[CHECK_REF_TAG]
             return
         self._run_branch = self._bound(run, instance, context.log)
-        self._reads = ReadSet.of_run(instance, run, lambda: self.lakehouse.nessie, self.ref)
+        self._reads = ReadSet.of_run(instance, run, lambda: self.lakehouse.nessie, self.open_branch)
         if is_retry(run):
             with contextlib.suppress(RetryNeedsFullRun):  # said again by the step that needs a table, if any
                 if self._run_branch.take_over():
-                    self.ref()
+                    self.open_branch()
 
     def teardown_after_execution(self, context: InitResourceContext) -> None:  # noqa: ARG002 - Dagster's signature
         """Stop the heartbeat when no other resource of this process works on the branch."""
@@ -134,11 +134,11 @@ class LakehouseResource(LakeConfig):
         """Where the run's reads are noted down; None outside a run."""
         return self._reads
 
-    def ref(self) -> str:
+    def open_branch(self) -> str:
         """Where reads and writes go now: the run's branch, made if needed, or `main` outside a run."""
         if self._run_branch is None:
             return self._stands_on
-        place = self._run_branch.place
+        place = self._run_branch.open()
         if not place.unbranched:
             self._beat(place.branch, self._run_branch.run_id)
         return place.branch
@@ -162,13 +162,13 @@ class LakehouseResource(LakeConfig):
                 self._heartbeat = _heartbeats.take(store, beat)
 
     def catalog(self) -> NessieCatalog:
-        """PyIceberg's catalogue on `ref()`. What a serializable asset loads is in its run's read set."""
+        """PyIceberg's catalogue on `open_branch()`. What a serializable asset loads is in the read set."""
         on_load = self._reads.loaded if self._reads else None
-        return self.lakehouse.catalog(self.ref(), on_load=on_load, properties=self._maker())
+        return self.lakehouse.catalog(self.open_branch(), on_load=on_load, properties=self._maker())
 
     def own_catalog(self) -> NessieCatalog:
         """The same for the IO manager, which says itself what it reads (`provenance.tell_read`)."""
-        return self.lakehouse.catalog(self.ref(), properties=self._maker())
+        return self.lakehouse.catalog(self.open_branch(), properties=self._maker())
 
     def _maker(self) -> dict[str, str] | None:
         return {f"{COMMIT_PROPERTY}{INSTANCE}": self._instance} if self._instance else None

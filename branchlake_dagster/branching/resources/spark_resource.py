@@ -73,7 +73,7 @@ class BranchSparkResource(PySparkResource):
             if reads.step().strict:
                 raise ReadsUnknown(
                     "A serializable asset asks for a classic Spark session, whose reads nobody can see.",
-                    branch=self.lakehouse.ref(),
+                    branch=self.lakehouse.open_branch(),
                     hint="Use Spark Connect (session_kind=connect), load its inputs through the IO manager,"
                     " or choose isolation snapshot.",
                 )
@@ -84,7 +84,7 @@ class BranchSparkResource(PySparkResource):
     def own_session(self) -> SparkSession:
         """The same for the IO manager, which says itself what it reads."""
         if self._spark_session is None:
-            ref = self.lakehouse.ref()
+            ref = self.lakehouse.open_branch()
             conf = {key: str(value) for key, value in flatten_dict(self.spark_config)}  # type: ignore[no-untyped-call]
             conf = self.lakehouse.session_conf() | conf
             self._holds = (ref, repr(sorted(conf.items())))

@@ -54,8 +54,12 @@ def snapshot_properties(
         "attempt": str(attempt) if attempt else None,
     }
     if run is not None:
-        found |= {"run_id": run.run_id, "root_run_id": root_run_id or run.run_id, "base_hash": run.base_hash}
-        found["unbranched"] = "true" if run.place.unbranched else None
+        found |= {
+            "run_id": run.run_id,
+            "root_run_id": root_run_id or run.run_id,
+            "base_hash": run.open().base_hash,
+        }
+        found["unbranched"] = "true" if run.open().unbranched else None
     return {f"{PREFIX}{key}": value for key, value in found.items() if value}
 
 
@@ -84,9 +88,10 @@ def materialisation_metadata(
         # As text: the ids exceed what the browser's numbers hold.
         found["branchlake/snapshot_id"] = MetadataValue.text(str(snapshot.snapshot_id))
     if run is not None:
-        found["branchlake/branch"] = MetadataValue.text(run.name)
-        found["branchlake/base_hash"] = MetadataValue.text(run.base_hash)
-        if run.place.unbranched:
+        place = run.open()
+        found["branchlake/branch"] = MetadataValue.text(place.branch)
+        found["branchlake/base_hash"] = MetadataValue.text(place.base_hash)
+        if place.unbranched:
             found["branchlake/unbranched"] = MetadataValue.bool(True)
     return found
 

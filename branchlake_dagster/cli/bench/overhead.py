@@ -78,7 +78,7 @@ def _on_a_branch(lake: Lakehouse, rows: int, name: str) -> tuple[float, float]:
     @dg.asset(key=["bench", name], metadata=table_metadata(require_checks=False))
     def written(lakehouse: LakehouseResource, spark: BranchSparkResource) -> None:
         began = time.perf_counter()
-        lakehouse.ref()
+        lakehouse.open_branch()
         took["open"] = time.perf_counter() - began
         session = spark.spark_session
         began = time.perf_counter()

@@ -183,7 +183,7 @@ def _create_and_discard(bench: _Bench, samples: _Samples, rounds: int) -> None:
         with samples.timed("create floor"):
             bench.nessie.create_branch(name, from_ref=MAIN, from_hash=head)
         bench.nessie.delete_branch(name, expected_hash=head)
-        bench.nessie.delete_branch(run.name, expected_hash=run.head().hash)
+        bench.nessie.delete_branch(run.open().branch, expected_hash=run.head().hash)
     bench.create_table("discarded")
     doomed = [bench.run("discarded") for _ in range(max(20, rounds // 4))]
     bench.tokens["discarded"].clear()

@@ -165,7 +165,7 @@ def test_a_fallback_that_is_not_the_first_follows_the_first(
 
     try:
         with patch.object(slow, "_create", create):
-            assert slow.open() == branch_name(namespace)
+            assert slow.open().branch == branch_name(namespace)
     finally:
         head = direct.nessie.reference(branch_name(namespace)).hash
         direct.nessie.delete_branch(branch_name(namespace), expected_hash=head)

@@ -25,7 +25,7 @@ def parts(context: dg.AssetExecutionContext) -> pl.DataFrame:
 
 @dg.asset(key=[NAMESPACE, "sums"], metadata=table_metadata(write_mode="append"))
 def sums(lakehouse: LakehouseResource) -> pl.DataFrame:
-    lakehouse.ref()
+    lakehouse.open_branch()
     time.sleep(8)  # so that two runs launched together start from one `main`
     return pl.DataFrame({"n": [1]})
 
