@@ -25,7 +25,7 @@ def stock(context: dg.AssetExecutionContext) -> pl.DataFrame:
 
 
 @dg.asset_check(asset=stock)
-def none_missing(stock: pl.DataFrame) -> dg.AssetCheckResult:
+def none_negative(stock: pl.DataFrame) -> dg.AssetCheckResult:
     return dg.AssetCheckResult(passed=stock.filter(pl.col("pieces") < 0).is_empty())
 
 
@@ -57,7 +57,7 @@ def test_a_partition_is_replaced_and_the_rest_stays(lake: ThrowawayLake, tmp_pat
     old = adopt(lake, tmp_path, [1, 2])
     assert lake.table("shop.stock").num_rows == 2
 
-    outcome = lake.publish(lake.run(stock, none_missing, partition="2026-11-05"))
+    outcome = lake.publish(lake.run(stock, none_negative, partition="2026-11-05"))
 
     assert outcome.published, outcome
     rows = lake.polars("shop.stock").sort("day")
@@ -68,7 +68,7 @@ def test_a_partition_is_replaced_and_the_rest_stays(lake: ThrowawayLake, tmp_pat
 
 def test_old_rows_that_fail_a_check_of_the_table_block_the_run(lake: ThrowawayLake, tmp_path: Path) -> None:
     adopt(lake, tmp_path, [-1, 2])
-    outcome = lake.publish(lake.run(stock, none_missing, partition="2026-11-05"))
+    outcome = lake.publish(lake.run(stock, none_negative, partition="2026-11-05"))
     assert outcome.status == "blocked"
     assert lake.polars("shop.stock")["pieces"].to_list() == [-1, 2]
 

@@ -27,24 +27,24 @@ def is_retry(run: DagsterRun) -> bool:
 def owners(instance: DagsterInstance, branches: Collection[str]) -> dict[str, RunRecord | None]:
     """For each run branch the record of the run it belongs to; None when Dagster knows none.
 
-    That is the newest run at work on it, else the newest of those that worked on it. A retry claims its
+    That is the newest run at work on it, else the newest of those that worked on it. A retry owns its
     parent's branch from the moment it is created. A constant number of queries per 500 branches.
     """
     records = _family(instance, branches)
     candidates: dict[str, list[RunRecord]] = {}
     for record in records.values():
         candidates.setdefault(_branch_of(record.dagster_run, records), []).append(record)
-    return {branch: _holder(branch, candidates.get(branch, [])) for branch in branches}
+    return {branch: _newest(branch, candidates.get(branch, [])) for branch in branches}
 
 
 def owner(instance: DagsterInstance, branch: str) -> DagsterRun | None:
-    """The run that `branch` belongs to, as `claims` says."""
+    """The run that `branch` belongs to, as `owners` says."""
     record = owners(instance, [branch])[branch]
     return record.dagster_run if record else None
 
 
 def runs_on(instance: DagsterInstance, branch: str) -> tuple[DagsterRun, ...]:
-    """All runs whose work is on `branch`, oldest first: those it continues, then those that claim it."""
+    """All runs whose work is on `branch`, oldest first: those it continues, then those that own it."""
     records = _family(instance, [branch])
     found = [record for record in records.values() if _branch_of(record.dagster_run, records) == branch]
     runs = [record.dagster_run for record in sorted(found, key=_age)]
@@ -104,7 +104,7 @@ def _branch_of(run: DagsterRun, records: Mapping[str, RunRecord]) -> str:
     return branch_name(run.run_id)
 
 
-def _holder(branch: str, candidates: Sequence[RunRecord]) -> RunRecord | None:
+def _newest(branch: str, candidates: Sequence[RunRecord]) -> RunRecord | None:
     at_work = [record for record in candidates if not record.dagster_run.is_finished]
     if at_work:
         return max(at_work, key=_age)

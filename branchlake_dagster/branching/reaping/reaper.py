@@ -171,7 +171,7 @@ class Reaper:
         )
         if not dry_run:
             for branch in seen.claims & (self._only or seen.claims) - (seen.branches.keys() - ended):
-                self._unpin(branch, seen)
+                self._end_claim(branch, seen)
 
     def _look(self, *, watching: bool, dead: Collection[Heartbeat] = ()) -> _Seen:
         # Claims before branches: one whose branch is missing afterwards is a leftover for certain.
@@ -273,7 +273,7 @@ class Reaper:
     ) -> Origin:
         return Origin(Maker.HERE) if self._anyones else self._makers.of(ref, base=base, beating=beating)
 
-    def _unpin(self, branch: str, seen: _Seen) -> None:
+    def _end_claim(self, branch: str, seen: _Seen) -> None:
         """Delete a claim without a branch, if it is ours: another instance's publisher may not be done."""
         if not seen.run_known(branch):
             try:
