@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from configparser import ConfigParser
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,13 @@ def test_every_command_has_its_row() -> None:
     groups = {"branchlake bench"}  # its commands have the rows
     missing = [one for one in commands(main, "branchlake") if f"| `{one}" not in rows and one not in groups]
     assert missing == []
+
+
+def test_every_extra_has_its_row() -> None:
+    declared = ConfigParser()
+    declared.read(ROOT / "setup.cfg")
+    rows = set(re.findall(r"^\| `\[(\w+)\]` \|", (ROOT / "docs" / "deployment.md").read_text(), re.MULTILINE))
+    assert rows == set(declared["options.extras_require"]) - {"dev"}
 
 
 def test_pictures_are_small() -> None:
