@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from branchlake_dagster.cli import main
-from branchlake_dagster.cli.doctor.command import Examination
+from branchlake_dagster.cli.doctor.examination import Examination
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 

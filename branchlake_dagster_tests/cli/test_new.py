@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from branchlake_dagster.cli.new import new_project
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 
 PLAIN = """\
 from pathlib import Path
@@ -25,10 +27,14 @@ def defs() -> dg.Definitions:
 """
 
 
-def dg_says(project: Path, *arguments: str, expect: int = 0) -> str:
+def dg_says(project: Path, *arguments: str, expect: int = 0, **environment: str) -> str:
     """What `dg` prints on standard output; on both when it is expected to fail."""
+    return said(project, [str(Path(sys.executable).parent / "dg"), *arguments], expect, environment)
+
+
+def said(project: Path, command: list[str], expect: int, environment: Mapping[str, str]) -> str:
     done = subprocess.run(
-        [str(Path(sys.executable).parent / "dg"), *arguments],
+        command,
         cwd=project,
         env={
             **{name: value for name, value in os.environ.items() if not name.startswith("BRANCHLAKE_")},
@@ -36,6 +42,7 @@ def dg_says(project: Path, *arguments: str, expect: int = 0) -> str:
             "PYTHONPATH": os.pathsep.join([str(project / "src"), *filter(None, sys.path)]),
             "PYTHONWARNINGS": "ignore",
             "COLUMNS": "200",
+            **environment,
         },
         capture_output=True,
         text=True,
@@ -75,6 +82,39 @@ def test_a_mistake_in_an_asset_fails_the_check_by_name(project: Path) -> None:
     finally:
         asset.write_text(right)
     assert "- shop/prices: A partitioned asset that replaces its whole table" in told
+
+
+@pytest.mark.integration
+def test_its_own_tests_pass(project: Path) -> None:
+    told = said(project, [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], 0, {})
+    assert "2 passed" in told
+
+
+PUBLISH = """\
+import dagster as dg
+from my_shop.definitions import defs
+
+from branchlake_dagster import connect, publish
+
+with dg.DagsterInstance.get() as instance:
+    (run,) = instance.get_runs()
+    outcome = publish(run, defs(), instance=instance)
+assert outcome.published, outcome
+print(connect().sql("SELECT sum(eur) AS eur FROM shop.prices").polars()["eur"].item())
+"""
+
+
+@pytest.mark.integration
+def test_launched_by_dg_and_published(project: Path, lakehouse: Lakehouse, tmp_path: Path) -> None:
+    lakehouse.endpoints(spark=False)
+    (tmp_path / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
+    own = {
+        "DAGSTER_HOME": str(tmp_path),
+        "BRANCHLAKE_STATE_DIR": str(lakehouse.settings.state_dir),
+        "BRANCHLAKE_GUARD_NESSIE": "false",
+    }
+    dg_says(project, "launch", "--assets", "shop/prices", "--partition", "2026-01-05", **own)
+    assert float(said(project, [sys.executable, "-c", PUBLISH], 0, own)) == pytest.approx(3.7)
 
 
 def test_a_scaffolded_component_brings_the_machinery(project: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dagster import DagsterInstance
 
-from branchlake_dagster.cli.doctor.command import Examination
+from branchlake_dagster.cli.doctor.examination import Examination
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.extras import require
 from branchlake_dagster.settings import Settings

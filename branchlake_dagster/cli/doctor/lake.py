@@ -12,7 +12,7 @@ from typing import Any
 from pyarrow.fs import FileSelector, LocalFileSystem
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
-from branchlake_dagster.cli.doctor.command import Examination
+from branchlake_dagster.cli.doctor.examination import Examination
 from branchlake_dagster.cli.doctor.spark import spark
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.embedded.java import (

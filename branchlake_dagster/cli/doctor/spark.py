@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 import pyspark
 
-from branchlake_dagster.cli.doctor.command import Examination
+from branchlake_dagster.cli.doctor.examination import Examination
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.embedded.jars import ICEBERG_SPARK
 from branchlake_dagster.lakehouse.embedded.servers import Endpoints

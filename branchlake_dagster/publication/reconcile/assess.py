@@ -10,7 +10,7 @@ from dagster import DagsterInstance, DagsterRun
 from branchlake_dagster.branching.branch.claim import claim, is_claimed
 from branchlake_dagster.branching.branch.owner import runs_on
 from branchlake_dagster.branching.branch.run_tags import base_hash_of, judged, opened_by, publication_of
-from branchlake_dagster.branching.fencing.end import finish_branch
+from branchlake_dagster.branching.fencing.finish_branch import finish_branch
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, Reference

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from dagster import DagsterInstance
 
-from branchlake_dagster.branching.fencing.end import drop_branch, finish_branch
+from branchlake_dagster.branching.fencing.finish_branch import drop_branch, finish_branch
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.publication.commit.publisher import Publisher
 from branchlake_dagster.publication.ledger.candidate import Published, Refused

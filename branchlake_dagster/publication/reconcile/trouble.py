@@ -27,7 +27,7 @@ from branchlake_dagster.branching.branch.run_tags import (
     opened_by,
     shortened,
 )
-from branchlake_dagster.branching.fencing.end import drop_branch
+from branchlake_dagster.branching.fencing.finish_branch import drop_branch
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
