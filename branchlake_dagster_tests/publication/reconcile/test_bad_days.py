@@ -516,7 +516,7 @@ def test_a_run_that_died_while_it_published_itself_is_left_to_the_next_publisher
     runs.state_of = lambda _: RunState.UNPUBLISHED
     found = beating.reaped(lakehouse, runs)
     if claimed:
-        assert "the publisher has not told how it ended" in found["inside"].reason
+        assert "has not reported yet how it ended" in found["inside"].reason
         told = Owner(f"{namespace}-inside", RunState.PUBLISHED, told=True)
         runs.state_of = lambda _: told
         beating.reaped(lakehouse, runs)
@@ -534,7 +534,7 @@ def test_a_run_that_begins_to_publish_itself_while_the_reaper_looks_is_left_to_t
         return RunState.UNPUBLISHED
 
     found = reaped(lakehouse, namespace, state_of=state_of)
-    assert "the publisher has not told how it ended" in found["quick"].reason
+    assert "has not reported yet how it ended" in found["quick"].reason
     assert left(lakehouse, namespace) == {"quick", "quick!"}
 
 
