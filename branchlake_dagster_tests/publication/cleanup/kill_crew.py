@@ -98,7 +98,8 @@ def _writer(role: str, instance: Any) -> Callable[[], bool]:
 
 def _publisher(instance: Any) -> Callable[[], bool]:
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-    from branchlake_dagster.publication.reconcile.reconciler import Action, Reconciler
+    from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+    from branchlake_dagster.publication.reconcile.reconciler import Reconciler
     from branchlake_dagster_tests.publication.cleanup import kill_project as project
 
     lake, graph = Lakehouse(), project.appender.get_repository_def().asset_graph
@@ -106,9 +107,9 @@ def _publisher(instance: Any) -> Callable[[], bool]:
     def tick() -> bool:
         outcomes = list(Reconciler.of(lake, instance, graph).run())
         for outcome in outcomes:
-            if outcome.action is not Action.WAITING:
+            if outcome.action is not PublicationAction.WAITING:
                 os.write(1, f"{outcome}\n".encode())
-        return any(outcome.action is Action.PUBLISHED for outcome in outcomes)
+        return any(outcome.action is PublicationAction.PUBLISHED for outcome in outcomes)
 
     return tick
 
