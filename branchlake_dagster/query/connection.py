@@ -17,7 +17,7 @@ from branchlake_dagster.lakehouse.nessie.model import ContentKey
 from branchlake_dagster.query.dataset import IcebergDataset
 from branchlake_dagster.query.errors import QueryFailed
 from branchlake_dagster.query.names import Path, named_tables, quoted, resolve, sql_name, table_keys
-from branchlake_dagster.query.where import Where
+from branchlake_dagster.query.reference import Where
 from branchlake_dagster.settings import Settings
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.query.errors import QueryFailed, TableNotThere
-from branchlake_dagster.query.where import Where
+from branchlake_dagster.query.reference import Where
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection

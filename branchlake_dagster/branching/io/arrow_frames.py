@@ -1,4 +1,4 @@
-"""Arrow, pandas and Polars in and out of a table through PyIceberg: no Spark, no JVM."""
+"""Arrow tables written to a table and read from it through PyIceberg: no Spark, no JVM."""
 
 from __future__ import annotations
 

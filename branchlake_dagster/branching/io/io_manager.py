@@ -22,10 +22,10 @@ from branchlake_dagster.branching.errors import TableMissing, UnsupportedType
 from branchlake_dagster.branching.io import (
     arrow_frames,
     earlier_attempts,
-    fitting,
+    frame_conversion,
     long_keys,
     op_values,
-    partition_rows,
+    partition_row_counts,
     spark_frames,
 )
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
@@ -112,7 +112,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
             elif catalog.table_exists(spec.identifier):
                 table = catalog.load_table(spec.identifier)
             if table is not None:
-                rows = partition_rows.report(context, table, spec, definition)
+                rows = partition_row_counts.report(context, table, spec, definition)
                 context.add_output_metadata(
                     provenance.materialisation_metadata(
                         table, spec, self.lakehouse.run_branch, partition_rows=rows
@@ -166,7 +166,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
     ) -> Table:
         """The table after the write, without what earlier attempts of this step had added to it."""
         is_spark = isinstance(obj, DataFrame)
-        if not is_spark and not fitting.handles(type(obj)):
+        if not is_spark and not frame_conversion.handles(type(obj)):
             raise UnsupportedType(
                 f"The asset returned a {type(obj).__module__}.{type(obj).__qualname__}.",
                 table=spec.name,
@@ -179,7 +179,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
             wanted = stored_schema(spark_frames.arrow_schema(obj, table=spec.name), table=spec.name)
         else:
             like = arrow_schema(found, name=spec.name) if found is not None else None
-            obj = fitting.to_arrow(obj, like, table=spec.name)
+            obj = frame_conversion.to_arrow(obj, like, table=spec.name)
             wanted = obj.schema
         if spec.write_mode == "upsert":
             spark_frames.check_keys(spec, wanted.names)
@@ -209,7 +209,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
         properties = self._properties(context, spec, keys, predicate)
         table = earlier_attempts.undo_earlier(table, spec, properties)
         if not is_spark:
-            obj = fitting.cast(obj, arrow_schema(table, name=spec.name), table=spec.name)
+            obj = frame_conversion.cast(obj, arrow_schema(table, name=spec.name), table=spec.name)
         if not is_spark and spec.write_mode == "upsert" and obj.num_rows == 0:
             pass  # nothing to match: no Spark is needed to find that out
         elif is_spark or spec.write_mode == "upsert":

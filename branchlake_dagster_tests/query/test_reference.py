@@ -8,7 +8,7 @@ import pytest
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.query.where import Where
+from branchlake_dagster.query.reference import Where
 
 NOBODY = cast("NessieClient", None)
 
