@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dagster import FilesystemIOManager, InputContext, OutputContext
+from dagster import FilesystemIOManager, InputContext, OutputContext, build_init_resource_context
 from pyspark.sql import DataFrame
 
 from branchlake_dagster.branching.errors import UnsupportedType
@@ -31,5 +31,6 @@ def load(context: InputContext) -> Any:
 
 
 def _files(context: InputContext | OutputContext) -> Any:
-    folder = context.step_context.instance.storage_directory()
-    return FilesystemIOManager(base_dir=folder).create_io_manager(context)  # type: ignore[arg-type]
+    instance = context.step_context.instance
+    manager = FilesystemIOManager(base_dir=instance.storage_directory())
+    return manager.create_io_manager(build_init_resource_context(instance=instance))
