@@ -7,6 +7,7 @@ Each field is read from the environment as `BRANCHLAKE_<FIELD>` (`BRANCHLAKE_NES
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 import re
 from pathlib import Path
@@ -89,6 +90,9 @@ class Settings(BaseSettings):
     )
     publish_interval_s: int = Field(
         3, ge=1, description="Seconds between ticks of the publication sensor (Dagster looks every 5)."
+    )
+    publish_in_run: bool = Field(
+        True, description="Let a run publish itself at its end when no other publisher is at work."
     )
     publish_budget_s: float = Field(
         30.0, gt=0, description="Longest tick of the publication sensor; what is left waits for the next one."
@@ -181,6 +185,11 @@ class Settings(BaseSettings):
     def warehouse_uri(self) -> str:
         """The warehouse, with the embedded default filled in."""
         return self.warehouse or f"file://{self.state_dir}/warehouse"
+
+    @property
+    def lake_id(self) -> str:
+        """The same for all processes that work on one lake, another for another lake: 16 hex digits."""
+        return hashlib.sha256(f"{self.nessie_uri} {self.warehouse_uri}".encode()).hexdigest()[:16]
 
     @property
     def embedded_warehouse(self) -> bool:

@@ -11,6 +11,10 @@ class RunBranchGone(BranchlakeError, Terminal):
     """The run's branch was deleted under it: the run was fenced, nothing of it will be published."""
 
 
+class OneLakeOnly(BranchlakeError, Terminal):
+    """A run uses tables of two lakes; it could not be published to both in one step."""
+
+
 class RetryNeedsFullRun(BranchlakeError, Terminal):
     """A retry of some steps cannot continue on its parent's state: it is gone, published or in use."""
 

@@ -82,8 +82,8 @@ def new(folder: Path) -> None:
 def up() -> None:
     """Start the embedded servers if they do not run, and prepare Dagster's home."""
     from branchlake_dagster.cli.local.home import dagster_home
-    from branchlake_dagster.cli.nessie_page import nessie_page, rest_catalogue
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+    from branchlake_dagster.lakehouse.web_page import nessie_page, rest_catalogue
 
     settings = Settings()
     home = dagster_home(settings)

@@ -20,9 +20,9 @@ from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
 from branchlake_dagster.branching.reaping.origin import Makers, instance_id
 from branchlake_dagster.branching.table.files import TableFiles
 from branchlake_dagster.cli.local.home import dagster_home
-from branchlake_dagster.cli.nessie_page import nessie_page
 from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.lakehouse.web_page import nessie_page
 from branchlake_dagster.publication.ledger.publications import publications
 from branchlake_dagster.publication.reconcile.reconciler import RUN_BRANCHES
 from branchlake_dagster.settings import Settings

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dagster import AssetKey, DagsterEvent, DagsterInstance, DagsterRun, InputContext
+from dagster import (
+    AssetKey,
+    DagsterEvent,
+    DagsterInstance,
+    DagsterRun,
+    Definitions,
+    ExecutorDefinition,
+    InputContext,
+)
 from dagster._core.asset_graph_view.entity_subset import EntitySubset
 from dagster._core.asset_graph_view.timing_metadata import TimingMetadata
 from dagster._core.definitions.asset_key import CoercibleToAssetKey
@@ -15,9 +23,14 @@ from dagster._core.definitions.declarative_automation.operators import AndAutoma
 from dagster._core.definitions.events import AssetKeyPartitionKey
 from dagster._core.definitions.reconstruct import ReconstructableJob
 from dagster._core.definitions.target import ExecutableDefinition
-from dagster._core.events import EngineEventData, StepMaterializationData
+from dagster._core.events import (
+    AssetMaterializationPlannedData,
+    EngineEventData,
+    StepMaterializationData,
+)
 from dagster._core.execution.context.compute import current_execution_context
 from dagster._core.storage.tags import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
+from dagster_shared.record import copy
 
 __all__ = [
     "ASSET_RESUME_RETRY_TAG",
@@ -37,7 +50,9 @@ __all__ = [
     "engine_event",
     "io_manager_key_of",
     "report_engine_event",
+    "report_planned_again",
     "running_context",
+    "with_executor",
 ]
 
 AssetGraph = BaseAssetGraph[Any]
@@ -57,6 +72,19 @@ def report_engine_event(
     instance.report_engine_event(text, run, data, step_key=step_key)
 
 
+def report_planned_again(
+    instance: DagsterInstance, run: DagsterRun, key: AssetKey, partition: str | None, step_key: str | None
+) -> None:
+    """Say once more that a run intends to materialise an asset, which takes its materialisation back.
+
+    Dagster counts a partition as failed when its newest planned materialisation has none after it and that
+    run failed. No public call logs that event.
+    """
+    data = AssetMaterializationPlannedData(key, partition=partition)
+    event = DagsterEvent.build_asset_materialization_planned_event(run.job_name, step_key or "", data)
+    instance.report_dagster_event(event, run.run_id)
+
+
 def engine_event(plan_context: Any, text: str) -> DagsterEvent:
     """The same from inside an executor, which yields it."""
     return DagsterEvent.engine_event(plan_context, text, EngineEventData({}))
@@ -68,6 +96,11 @@ def asset_graph_of(job: Any) -> AssetGraph:
         return job.repository.get_definition().asset_graph
     graph: AssetGraph = job.get_definition().asset_layer.asset_graph
     return graph
+
+
+def with_executor(definitions: Definitions, executor: ExecutorDefinition) -> Definitions:
+    """The same definitions with another default executor. `Definitions.merge` refuses two of them."""
+    return copy(definitions, executor=executor)
 
 
 def io_manager_key_of(graph: AssetGraph, key: AssetKey) -> str | None:

@@ -12,6 +12,7 @@ from pyiceberg.catalog import load_catalog
 from pyspark.sql import DataFrame, SparkSession
 
 from branchlake_dagster.branching.branch.run_branch import branch_name
+from branchlake_dagster.branching.branch.run_tags import VERDICT_TAG
 from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
 from branchlake_dagster.cli import main
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -115,7 +116,7 @@ def test_publishing_and_discarding(
                 (outcome,) = [one for one in reconciler.run() if one.run_id == run_id]
                 assert outcome.action is PublicationAction.TRY_AGAIN
                 says_so(outcome.detail)
-        undone = {p.instance.get_run_by_id(run_id).tags.get("branchlake/verdict") for p, run_id in runs}
+        undone = {p.instance.get_run_by_id(run_id).tags.get(VERDICT_TAG) for p, run_id in runs}
         assert undone == {"pending"}
 
 

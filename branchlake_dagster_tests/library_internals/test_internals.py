@@ -23,6 +23,13 @@ USED = [
     ("dagster._core.definitions.reconstruct", "ReconstructableJob", "repository"),
     ("dagster._core.events", "EngineEventData", "metadata"),
     ("dagster._core.events", "StepMaterializationData", "materialization"),
+    ("dagster._core.events", "AssetMaterializationPlannedData", "asset_key partition"),
+    (
+        "dagster",
+        "DagsterEvent.build_asset_materialization_planned_event",
+        "job_name step_key asset_materialization_planned_data",
+    ),
+    ("dagster_shared.record", "copy", "record"),
     ("dagster._core.execution.context.compute", "current_execution_context", ""),
     ("pyiceberg.catalog", "MetastoreCatalog._convert_schema_if_needed", "schema format_version"),
     ("pyiceberg.catalog", "MetastoreCatalog._parse_metadata_version", "metadata_location"),

@@ -15,7 +15,7 @@ import requests
 
 from branchlake_dagster.branching.branch.reference_names import is_ours
 from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import CHECKS_FOR_TAG, judged, opened_by
+from branchlake_dagster.branching.branch.run_tags import CHECKS_FOR_TAG, VERDICT_TAG, judged, opened_by
 from branchlake_dagster.cli.local.dagster_dev import dagster_dev
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
@@ -137,7 +137,7 @@ def settled(run: dg.DagsterRun) -> bool:
     if not opened_by(run.tags, run.run_id):
         return not run.is_success
     told = judged(run.tags, branch_name(run.run_id))
-    return told or (not run.is_success and run.tags.get("branchlake/verdict") in ("fenced", "continued"))
+    return told or (not run.is_success and run.tags.get(VERDICT_TAG) in ("fenced", "continued"))
 
 
 def leftovers(client: NessieClient) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from branchlake_dagster.branching.branch.run_tags import Place, opened
+from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG, VERDICT_TAG, Place, opened
 from branchlake_dagster.publication.ledger.publications import Publication
 from branchlake_dagster_tests.lossy.plan import plan
 from branchlake_dagster_tests.lossy.project import KIND
@@ -30,8 +30,8 @@ def run(
     run_id: str, kind: str, publication: str | None, *, success: bool = True, **tags: str
 ) -> dg.DagsterRun:
     place = opened(run_id, Place(f"run-{run_id}", "base"), {})
-    told = {"branchlake/verdict": "passed" if publication else "blocked"}
-    shown = {"branchlake/publication": publication} if publication else {}
+    told = {VERDICT_TAG: "passed" if publication else "blocked"}
+    shown = {PUBLICATION_TAG: publication} if publication else {}
     status = dg.DagsterRunStatus.SUCCESS if success else dg.DagsterRunStatus.FAILURE
     return dg.DagsterRun(kind, run_id, status=status, tags={**place, **told, **shown, **tags, KIND: kind})
 

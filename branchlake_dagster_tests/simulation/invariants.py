@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG
+from branchlake_dagster.branching.branch.run_tags import BASE_TAG, OPENED_TAG, PUBLICATION_TAG, REASON_TAG
 from branchlake_dagster.lakehouse.nessie.model import IcebergTable
 from branchlake_dagster.publication.ledger.publications import Publication, publications_in
 from branchlake_dagster_tests.simulation.changes import Change, Kind
@@ -190,7 +190,7 @@ class _Look:
         told = run.tags.get(PUBLICATION_TAG)
         done = self._done.get(plan.run_id)
         hash_ = done[1].hash if done else None
-        told = None if told == "none" or run.tags.get("branchlake/opened_by") != plan.run_id else told
+        told = None if told == "none" or run.tags.get(OPENED_TAG) != plan.run_id else told
         hands = self._world.hands
         if told in hands.undone:
             return  # it was on main when it was told; it may have come back by hand
@@ -214,7 +214,7 @@ class _Look:
         if plan.run_id in self._world.checks.refused or self._world.hands.undone:
             return  # what it collided with may have been taken back
         mine = self._written(plan.run_id)
-        since = [entry.commit.hash for entry in self._log].index(tags["branchlake/base_hash"])
+        since = [entry.commit.hash for entry in self._log].index(tags[BASE_TAG])
         others = [
             change
             for number, one in self._done.values()
@@ -228,7 +228,7 @@ class _Look:
         collides = any(
             other.table in touched or any(_collide(one, other) for one in mine) for other in others
         )
-        reason = tags.get("branchlake/reason")
+        reason = tags.get(REASON_TAG)
         told = ", ".join(map(str, mine)), ", ".join(map(str, others))
         must(collides, f"run {plan.run_id} was refused without need ({reason}): {told[0]} against {told[1]}")
 

@@ -9,33 +9,58 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
-BRANCH_TAG = "branchlake/branch"
-BASE_TAG = "branchlake/base_hash"
-OPENED_TAG = "branchlake/opened_by"
+STATUS_TAG = "branchlake"
+"""What became of the run, in one word of `Status`: the one tag that the run list shows."""
+
+# Dagster shows no tag with this prefix; a run list full of hashes is one that nobody reads. It allows one
+# slash in a name.
+_HIDDEN = ".dagster/branchlake_"
+
+BRANCH_TAG = f"{_HIDDEN}branch"
+BASE_TAG = f"{_HIDDEN}base_hash"
+OPENED_TAG = f"{_HIDDEN}opened_by"
 """The run that wrote these tags. Another id than the run's own: they were inherited."""
-CONTINUES_TAG = "branchlake/continues"
+LAKE_TAG = f"{_HIDDEN}lake"
+"""The lake that the run works on, by `Settings.lake_id`: one code location may have several."""
+CONTINUES_TAG = f"{_HIDDEN}continues"
 """The branch of the run that this one retries, whose work it took over."""
-UNBRANCHED_TAG = "branchlake/unbranched"
+UNBRANCHED_TAG = f"{_HIDDEN}unbranched"
 """`true`: the run wrote to `main` directly, because its branch could not be made."""
-VERDICT_TAG = "branchlake/verdict"
-PUBLICATION_TAG = "branchlake/publication"
-REASON_TAG = "branchlake/reason"
+VERDICT_TAG = f"{_HIDDEN}verdict"
+PUBLICATION_TAG = f"{_HIDDEN}publication"
+"""The commit on `main`."""
+REASON_TAG = f"{_HIDDEN}reason"
 
-CHECK_REF_TAG = "branchlake/check_ref"
+CHECK_REF_TAG = f"{_HIDDEN}check_ref"
 """On a run that repeats checks for the publisher: the branch on which it stands."""
-CHECK_HASH_TAG = "branchlake/check_hash"
+CHECK_HASH_TAG = f"{_HIDDEN}check_hash"
 """The state of that branch which its verdict is about."""
-CHECKS_FOR_TAG = "branchlake/checks_for"
+CHECKS_FOR_TAG = f"{_HIDDEN}checks_for"
 """The runs whose publication waits for it, separated by commas."""
-REPORTED_TAG = "branchlake/told"
+REPORTED_TAG = f"{_HIDDEN}reported"
 """How many of the published partitions their assets were told of, while there are more to tell."""
 
-ATTEMPTS_TAG = "branchlake/attempts"
+ATTEMPTS_TAG = f"{_HIDDEN}attempts"
 """On a run that the publisher cannot judge or publish: how often it has tried."""
-NEXT_ATTEMPT_TAG = "branchlake/next_attempt"
+NEXT_ATTEMPT_TAG = f"{_HIDDEN}next_attempt"
 """When it tries again: an ISO time, or `set aside` when it waits for somebody."""
 SET_ASIDE = "set aside"
+
+
+class Status(StrEnum):
+    """What became of a run, as `STATUS_TAG` shows it."""
+
+    PENDING = "pending"
+    PUBLISHED = "published"
+    BLOCKED = "blocked"
+    REFUSED = "refused"
+    DISCARDED = "discarded"
+    UNCHANGED = "nothing to publish"
+    UNBRANCHED = "unbranched"
+    CONTINUED = "continued by a retry"
+
 
 PENDING = "pending"
 """The verdict of a run that nobody has judged yet."""
@@ -72,6 +97,7 @@ def opened(run_id: str, place: Place, inherited: Mapping[str, str]) -> dict[str,
         BASE_TAG: place.base_hash or NONE,
         VERDICT_TAG: PENDING,
         OPENED_TAG: run_id,
+        STATUS_TAG: str(Status.UNBRANCHED if place.unbranched else Status.PENDING),
     }
     if place.continues:
         mine[CONTINUES_TAG] = place.continues

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dagster import DagsterInstance
 
 from branchlake_dagster.branching.branch.run_tags import (
+    CONTINUED,
     NEXT_ATTEMPT_TAG,
     NONE,
     REASON_TAG,
+    STATUS_TAG,
     UNJUDGED,
     VERDICT_TAG,
+    Status,
     place_of,
     shortened,
 )
+from branchlake_dagster.branching.fencing.taken_back import take_back
 
 
 def report_end(instance: DagsterInstance, run_id: str, branch: str, *, verdict: str, reason: str) -> bool:
@@ -29,5 +33,9 @@ def report_end(instance: DagsterInstance, run_id: str, branch: str, *, verdict: 
         return False
     instance.report_engine_event(f"Not published: {reason.rstrip('.')}.", run)
     aside = {NEXT_ATTEMPT_TAG: NONE} if NEXT_ATTEMPT_TAG in run.tags else {}
-    instance.add_run_tags(run_id, {VERDICT_TAG: verdict, REASON_TAG: shortened(reason), **aside})
+    status = Status.CONTINUED if verdict == CONTINUED else Status.DISCARDED
+    shown = {STATUS_TAG: str(status), VERDICT_TAG: verdict, REASON_TAG: shortened(reason)}
+    instance.add_run_tags(run_id, {**shown, **aside})
+    if status is Status.DISCARDED:
+        take_back(instance, run, [run_id])
     return True

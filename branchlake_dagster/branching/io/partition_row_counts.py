@@ -16,6 +16,7 @@ from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import PrimitiveType
 
+from branchlake_dagster.branching.table.provenance import BRANCH_PARTITION_ROWS
 from branchlake_dagster.branching.table.selection import Condition, Values, select, to_iceberg
 from branchlake_dagster.branching.table.spec import TableSpec
 
@@ -47,7 +48,7 @@ def report(
         return found[keys[0]]
     for key, rows in found.items():
         context.step_context.add_asset_metadata(
-            {"dagster/partition_row_count": MetadataValue.int(rows)}, context.asset_key, key
+            {BRANCH_PARTITION_ROWS: MetadataValue.int(rows)}, context.asset_key, key
         )
     return None
 

@@ -76,6 +76,7 @@ class LakeConfig(ConfigurableResource[Any]):
     require_checks: bool | None = _field("require_checks")
     widen_columns: bool | None = _field("widen_columns")
     publish_interval_s: int | None = _field("publish_interval_s")
+    publish_in_run: bool | None = _field("publish_in_run")
     publish_budget_s: float | None = _field("publish_budget_s")
     recheck_timeout_min: float | None = _field("recheck_timeout_min")
     reap_interval_min: int | None = _field("reap_interval_min")

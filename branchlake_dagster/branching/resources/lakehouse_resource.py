@@ -13,8 +13,8 @@ from pydantic import PrivateAttr
 
 from branchlake_dagster.branching.branch.owner import is_retry
 from branchlake_dagster.branching.branch.run_branch import RunBranch, branch_name
-from branchlake_dagster.branching.branch.run_tags import CHECK_REF_TAG
-from branchlake_dagster.branching.errors import RetryNeedsFullRun
+from branchlake_dagster.branching.branch.run_tags import BRANCH_TAG, CHECK_REF_TAG, LAKE_TAG, opened_by
+from branchlake_dagster.branching.errors import OneLakeOnly, RetryNeedsFullRun
 from branchlake_dagster.branching.liveness.heartbeat import SharedHeartbeats, first_heartbeat
 from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
 from branchlake_dagster.branching.reaping.origin import INSTANCE, instance_id
@@ -98,14 +98,22 @@ class LakehouseResource(LakeConfig):
             _heartbeats.give_back(held, self._ended)
 
     def _bound(self, run: DagsterRun, instance: DagsterInstance, log: logging.Logger | None) -> RunBranch:
-        run_id = run.run_id
+        run_id, lake = run.run_id, self.lakehouse.settings.lake_id
 
         def tags() -> Mapping[str, str]:
             found = instance.get_run_by_id(run_id)
-            return found.tags if found else {}
+            held = found.tags if found else {}
+            if opened_by(held, run_id) and held.get(LAKE_TAG, lake) != lake:
+                raise OneLakeOnly(
+                    "The run works on another lake already, and one run can be published to one lake only.",
+                    run_id=run_id,
+                    branch=held[BRANCH_TAG],
+                    hint="Materialise the assets of the two lakes in runs of their own.",
+                )
+            return held
 
         def remember(new: Mapping[str, str]) -> None:
-            instance.add_run_tags(run_id, dict(new))
+            instance.add_run_tags(run_id, {**new, LAKE_TAG: lake})
 
         return RunBranch(
             lambda: self.lakehouse.nessie,

@@ -20,6 +20,11 @@ from branchlake_dagster.branching.table.spec import TableSpec
 from branchlake_dagster.library_internals.dagster import add_loaded_input_metadata
 
 PREFIX = "branchlake."
+BRANCH_ROWS = "branchlake/rows_on_branch"
+"""Rows of the whole table on the run's branch. Dagster's pages show `dagster/row_count` as the asset's, so only
+a report on `main` says that: a blocked run once stood there with 3,750 rows where `main` had 2,000."""
+BRANCH_PARTITION_ROWS = "branchlake/partition_rows_on_branch"
+"""Rows of the partition there."""
 _MANY = 20
 
 
@@ -71,19 +76,17 @@ def materialisation_metadata(
     `partition_rows`: the rows of the one partition that was written; None when there is not one.
     """
     snapshot = table.current_snapshot()
-    summary: Mapping[str, str] = (
-        snapshot.summary.additional_properties if snapshot and snapshot.summary else {}
-    )
     found: dict[str, Any] = {
         "dagster/table_name": spec.name,
         "dagster/column_schema": _column_schema(table),
         "dagster/uri": MetadataValue.path(table.location()),
         "dagster/storage_kind": "iceberg",
-        "dagster/row_count": MetadataValue.int(int(summary.get("total-records", 0))),
         "branchlake/write_mode": spec.write_mode,
     }
+    if (rows := row_count(table)) is not None:
+        found[BRANCH_ROWS] = MetadataValue.int(rows)
     if partition_rows is not None:
-        found["dagster/partition_row_count"] = MetadataValue.int(partition_rows)
+        found[BRANCH_PARTITION_ROWS] = MetadataValue.int(partition_rows)
     if snapshot is not None:
         # As text: the ids exceed what the browser's numbers hold.
         found["branchlake/snapshot_id"] = MetadataValue.text(str(snapshot.snapshot_id))
@@ -94,6 +97,17 @@ def materialisation_metadata(
         if place.unbranched:
             found["branchlake/unbranched"] = MetadataValue.bool(True)
     return found
+
+
+def row_count(table: Table) -> int | None:
+    """The rows of a table, from its snapshot's summary; None where another engine left equality deletes."""
+    snapshot = table.current_snapshot()
+    if snapshot is None:
+        return 0
+    summary: Mapping[str, str] = snapshot.summary.additional_properties if snapshot.summary else {}
+    if "total-records" not in summary or int(summary.get("total-equality-deletes", 0)):
+        return None
+    return int(summary["total-records"]) - int(summary.get("total-position-deletes", 0))
 
 
 def _column_schema(table: Table) -> TableSchema:

@@ -15,6 +15,7 @@ import requests
 from rich.console import Console
 from rich.table import Table
 
+from branchlake_dagster.branching.branch.run_tags import REASON_TAG
 from branchlake_dagster.cli.local.dagster_dev import dagster_dev
 from branchlake_dagster.cli.local.demo import plan_for
 from branchlake_dagster.cli.local.home import dagster_home
@@ -110,7 +111,7 @@ class _Stack:
         deadline = launched + timeout_s
         while not (entry := self._publication(run_id)):
             run = self._instance.get_run_by_id(run_id)
-            verdict = (run.tags.get("branchlake/reason") if run else None) or ""
+            verdict = (run.tags.get(REASON_TAG) if run else None) or ""
             if time.time() > deadline or (run and run.is_failure) or verdict:
                 raise BenchFailed(
                     f"{job} was not published: {verdict or 'it failed or took too long'}", run_id=run_id

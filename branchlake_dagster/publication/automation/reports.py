@@ -16,7 +16,7 @@ from typing import Self
 
 from dagster import AssetKey, AssetRecordsFilter, DagsterInstance
 
-from branchlake_dagster.branching.branch.run_tags import BRANCH_TAG, PUBLICATION_TAG
+from branchlake_dagster.publication.ledger.report_metadata import BRANCH, PUBLICATION
 
 LOOK_BACK = 1_000
 """How many event ids are read again: more than Dagster stores while one insert is under way."""
@@ -56,7 +56,7 @@ def reports(instance: DagsterInstance, key: AssetKey, *, after: int, upto: int) 
             observation = record.asset_observation
             if observation is None:
                 continue
-            commit, branch = observation.metadata.get(PUBLICATION_TAG), observation.metadata.get(BRANCH_TAG)
+            commit, branch = observation.metadata.get(PUBLICATION), observation.metadata.get(BRANCH)
             if commit is not None and branch is not None:
                 yield Report(record.storage_id, str(branch.value), str(commit.value), observation.partition)
         if not page.has_more:

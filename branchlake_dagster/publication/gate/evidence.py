@@ -10,22 +10,27 @@ from typing import Any
 from dagster import (
     AssetCheckSeverity,
     AssetKey,
+    AssetMaterialization,
     DagsterEvent,
     DagsterEventType,
     DagsterInstance,
     DagsterRun,
     EventLogRecord,
+    MetadataValue,
 )
 
 from branchlake_dagster.branching.resources.read_set import READ_TABLES, READ_UNTOLD
+from branchlake_dagster.branching.table.provenance import BRANCH_PARTITION_ROWS, BRANCH_ROWS
 from branchlake_dagster.branching.table.spec import (
     CHECK_SCOPE,
     ISOLATION,
     REQUIRE_CHECKS,
+    WRITE_MODE,
     identifier_of,
     table_name,
 )
 from branchlake_dagster.library_internals.dagster import AssetGraph
+from branchlake_dagster.publication.ledger.report_metadata import PREVIEW
 
 CheckName = tuple[str, str]
 """(asset key as text, check name)."""
@@ -40,15 +45,26 @@ class Evaluation:
     order: int
     step: str | None
     description: str
+    failing: int | None = None
+    """Rows that fail it; None where it does not count."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A materialisation of this run: its place in the event log, the step and the rows it reported."""
+    """A materialisation of this run: its place in the event log and what it reported of the run's branch.
+
+    `rows` are those of the whole table there, `partition_rows` those of the partition, `at` is its time as a
+    POSIX time stamp; `whole` says that nobody else can have rows in its partition once it is published.
+    """
 
     order: int
     step: str | None
-    rows: int | None
+    run_id: str = ""
+    rows: int | None = None
+    partition_rows: int | None = None
+    at: float = 0.0
+    whole: bool = False
+    preview: str | None = None
 
 
 @dataclass(frozen=True)
@@ -163,6 +179,7 @@ def collect(
                 order=record.storage_id,
                 step=step,
                 description=result.description or "",
+                failing=_count(result.metadata, "failing_rows"),
             )
         elif event.event_type == DagsterEventType.LOADED_INPUT:
             table = _metadata(event).get("branchlake/table")
@@ -173,12 +190,7 @@ def collect(
             untold |= _listed(event, READ_UNTOLD)
         else:
             made = event.step_materialization_data.materialization
-            rows = made.metadata.get(f"dagster/{'partition_' if made.partition else ''}row_count")
-            written[made.asset_key.to_user_string(), made.partition] = Written(
-                record.storage_id,
-                step,
-                rows.value if rows is not None and isinstance(rows.value, int) else None,
-            )
+            written[made.asset_key.to_user_string(), made.partition] = _written(record, made)
     rules = {
         asset: _rules(AssetKey.from_user_string(asset), graph, default_namespace, require_checks)
         for asset in {asset for asset, _ in written}
@@ -196,6 +208,25 @@ def collect(
         frozenset(noted),
         frozenset(untold),
     )
+
+
+def _written(record: EventLogRecord, made: AssetMaterialization) -> Written:
+    mode, preview = made.metadata.get(WRITE_MODE), made.metadata.get(PREVIEW)
+    return Written(
+        record.storage_id,
+        record.event_log_entry.step_key,
+        record.run_id,
+        _count(made.metadata, BRANCH_ROWS),
+        _count(made.metadata, BRANCH_PARTITION_ROWS),
+        record.timestamp,
+        mode is not None and mode.value == "replace_partitions",
+        str(preview.value) if preview is not None else None,
+    )
+
+
+def _count(metadata: Mapping[str, MetadataValue[Any]], name: str) -> int | None:
+    found = metadata.get(name)
+    return found.value if found is not None and isinstance(found.value, int) else None
 
 
 def _listed(event: DagsterEvent, name: str) -> set[str]:

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from datetime import datetime
 
 from dagster import DagsterInstance
 
+from branchlake_dagster.branching.branch.run_tags import Status
 from branchlake_dagster.branching.fencing.finish_branch import drop_branch, finish_branch
+from branchlake_dagster.branching.fencing.taken_back import FAILS, fail_unpublished
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.publication.commit.publisher import Publisher
 from branchlake_dagster.publication.ledger.candidate import Published, Refused
-from branchlake_dagster.publication.reconcile import report
-from branchlake_dagster.publication.reconcile.assess import Assessed
+from branchlake_dagster.publication.reconcile.assess import NO_TABLE, Assessed
+from branchlake_dagster.publication.reconcile.main_view import MainView
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
+from branchlake_dagster.publication.reconcile.report import RunReport, report_outcome
+
+_STATUS = {
+    PublicationAction.BLOCKED: Status.BLOCKED,
+    PublicationAction.REFUSED: Status.REFUSED,
+    PublicationAction.DISCARDED: Status.DISCARDED,
+}
 
 
 class Finisher:
     """Tells and cleans up. Every step can be repeated; telling many partitions goes on where it stopped.
 
-    `keep_hours`: how long the branch of a run that was not published stays for debugging. `clock` counts
-    seconds.
+    `view` is what the reports say of `main` (None: nothing); `keep_hours`: how long the branch of a run that
+    was not published stays for debugging. `clock` counts seconds, `now` is the wall clock.
     """
 
     def __init__(
@@ -28,15 +38,19 @@ class Finisher:
         client: NessieClient,
         publisher: Publisher,
         instance: DagsterInstance,
+        view: MainView | None,
         *,
         keep_hours: float,
         clock: Callable[[], float],
+        now: Callable[[], datetime],
     ) -> None:
         self._client = client
         self._publisher = publisher
         self._instance = instance
+        self._view = view
         self._keep_hours = keep_hours
         self._clock = clock
+        self._now = now
 
     def finish(self, one: Assessed, result: Published | Refused | None, *, until: float) -> Outcome:
         """The outcome of a judged run. None as `result`: it is no candidate. `until` is the clock's end."""
@@ -50,7 +64,8 @@ class Finisher:
             # Its rows are there, and this must not read as though they were not.
             why = refused.reason() if refused else one.why or one.verdict.summary()
             merged = f"{why.rstrip('.')}. But somebody merged its branch into main by hand, as {done.hash}"
-            return self._report_unpublished(one, merged, PublicationAction.REFUSED if refused else one.action)
+            action = PublicationAction.REFUSED if refused else one.action
+            return self._report_unpublished(one, merged, action, on_main=True)
         if done is not None:
             return self._report_published(one, done, until)
         if refused:
@@ -68,37 +83,51 @@ class Finisher:
         again = f", rebased {', '.join(done.rebased)}" if done.rebased else ""
         by_hand = ", merged by hand" if done.by_hand else ""
         detail = f"{', '.join(tables)} as {done.hash[:12]}{by_hand}, {one.verdict.summary()}{again}"
-        left = self._announce(one, until, publication=done)
+        left = self._announce(one, until, Status.PUBLISHED, publication=done)
         if left:
             detail += f"; {left} partitions are told by the next ticks"
         else:
             finish_branch(self._client, one.branch, keep_data=True)
         return self._outcome(one, PublicationAction.PUBLISHED, detail, done.hash, tables)
 
-    def _report_unpublished(self, one: Assessed, why: str | None, action: PublicationAction) -> Outcome:
+    def _report_unpublished(
+        self, one: Assessed, why: str | None, action: PublicationAction, *, on_main: bool = False
+    ) -> Outcome:
         # A few examples are told, and always all of them: the branch goes now, and nobody comes again.
-        self._announce(one, math.inf, why=why)
+        status = Status.UNCHANGED if why == NO_TABLE else _STATUS[action]
+        self._announce(one, math.inf, status, why=why, on_main=on_main)
+        if status in FAILS:
+            fail_unpublished(self._instance, one.run.run_id, why or "; ".join(one.verdict.reasons))
         if not self._keep_hours:
             finish_branch(self._client, one.branch, keep_data=False)
         return self._outcome(one, action, why or one.verdict.summary(), None, ())
 
     def _announce(
-        self, one: Assessed, until: float, *, publication: Published | None = None, why: str | None = None
+        self,
+        one: Assessed,
+        until: float,
+        status: Status,
+        *,
+        publication: Published | None = None,
+        why: str | None = None,
+        on_main: bool = False,
     ) -> int:
-        return report.report_outcome(
-            self._instance,
+        report = RunReport(
             one.run,
             one.evidence,
             one.verdict,
-            branch=one.branch.name,
+            one.branch.name,
+            status,
+            took_s=self._clock() - one.began,
+            at=self._now().timestamp(),
             publication=publication.hash if publication else None,
             by_hand=publication.by_hand if publication else False,
             rebased=publication.rebased if publication else (),
             why=why,
             kept_hours=0.0 if publication else self._keep_hours,
-            took_s=self._clock() - one.began,
-            more=lambda: self._clock() < until,
+            on_main=on_main,
         )
+        return report_outcome(self._instance, report, self._view, more=lambda: self._clock() < until)
 
     @staticmethod
     def _outcome(

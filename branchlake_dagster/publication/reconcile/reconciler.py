@@ -40,6 +40,7 @@ from branchlake_dagster.publication.ledger.candidate import (
 from branchlake_dagster.publication.reconcile.assess import Assessed, Assessor
 from branchlake_dagster.publication.reconcile.backlog import Ended, backlog
 from branchlake_dagster.publication.reconcile.finish import Finisher
+from branchlake_dagster.publication.reconcile.main_view import MainView
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.recheck import Answer, Recheck, Waits
 from branchlake_dagster.publication.reconcile.trouble import Troubles
@@ -48,13 +49,15 @@ from branchlake_dagster.settings import RUN_BRANCH_PREFIX, Settings
 RUN_BRANCHES = branches(RUN_BRANCH_PREFIX)
 """Nessie's filter for branches that are ours."""
 
+_LEFT = "it has passed, and the sensor publishes it"
+
 
 class Reconciler:
     """Brings run branches to their end. Several may run at once: every step can be repeated.
 
-    `graph` are the definitions that say which checks an asset has; `location` is the code location they
-    come from (None: judge the runs of all). `clock` counts seconds, `now` is the wall clock, `at_once` the
-    runs that are looked at or told at the same time.
+    `graph` are the definitions that say which checks an asset has; `view` is what is told of `main` (None:
+    nothing); `location` is the code location they come from (None: judge the runs of all). `clock` counts
+    seconds, `now` is the wall clock, `at_once` the runs that are looked at or told at the same time.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Reconciler:
         graph: AssetGraph,
         settings: Settings,
         *,
+        view: MainView | None = None,
         location: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
@@ -79,7 +83,13 @@ class Reconciler:
         self._at_once = at_once
         self._assessor = Assessor(client, publisher.already_published, instance, graph, settings, clock=clock)
         self._finisher = Finisher(
-            client, publisher, instance, keep_hours=settings.keep_failed_hours, clock=clock
+            client,
+            publisher,
+            instance,
+            view,
+            keep_hours=settings.keep_failed_hours,
+            clock=clock,
+            now=now,
         )
         self._recheck = Recheck(
             publisher.states,
@@ -103,7 +113,16 @@ class Reconciler:
     ) -> Reconciler:
         """The reconciler of a lake and its Iceberg tables."""
         publisher = publisher_of(lake)
-        return cls(lake.nessie, publisher, instance, graph, lake.settings, location=location, now=now)
+        return cls(
+            lake.nessie,
+            publisher,
+            instance,
+            graph,
+            lake.settings,
+            view=MainView(lake),
+            location=location,
+            now=now,
+        )
 
     def run(self, *, budget_s: float = math.inf) -> Iterator[Outcome]:
         """Every run branch, for `budget_s` seconds; runs that wait for the same tables go together."""
@@ -121,14 +140,17 @@ class Reconciler:
         ended, others = backlog(self._instance, [branch], location=self._location)
         return next(iter(others), None) or next(self._pass(ended))
 
-    def publish_now(self, run: DagsterRun) -> Outcome | None:
+    def publish_now(self, run: DagsterRun, *, judge_only: bool = False) -> Outcome | None:
         """Publish a run from inside it, as its last act: all its steps have succeeded.
 
-        The outcome is that of an ended run. None when it touched no table.
+        The outcome is that of an ended run. None when it touched no table. `judge_only`: a run that passes
+        is left to the sensor.
         """
         name = run.tags.get(BRANCH_TAG) or branch_name(run.run_id)
         branch = self._branch(name)
-        outcome = next(self._pass([Ended(branch, run)], inside=True)) if branch else None
+        outcome = (
+            next(self._pass([Ended(branch, run)], inside=True, judge_only=judge_only)) if branch else None
+        )
         unsettled = outcome is None or outcome.action in (
             PublicationAction.TRY_AGAIN,
             PublicationAction.WAITING,
@@ -161,11 +183,17 @@ class Reconciler:
     # -- the course of a pass --------------------------------------------------------------------------
 
     def _pass(
-        self, ended: Sequence[Ended], *, whole: bool = False, inside: bool = False
+        self,
+        ended: Sequence[Ended],
+        *,
+        whole: bool = False,
+        inside: bool = False,
+        judge_only: bool = False,
     ) -> Iterator[Outcome]:
         """The states that wait for checks, then the other runs in batches.
 
-        `whole`: these are all runs that have ended. `inside`: of one that publishes itself.
+        `whole`: these are all runs that have ended. `inside`: of one that publishes itself; `judge_only`: not
+        if it passes.
         """
         if not ended:
             return
@@ -186,7 +214,7 @@ class Reconciler:
                 if self._clock() >= self._until:
                     yield from (_waits(one, "its turn comes with the next tick") for one in (*batch, *rest))
                     return
-                yield from self._batch(batch, reserved, each, inside=inside)
+                yield from self._batch(batch, reserved, each, inside=inside, judge_only=judge_only)
 
     def _checked(
         self,
@@ -226,8 +254,9 @@ class Reconciler:
         each: Callable[..., Iterable[Any]],
         *,
         inside: bool,
+        judge_only: bool = False,
     ) -> Iterator[Outcome]:
-        """From verdict to publication."""
+        """From verdict to publication, or with `judge_only` to the end of what is not to be published."""
 
         def look(one: Ended) -> Outcome | Assessed:
             held = self._held(one, reserved) if reserved else None
@@ -236,6 +265,9 @@ class Reconciler:
         found: list[Outcome | Assessed] = list(each(look, batch))
         yield from (one for one in found if isinstance(one, Outcome))
         judged = [one for one in found if isinstance(one, Assessed)]
+        if judge_only:
+            yield from (_waits(one, _LEFT) for one in judged if one.candidate)
+            judged = [one for one in judged if not one.candidate]
         ready = [one for one in judged if one.candidate and not one.already_published]
         candidates = [one.candidate for one in ready if one.candidate]
         results = (
@@ -326,7 +358,7 @@ def _tables(candidate: Candidate) -> Iterator[ContentKey]:
     return (entry.key for entry in candidate.changes if isinstance(entry.to_content, IcebergTable))
 
 
-def _waits(one: Ended, why: str) -> Outcome:
+def _waits(one: Ended | Assessed, why: str) -> Outcome:
     return Outcome(one.branch.name, one.run.run_id, PublicationAction.WAITING, why)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -14,130 +15,179 @@ from branchlake_dagster.branching.branch.run_tags import (
     PUBLICATION_TAG,
     REASON_TAG,
     REPORTED_TAG,
+    STATUS_TAG,
     VERDICT_TAG,
+    Status,
     opened_by,
     shortened,
 )
+from branchlake_dagster.branching.fencing.taken_back import take_back
 from branchlake_dagster.library_internals.dagster import report_engine_event
-from branchlake_dagster.publication.gate.evidence import RunEvidence
+from branchlake_dagster.publication.gate.evidence import RunEvidence, Written
 from branchlake_dagster.publication.gate.verdict import Verdict
+from branchlake_dagster.publication.ledger import report_metadata as names
+from branchlake_dagster.publication.reconcile.main_view import MainView
 
 _EXAMPLES = 200
-_ROWS = {True: "dagster/row_count", False: "dagster/partition_row_count"}
-"""Dagster's own names, by whether the whole asset was written."""
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What is told of one run.
+
+    `publication` is the commit on `main`, `by_hand` when somebody else made it, `rebased` the tables whose
+    changes were replayed for it. Without one, `why` or the verdict's reasons tell the cause, and for
+    `kept_hours` the branch stays for debugging; `text` replaces the sentence that is made of all that.
+    `on_main` says that its rows are there all the same, merged by hand or written directly.
+    `took_s`: seconds from evidence to publication; `at` is the time now, a POSIX time stamp.
+    """
+
+    run: DagsterRun
+    evidence: RunEvidence
+    verdict: Verdict
+    branch: str
+    status: Status
+    took_s: float
+    at: float
+    publication: str | None = None
+    by_hand: bool = False
+    rebased: tuple[str, ...] = ()
+    why: str | None = None
+    text: str | None = None
+    kept_hours: float = 0.0
+    on_main: bool = False
+
+    @property
+    def taken_back(self) -> bool:
+        """Whether it materialised what `main` does not have."""
+        held = self.status in (Status.PUBLISHED, Status.UNCHANGED)
+        return not (held or self.publication or self.on_main)
+
+    def sentence(self) -> str:
+        """What became of the run."""
+        if self.text:
+            return self.text
+        if self.publication and self.by_hand:
+            return f"On main already: somebody merged its branch by hand, as {self.publication}."
+        if self.publication:
+            was = "was" if len(self.rebased) == 1 else "were"
+            again = f" {_listed(self.rebased)} {was} rebased on what main had become." if self.rebased else ""
+            return f"Published as {self.publication}.{again}"
+        kept = f" Its branch {self.branch} is kept for {self.kept_hours:g} h." if self.kept_hours else ""
+        return f"Not published: {self.reason().rstrip('.')}.{kept}"
+
+    def reason(self) -> str:
+        """Why it is not published, without the counts of its checks."""
+        return self.why or "; ".join(self.verdict.reasons) or self.verdict.summary()
+
+    def tags(self) -> Mapping[str, str]:
+        """The run's tags."""
+        tags = {STATUS_TAG: str(self.status), VERDICT_TAG: str(self.verdict.decision)}
+        if self.publication:
+            return {**tags, PUBLICATION_TAG: self.publication}
+        reason = self.why or "; ".join(self.verdict.reasons)
+        return {**tags, REASON_TAG: shortened(reason)} if reason else tags
 
 
 def report_outcome(
     instance: DagsterInstance,
-    run: DagsterRun,
-    evidence: RunEvidence,
-    verdict: Verdict,
+    report: RunReport,
+    view: MainView | None,
     *,
-    branch: str,
-    publication: str | None,
-    by_hand: bool = False,
-    rebased: Sequence[str] = (),
-    why: str | None = None,
-    text: str | None = None,
-    kept_hours: float = 0.0,
-    took_s: float,
     more: Callable[[], bool] = lambda: True,
 ) -> int:
     """Tell the run's log, its tags and each written asset; how many partitions are left to be told.
 
     Doing it twice tells it once. It stops when there is no time for `more`, notes in a tag how far it came,
     and goes on from there when it is called again. The other tags come last: they mark that all was told.
-    `publication` is the commit on `main`, `by_hand` when somebody else made it, `rebased` the tables whose
-    changes were replayed for it. Without one, `why` or the verdict's reasons tell the cause, and for
-    `kept_hours` the branch stays for debugging; `text` replaces the sentence that is made of all that.
-    `took_s`: seconds from evidence to publication.
     """
-    tags = _tags(verdict, publication, why)
-    current = instance.get_run_by_id(run.run_id)
+    tags, run_id = report.tags(), report.run.run_id
+    current = instance.get_run_by_id(run_id)
     now = current.tags if current is not None else {}
     if current is not None and tags.items() <= now.items():
         return 0
-    text = text or _text(verdict, branch, publication, by_hand, rebased, why, kept_hours)
-    metadata = _metadata(run, evidence, verdict, branch, publication, rebased, why)
-    metadata["branchlake/publisher_s"] = MetadataValue.float(round(took_s, 4))
     # Automation follows what is told here, so every published partition is; of the others, examples do.
-    shown = list(islice(evidence.written.items(), None if publication else _EXAMPLES))
-    told = _told(now, run.run_id)
-    for number, ((asset, partition), written) in enumerate(shown[told:], start=told):
-        if number > told and not more():
-            instance.add_run_tags(run.run_id, {REPORTED_TAG: str(number)})
+    shown = list(islice(report.evidence.written.items(), None if report.publication else _EXAMPLES))
+    reported = _reported(now, run_id)
+    common = _metadata(report, view)
+    tables = {_table(report, asset) for (asset, _), _ in shown}
+    rows = view.rows(tables, report.publication) if view else dict.fromkeys(tables)
+    if report.taken_back:
+        take_back(instance, report.run, {one.run_id for one in report.evidence.written.values()})
+    text = report.sentence()
+    for number, ((asset, partition), written) in enumerate(shown[reported:], start=reported):
+        if number > reported and not more():
+            instance.add_run_tags(run_id, {REPORTED_TAG: str(number)})
             return len(shown) - number
-        rows = {_ROWS[partition is None]: MetadataValue.int(written.rows)} if written.rows is not None else {}
+        found = _of_asset(report, asset, partition, written, rows[_table(report, asset)])
+        key = AssetKey.from_user_string(asset)
         instance.report_runless_asset_event(
-            AssetObservation(
-                asset_key=AssetKey.from_user_string(asset),
-                partition=partition,
-                description=text,
-                metadata={**metadata, **rows},
-            )
+            AssetObservation(key, partition=partition, description=text, metadata={**common, **found})
         )
-    report_engine_event(instance, text, run, metadata)
+    report_engine_event(instance, text, report.run, common)
     # What an attempt that broke has left there is true no more, and Dagster has no way to remove a tag.
     passed = {name: NONE for name in (REASON_TAG, NEXT_ATTEMPT_TAG) if now.get(name, NONE) != NONE}
-    instance.add_run_tags(run.run_id, {**passed, **tags})
+    instance.add_run_tags(run_id, {**passed, **tags})
     return 0
 
 
-def _told(tags: Mapping[str, str], run_id: str) -> int:
+def _table(report: RunReport, asset: str) -> str:
+    return report.evidence.rules[asset].table
+
+
+def _reported(tags: Mapping[str, str], run_id: str) -> int:
     """How many partitions an earlier call has told."""
     count = tags.get(REPORTED_TAG, "") if opened_by(tags, run_id) else ""
     return int(count) if count.isdigit() else 0
 
 
-def _text(
-    verdict: Verdict,
-    branch: str,
-    publication: str | None,
-    by_hand: bool,
-    rebased: Sequence[str],
-    why: str | None,
-    kept_hours: float,
-) -> str:
-    if publication and by_hand:
-        return f"On main already: somebody merged its branch by hand, as {publication}."
-    if publication:
-        again = f" {', '.join(rebased)} was rebased on what main had become." if rebased else ""
-        return f"Published as {publication}.{again}"
-    kept = f" Its branch {branch} is kept for {kept_hours:g} h." if kept_hours else ""
-    return f"Not published: {(why or verdict.summary()).rstrip('.')}.{kept}"
-
-
-def _tags(verdict: Verdict, publication: str | None, why: str | None) -> Mapping[str, str]:
-    tags = {VERDICT_TAG: str(verdict.decision)}
-    if publication:
-        tags[PUBLICATION_TAG] = publication
-    reason = why or "; ".join(verdict.reasons)
-    if reason and not publication:
-        tags[REASON_TAG] = shortened(reason)
-    return tags
-
-
-def _metadata(
-    run: DagsterRun,
-    evidence: RunEvidence,
-    verdict: Verdict,
-    branch: str,
-    publication: str | None,
-    rebased: Sequence[str],
-    why: str | None,
-) -> dict[str, Any]:
+def _metadata(report: RunReport, view: MainView | None) -> dict[str, Any]:
+    """What is told of the run, on each of its assets and in its own log."""
+    verdict = report.verdict
     found: dict[str, Any] = {
-        "branchlake/verdict": MetadataValue.text(str(verdict.decision)),
-        "branchlake/checks": MetadataValue.text(f"{verdict.checks_passed}/{verdict.checks_total} passed"),
-        "branchlake/branch": MetadataValue.text(branch),
-        "branchlake/run": MetadataValue.dagster_run(run.run_id),
+        names.VERDICT: MetadataValue.text(str(verdict.decision)),
+        names.CHECKS: MetadataValue.text(f"{verdict.checks_passed}/{verdict.checks_total} passed"),
+        names.BRANCH: MetadataValue.text(report.branch),
+        names.RUN: MetadataValue.dagster_run(report.run.run_id),
+        names.PUBLISHER_S: MetadataValue.float(round(report.took_s, 4)),
     }
-    if publication:
-        found["branchlake/publication"] = MetadataValue.text(publication)
-        found["branchlake/tables"] = MetadataValue.text(", ".join(sorted(evidence.write_set)))
-    if rebased:
-        found["branchlake/rebased"] = MetadataValue.text(", ".join(rebased))
-    listed = [why] if why else [*verdict.reasons, *(f"warning: {text}" for text in verdict.warnings)]
-    if listed:
-        found["branchlake/reasons"] = MetadataValue.md("\n".join(f"- {line}" for line in listed))
+    if report.publication:
+        found[names.PUBLICATION] = MetadataValue.text(report.publication)
+        found[names.TABLES] = MetadataValue.text(", ".join(sorted(report.evidence.write_set)))
+        if view and (page := view.page(report.publication)):
+            found[names.COMMIT_PAGE] = MetadataValue.url(page)
+    if report.rebased:
+        found[names.REBASED] = MetadataValue.text(", ".join(report.rebased))
+    warnings = [f"warning: {text}" for text in verdict.warnings]
+    if listed := [report.why] if report.why else [*verdict.reasons, *warnings]:
+        found[names.REASONS] = MetadataValue.md("\n".join(f"- {line}" for line in listed))
     return found
+
+
+def _of_asset(
+    report: RunReport, asset: str, partition: str | None, written: Written, rows: int | None
+) -> dict[str, Any]:
+    """What is told of one partition of one asset: above all, what `main` has of it now."""
+    found: dict[str, Any] = {}
+    if rows is not None:
+        found[names.ROWS] = MetadataValue.int(rows)
+    alone = written.whole or _table(report, asset) not in report.rebased
+    if report.publication and alone and written.partition_rows is not None:
+        found[names.PARTITION_ROWS] = MetadataValue.int(written.partition_rows)
+    if report.publication and written.at:
+        found[names.DELAY_S] = MetadataValue.float(round(max(0.0, report.at - written.at), 3))
+    if report.publication and written.preview:
+        found[names.PREVIEW] = MetadataValue.md(written.preview)
+    counted = [
+        one.failing
+        for ((checked, _), part), one in report.evidence.evaluations.items()
+        if checked == asset and part in (partition, None) and one.failing is not None
+    ]
+    if counted:
+        found[names.FAILING_ROWS] = MetadataValue.int(sum(counted))
+    return found
+
+
+def _listed(texts: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))

@@ -15,6 +15,7 @@ from dagster import DagsterInstance, DagsterRun, RunsFilter
 from sqlalchemy.exc import InterfaceError, OperationalError
 
 from branchlake_dagster.branching.branch.claim import release_claim
+from branchlake_dagster.branching.branch.owner import runs_on
 from branchlake_dagster.branching.branch.run_tags import (
     ATTEMPTS_TAG,
     BRANCH_TAG,
@@ -22,12 +23,15 @@ from branchlake_dagster.branching.branch.run_tags import (
     NONE,
     REASON_TAG,
     SET_ASIDE,
+    STATUS_TAG,
     VERDICT_TAG,
+    Status,
     base_hash_of,
     opened_by,
     shortened,
 )
 from branchlake_dagster.branching.fencing.finish_branch import drop_branch
+from branchlake_dagster.branching.fencing.taken_back import fail_unpublished, take_back
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
@@ -149,9 +153,12 @@ def give_up(client: NessieClient, instance: DagsterInstance, run: DagsterRun) ->
                 return f"Run {run.run_id}: its branch is being written to. Try it once more."
     reason = f"{text} {run.tags.get(REASON_TAG, '')}".rstrip()
     report_engine_event(instance, text, run)
-    tags = {VERDICT_TAG: "blocked", REASON_TAG: shortened(reason), NEXT_ATTEMPT_TAG: NONE}
-    instance.add_run_tags(run.run_id, tags)
+    status = Status.UNBRANCHED if branch == MAIN else Status.BLOCKED
+    tags = {STATUS_TAG: str(status), VERDICT_TAG: "blocked"}
+    instance.add_run_tags(run.run_id, {**tags, REASON_TAG: shortened(reason), NEXT_ATTEMPT_TAG: NONE})
     if branch != MAIN:
+        take_back(instance, run, [one.run_id for one in runs_on(instance, branch)] or [run.run_id])
+        fail_unpublished(instance, run.run_id, reason)
         release_claim(client, branch)
     return f"Run {run.run_id}: {text}"
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dagster import Definitions
+from dagster import Definitions, Executor, ExecutorDefinition, multi_or_in_process_executor
 
 from branchlake_dagster.branching.io.io_manager import NessieBranchIOManager
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
+from branchlake_dagster.library_internals.dagster import with_executor
 from branchlake_dagster.publication.cleanup.dead_writer_sensor import dead_writer_sensor
 from branchlake_dagster.publication.cleanup.reaping import reap_job, reap_schedule
 from branchlake_dagster.publication.runtime.publication_sensor import publication_sensor
+from branchlake_dagster.publication.runtime.publish_at_end import publish_at_end
 from branchlake_dagster.publication.runtime.validation import validate
 from branchlake_dagster.settings import Settings
 
@@ -26,8 +28,10 @@ def branchlake_definitions(
 ) -> Definitions:
     """The IO manager, the Spark session, the publication sensor and the reaper of a lake, beside your own.
 
-    With `definitions` they are merged, and mistakes in the assets of this lake are errors now instead of
-    blocked runs later. Without, the result can be merged into any other `Definitions`.
+    With `definitions` they are merged, mistakes in the assets of this lake are errors now instead of blocked
+    runs later, and runs judge and publish themselves at their end: the executor is wrapped in
+    `publish_at_end`. Without, the result can be merged into any other `Definitions`; the sensor then does all
+    of that.
 
     Args:
         settings (Optional[Settings]): The lake's settings; they reach every resource. (default:
@@ -103,4 +107,11 @@ def branchlake_definitions(
         default_namespace=settings.default_namespace,
         require_checks=settings.require_checks,
     )
-    return merged
+    return with_executor(merged, publish_at_end(_executor_of(definitions), lakehouse_key=lakehouse_key))
+
+
+def _executor_of(definitions: Definitions) -> ExecutorDefinition:
+    given = definitions.executor
+    if isinstance(given, Executor):
+        return ExecutorDefinition.hardcoded_executor(given)
+    return given or multi_or_in_process_executor

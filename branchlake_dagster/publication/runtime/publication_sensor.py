@@ -24,6 +24,8 @@ from branchlake_dagster.publication.runtime.tick import Tick
 from branchlake_dagster.publication.runtime.unbranched import settle_unbranched
 from branchlake_dagster.settings import Settings
 
+_PATIENCE_S = 2.0
+"""For runs that publish themselves; each takes some tens of milliseconds."""
 _NO_SENSOR = "add publication_automation_sensor() to the definitions."
 
 
@@ -47,7 +49,7 @@ def publication_sensor(
     def publication_sensor_(context: SensorEvaluationContext, **_: object) -> SensorResult | SkipReason:
         # `_`: called like a function, as in tests, Dagster passes the resources by name too.
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
-        with one_pass(resource.lakehouse.settings) as mine:
+        with one_pass(resource.lakehouse.settings, patience_s=_PATIENCE_S) as mine:
             if not mine:
                 return SkipReason("Another pass over this lake is at work.")
             return _tick(context, resource.lakehouse)
@@ -62,7 +64,7 @@ def _tick(context: SensorEvaluationContext, lake: Lakehouse) -> SensorResult | S
     origin = context.code_location_origin
     graph, location = repository.asset_graph, origin.location_name if origin else None
     reconciler = Reconciler.of(lake, context.instance, graph, location=location)
-    unbranched = settle_unbranched(lake.nessie, context.instance, graph, lake.settings, location=location)
+    unbranched = settle_unbranched(lake, context.instance, graph, location=location)
     for key in never_evaluated(repository):
         context.log.warning(f"{key.to_user_string()} follows publications, but no sensor looks: {_NO_SENSOR}")
     tick = Tick()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import dagster as dg
@@ -11,18 +12,26 @@ from branchlake_dagster.branching.branch.run_tags import (
     NONE,
     PENDING,
     REASON_TAG,
+    STATUS_TAG,
     VERDICT_TAG,
     Place,
+    Status,
     place_of,
     publication_of,
 )
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.gate.verdict import Decision
 from branchlake_dagster.publication.reconcile.assess import NO_TABLE
 from branchlake_dagster.publication.reconcile.outcome import CheckRun, Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+
+_ACTIONS: Mapping[str, PublicationAction] = {
+    Status.BLOCKED: PublicationAction.BLOCKED,
+    Status.REFUSED: PublicationAction.REFUSED,
+    Status.UNBRANCHED: PublicationAction.UNBRANCHED,
+}
+"""By the run's tag; whatever else it says, the branch was discarded."""
 
 _PASSES = 20
 """Each pass but the last one makes the checks that the one before asked for."""
@@ -185,13 +194,9 @@ def _told_before(run: dg.DagsterRun, place: Place) -> RunOutcome:
     if place.unbranched and verdict == PENDING:
         waits = "it wrote to main directly; the publication sensor judges it"
         return RunOutcome(run.run_id, PublicationAction.UNBRANCHED, (waits,))
-    if not run.is_success or reason == NO_TABLE:
-        return RunOutcome(run.run_id, PublicationAction.DISCARDED, reasons)
-    if verdict == PENDING:
+    if verdict == PENDING and run.is_success:
         return RunOutcome(
             run.run_id, PublicationAction.REFUSED, ("its branch is gone, and nobody judged it",)
         )
-    blocked = verdict == Decision.BLOCKED
-    return RunOutcome(
-        run.run_id, PublicationAction.BLOCKED if blocked else PublicationAction.REFUSED, reasons
-    )
+    action = _ACTIONS.get(run.tags.get(STATUS_TAG, ""), PublicationAction.DISCARDED)
+    return RunOutcome(run.run_id, action, reasons)

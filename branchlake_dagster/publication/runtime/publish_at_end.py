@@ -1,8 +1,9 @@
-"""Publishing as the last act of a run, instead of waiting for the sensor.
+"""The gate and the publication as the last act of a run, instead of waiting for the sensor.
 
-A job opts in by its executor:
+`branchlake_definitions(settings, definitions)` wraps the code location's executor in it; a job that names an
+executor of its own does the same:
 
-    dg.define_asset_job("prices_job", selection, executor_def=publish_at_end(dg.in_process_executor))
+    dg.define_asset_job("prices_job", selection, executor_def=publish_at_end(dg.multiprocess_executor))
 
 It is the sensor's own publisher, started earlier; if the process dies in the middle, or Nessie is away, the
 sensor finds the branch and goes on from whatever state it is in.
@@ -16,40 +17,47 @@ from typing import Any
 import dagster as dg
 from dagster import DagsterEvent, Executor
 
-from branchlake_dagster.branching.branch.run_tags import BRANCH_TAG, opened_by
+from branchlake_dagster.branching.branch.run_tags import BRANCH_TAG, LAKE_TAG, opened_by
+from branchlake_dagster.branching.fencing.taken_back import failure
 from branchlake_dagster.branching.liveness.heartbeat import beating
 from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import BranchlakeError, Terminal
-from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.library_internals.dagster import asset_graph_of, engine_event
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster.publication.runtime.pass_lock import one_pass
+
+_PATIENCE_S = 0.25
+"""For another run that publishes itself at this moment."""
 
 
 class NotPublished(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """A run that publishes itself was blocked or refused; `main` is as it was.
+    """A run was blocked or refused at its end; `main` is as it was.
 
-    The run fails with it, after its steps have succeeded. The reasons are in its text, in the run's tags and
-    on the assets' pages.
+    The run fails with it, after its steps have succeeded. The reasons are in its text and on the assets'
+    pages.
 
     Examples:
         .. code-block:: python
 
             @dg.run_failure_sensor
             def alert(context: dg.RunFailureSensorContext):
-                if "NotPublished" in context.failure_event.message:
-                    context.log.error("blocked: %s", context.dagster_run.tags["branchlake/reason"])
+                if context.dagster_run.tags.get("branchlake") in ("blocked", "refused"):
+                    context.log.error(context.failure_event.message)
     """
 
 
 def publish_at_end(
     inner: dg.ExecutorDefinition = dg.in_process_executor, *, lakehouse_key: str = "lakehouse"
 ) -> dg.ExecutorDefinition:
-    """An executor that publishes the run as its last act, if all its steps have succeeded.
+    """An executor that judges the run at its end, and publishes it if all its steps have succeeded.
 
     A blocked or refused run fails, so that it shows. What cannot be decided in the run (checks to be
-    repeated on a rebased table, Nessie away) is left to the publication sensor.
+    repeated on a rebased table, Nessie away) or is done better by the publication sensor (another publisher
+    is at work) is left to it. `branchlake_definitions(settings, definitions)` wraps the executor of
+    `definitions`; jobs with an executor of their own need it themselves.
 
     Args:
         inner (ExecutorDefinition): The executor that runs the steps. (default: `in_process_executor`)
@@ -112,10 +120,10 @@ class _Publishing(Executor):
             return
         if outcome.action in (PublicationAction.BLOCKED, PublicationAction.REFUSED):
             raise NotPublished(
-                f"The run was not published: {outcome.detail}.",
+                failure(_reasons(outcome)),
                 branch=outcome.branch,
                 run_id=outcome.run_id,
-                hint="The reasons stand in the run's tags and on the assets' pages.",
+                hint="The failed checks stand on the assets' pages, with examples of the rows that fail.",
             )
         if outcome.action is not PublicationAction.PUBLISHED:
             nothing = outcome.action is PublicationAction.DISCARDED
@@ -125,17 +133,23 @@ class _Publishing(Executor):
             yield engine_event(plan_context, text)
 
     def _publish(self, context: Any) -> Outcome | None:
-        graph = asset_graph_of(context.job)
         run = context.instance.get_run_by_id(context.run_id)
         if run is None or not opened_by(run.tags, run.run_id):
             return None  # it has touched no table
-        branch = run.tags.get(BRANCH_TAG, "")
-        lake = self._lake(context)
-        store, interval = HeartbeatStore.of(lake.settings), lake.settings.heartbeat_interval_s
+        branch, lake = run.tags.get(BRANCH_TAG, ""), self._lake(context)
+        settings = lake.settings
+        if branch == MAIN or run.tags.get(LAKE_TAG) != settings.lake_id:
+            return None  # it is unbranched, or another lake's
+        store, interval = HeartbeatStore.of(settings), settings.heartbeat_interval_s
+        reconciler = Reconciler.of(lake, context.instance, asset_graph_of(context.job))
         try:
             # The steps' heartbeat has ended with their resources; the reaper must see that this goes on.
             with beating(store, branch, run_id=run.run_id, interval_s=interval, kind="publisher"):
-                return Reconciler.of(lake, context.instance, graph).publish_now(run)
+                if not settings.publish_in_run:
+                    return reconciler.publish_now(run, judge_only=True)
+                # Many runs that end together are published by one commit of the sensor: racing is the slow way.
+                with one_pass(settings, patience_s=_PATIENCE_S) as mine:
+                    return reconciler.publish_now(run, judge_only=not mine)
         except BranchlakeError as error:
             return Outcome(branch, run.run_id, PublicationAction.TRY_AGAIN, str(error))
 
@@ -147,3 +161,8 @@ class _Publishing(Executor):
         with dg.build_resources({self._lakehouse_key: definition}, instance=context.instance) as resources:
             resource: LakehouseResource = getattr(resources, self._lakehouse_key)
             return resource.lakehouse
+
+
+def _reasons(outcome: Outcome) -> str:
+    blocked = outcome.action is PublicationAction.BLOCKED and outcome.verdict is not None
+    return "; ".join(outcome.verdict.reasons) if blocked and outcome.verdict else outcome.detail

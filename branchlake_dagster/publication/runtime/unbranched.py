@@ -6,21 +6,27 @@ as it can be: the run is marked failed and asks for manual validation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 
 from dagster import DagsterInstance, DagsterRun, DagsterRunStatus, RunsFilter
 
-from branchlake_dagster.branching.branch.run_tags import PENDING, UNBRANCHED_TAG, VERDICT_TAG, opened_by
-from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.branching.branch.run_tags import (
+    PENDING,
+    UNBRANCHED_TAG,
+    VERDICT_TAG,
+    Status,
+    opened_by,
+)
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.library_internals.dagster import AssetGraph
 from branchlake_dagster.publication.gate.evidence import collect
 from branchlake_dagster.publication.gate.verdict import judge
-from branchlake_dagster.publication.reconcile import report
 from branchlake_dagster.publication.reconcile.backlog import other_location
+from branchlake_dagster.publication.reconcile.main_view import MainView
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
+from branchlake_dagster.publication.reconcile.report import RunReport, report_outcome
 from branchlake_dagster.publication.reconcile.trouble import Troubles
-from branchlake_dagster.settings import Settings
 
 _FINISHED = [DagsterRunStatus.SUCCESS, DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED]
 _AT_MOST = 100
@@ -30,14 +36,14 @@ MANUAL = "Manual validation needed: the run wrote to main directly, so what it w
 
 
 def settle_unbranched(
-    client: NessieClient,
+    lake: Lakehouse,
     instance: DagsterInstance,
     graph: AssetGraph,
-    settings: Settings,
     *,
     location: str | None = None,
+    now: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> Iterator[Outcome]:
-    """Judge the finished unbranched runs that nobody has judged yet."""
+    """Judge the finished unbranched runs that nobody has judged yet. `now` is the wall clock."""
     troubles = Troubles(instance)
     waiting = RunsFilter(tags={UNBRANCHED_TAG: "true", VERDICT_TAG: PENDING}, statuses=_FINISHED)
     for run in instance.get_runs(waiting, limit=_AT_MOST):
@@ -46,18 +52,19 @@ def settle_unbranched(
                 yield held
                 continue
             try:
-                yield _settle(client, instance, run, graph, settings)
+                yield _settle(lake, instance, run, graph, now())
             except Exception as error:  # noqa: BLE001 - it concerns this run, not the others
                 yield troubles.note(MAIN, run, error)
 
 
 def _settle(
-    client: NessieClient,
+    lake: Lakehouse,
     instance: DagsterInstance,
     run: DagsterRun,
     graph: AssetGraph,
-    settings: Settings,
+    now: datetime,
 ) -> Outcome:
+    settings = lake.settings
     evidence = collect(
         instance,
         [run],
@@ -70,7 +77,7 @@ def _settle(
     text = "Written to main directly, without a branch, because Nessie was unavailable; its checks passed."
     why = None
     # Automation goes on from what is told as published; the name is the run's own, for there is no branch.
-    publication: str | None = client.reference(MAIN).hash
+    publication: str | None = lake.nessie.reference(MAIN).hash
     if verdict.blocked:
         publication = None
         why = f"{MANUAL}. {verdict.summary()}"
@@ -78,7 +85,18 @@ def _settle(
         if run.is_success:
             instance.report_run_failed(run, f"{MANUAL}. {'; '.join(verdict.reasons)}")
     name = f"{MAIN} (run {run.run_id})"
-    report.report_outcome(
-        instance, run, evidence, verdict, branch=name, publication=publication, why=why, text=text, took_s=0.0
+    report = RunReport(
+        run,
+        evidence,
+        verdict,
+        name,
+        Status.UNBRANCHED,
+        took_s=0.0,
+        at=now.timestamp(),
+        publication=publication,
+        why=why,
+        text=text,
+        on_main=True,
     )
+    report_outcome(instance, report, MainView(lake))
     return Outcome(MAIN, run.run_id, PublicationAction.UNBRANCHED, text, verdict, publication)

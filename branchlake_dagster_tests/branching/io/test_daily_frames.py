@@ -95,7 +95,7 @@ def test_an_upsert_of_no_rows_changes_none(lakehouse: Lakehouse, namespace: str,
         p.settle(p.run())
         assert p.rows(namespace, "t") == [{"k": 1, "v": "a"}]
         (event,) = p.last.get_asset_materialization_events()
-        assert event.materialization.metadata["dagster/row_count"].value == 1
+        assert event.materialization.metadata["branchlake/rows_on_branch"].value == 1
 
 
 def test_an_upsert_of_no_rows_makes_the_table_and_still_needs_its_keys(
@@ -361,11 +361,11 @@ def test_an_op_job_beside_the_assets_makes_no_branch(lakehouse: Lakehouse) -> No
 
 
 def told_rows(p: Project) -> dict[str | None, Any]:
-    """`dagster/partition_row_count` of the last run's materialisations, by partition."""
+    """`branchlake/partition_rows_on_branch` of the last run's materialisations, by partition."""
     return {
-        event.partition: event.materialization.metadata["dagster/partition_row_count"].value
+        event.partition: event.materialization.metadata["branchlake/partition_rows_on_branch"].value
         for event in p.last.get_asset_materialization_events()
-        if "dagster/partition_row_count" in event.materialization.metadata
+        if "branchlake/partition_rows_on_branch" in event.materialization.metadata
     }
 
 

@@ -97,7 +97,7 @@ def test_metadata_and_snapshot_tell_their_origin(lakehouse: Lakehouse, namespace
         (event,) = p.last.get_asset_materialization_events()
         told = {key: value.value for key, value in event.materialization.metadata.items()}
         table = lakehouse.catalog(branch_name(run_id)).load_table((namespace, "t"))
-        assert told["dagster/row_count"] == told["dagster/partition_row_count"] == 2
+        assert told["branchlake/rows_on_branch"] == told["branchlake/partition_rows_on_branch"] == 2
         assert told["dagster/table_name"] == f"{namespace}.t"
         assert [column.name for column in told["dagster/column_schema"].columns] == ["ts"]
         assert told["dagster/uri"] == table.location()

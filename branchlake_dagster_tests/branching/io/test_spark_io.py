@@ -342,7 +342,7 @@ def test_sql_inside_an_asset_stands_on_the_runs_branch(lakehouse: Lakehouse, nam
         (event,) = [
             e for e in p.last.get_asset_materialization_events() if e.asset_key.path == [namespace, "t"]
         ]
-        assert event.materialization.metadata["dagster/row_count"].value == 1
+        assert event.materialization.metadata["branchlake/rows_on_branch"].value == 1
         assert p.settle(run_id).action is PublicationAction.PUBLISHED
         assert p.rows(namespace, "twice") == [{"n": 10}]
         assert p.rows(namespace, "silent") == [{"n": 5}]
@@ -564,4 +564,4 @@ def test_spark_keeps_long_partition_keys_and_tells_their_rows(lakehouse: Lakehou
         for rows in (2, 3):
             settled(p, partition=key)
             (event,) = p.last.get_asset_materialization_events()
-            assert event.materialization.metadata["dagster/partition_row_count"].value == rows
+            assert event.materialization.metadata["branchlake/partition_rows_on_branch"].value == rows

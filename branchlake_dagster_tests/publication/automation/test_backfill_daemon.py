@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG
+from branchlake_dagster.branching.branch.run_tags import CHECKS_FOR_TAG, PUBLICATION_TAG, REASON_TAG
 from branchlake_dagster.cli.local.dagster_dev import dagster_dev
 from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -98,7 +98,7 @@ def test_a_backfill_into_a_new_table_publishes_every_partition_unaided(
 
         def all_published() -> bool:
             now = runs()
-            told = [run.tags.get("branchlake/reason") for run in now]
+            told = [run.tags.get(REASON_TAG) for run in now]
             assert not any(told), told
             return sum(PUBLICATION_TAG in run.tags for run in now) == PARTITIONS
 
@@ -123,12 +123,12 @@ def test_two_runs_meet_and_the_daemon_repeats_the_check(
 
         def both_published() -> bool:
             now = [run for run in instance.get_runs() if run.run_id in launched]
-            told = [run.tags.get("branchlake/reason") for run in now]
+            told = [run.tags.get(REASON_TAG) for run in now]
             assert not any(told), told
             return sum(PUBLICATION_TAG in run.tags for run in now) == 2
 
         wait_for(both_published, seconds=180)
         assert len(lakehouse.catalog().load_table((namespace, "sums")).scan().to_arrow()) == 2
-        (again,) = [run for run in instance.get_runs() if "branchlake/checks_for" in run.tags]
-        assert again.tags["branchlake/checks_for"] in launched
+        (again,) = [run for run in instance.get_runs() if CHECKS_FOR_TAG in run.tags]
+        assert again.tags[CHECKS_FOR_TAG] in launched
         assert again.is_success

@@ -12,6 +12,7 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster.branching.branch.run_branch import branch_name, main_with_history
+from branchlake_dagster.branching.branch.run_tags import REASON_TAG, VERDICT_TAG
 from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
 from branchlake_dagster.branching.reaping.rules import ReapingAction
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
@@ -119,8 +120,8 @@ def test_a_killed_run_is_found_dead_and_leaves_nothing(own_lake: Lakehouse, run:
         # Dagster alone would take it for running for ever.
         assert run.status(instance) is dg.DagsterRunStatus.FAILURE
         tags = run.tags(instance)
-        assert tags["branchlake/verdict"] == "fenced"
-        assert "its branch was ended: Its writer is dead" in tags["branchlake/reason"]
+        assert tags[VERDICT_TAG] == "fenced"
+        assert "its branch was ended: Its writer is dead" in tags[REASON_TAG]
         records = instance.get_records_for_run(run.run_id).records
         told = [record.event_log_entry.message for record in records]
         assert any(f"no heartbeat of process {run.process.pid} on " in message for message in told)
@@ -179,8 +180,8 @@ def test_a_killed_run_is_continued_by_a_retry(own_lake: Lakehouse, run: Run) -> 
             timeout=120,
         )
         tags = run.tags(instance)
-        assert tags["branchlake/verdict"] == "continued"
-        assert tags["branchlake/reason"] == f"run {done.stdout.split()[-1]} continues its work"
+        assert tags[VERDICT_TAG] == "continued"
+        assert tags[REASON_TAG] == f"run {done.stdout.split()[-1]} continues its work"
         own = branch_name(done.stdout.split()[-1])
         namespace = environment["TEST_NAMESPACE"]
         for name in ("first", "second"):

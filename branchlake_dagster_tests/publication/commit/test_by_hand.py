@@ -6,6 +6,7 @@ import pytest
 import requests
 
 from branchlake_dagster.branching.branch.run_branch import branch_name
+from branchlake_dagster.branching.branch.run_tags import REASON_TAG
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.ledger.candidate import Published, Refused
@@ -190,7 +191,7 @@ def test_a_run_whose_base_was_rolled_back_is_told(lakehouse: Lakehouse, namespac
         assert "rolled back" in outcome.detail
         run = p.instance.get_run_by_id(run_id)
         assert run is not None
-        assert "rolled back" in run.tags["branchlake/reason"]
+        assert "rolled back" in run.tags[REASON_TAG]
         assert branch_name(run_id) not in p.branches()
 
 

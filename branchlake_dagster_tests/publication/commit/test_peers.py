@@ -15,6 +15,7 @@ import polars as pl
 import pytest
 
 from branchlake_dagster.branching.branch.run_branch import branch_name
+from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
@@ -126,7 +127,7 @@ def test_1_a_lost_reply_at_any_step_ends_in_one_publication(
             assert len(rows) == expected, f"fault at change {lose}"
             told = [one for one in publications(lakehouse.nessie, limit=20) if one.run_id == mine]
             assert len(told) == 1
-            assert p.instance.get_run_by_id(mine).tags["branchlake/publication"] == told[0].hash
+            assert p.instance.get_run_by_id(mine).tags[PUBLICATION_TAG] == told[0].hash
             lose += 1
 
 

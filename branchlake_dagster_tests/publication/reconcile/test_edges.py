@@ -107,7 +107,7 @@ def test_an_unbranched_run_in_trouble_is_set_aside_and_given_up_without_touching
         monkeypatch.setattr(unbranched, "collect", lambda *_, **__: 1 / 0)
 
         def settle() -> list[PublicationAction]:
-            found = settle_unbranched(p.lake.nessie, p.instance, p.graph, p.lake.settings)
+            found = settle_unbranched(p.lake, p.instance, p.graph)
             return [one.action for one in found]
 
         assert settle() == [PublicationAction.TRY_AGAIN]

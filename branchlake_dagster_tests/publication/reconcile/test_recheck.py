@@ -7,6 +7,7 @@ import polars as pl
 import pytest
 
 from branchlake_dagster.branching.branch.run_branch import branch_name
+from branchlake_dagster.branching.branch.run_tags import CHECKS_FOR_TAG
 from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.table.spec import CHECK_SCOPE, table_metadata
@@ -172,7 +173,7 @@ def test_the_sensor_asks_for_the_checks_and_nothing_else(lakehouse: Lakehouse, n
         ) as context:
             data = repository.get_sensor_def("publication_sensor").evaluate_tick(context)
         (request,) = data.run_requests or []
-        assert request.tags["branchlake/checks_for"] == second
+        assert request.tags[CHECKS_FOR_TAG] == second
         assert list(request.asset_selection or []) == []
         assert [key.name for key in request.asset_check_keys or []] == ["total"]
 

@@ -20,7 +20,9 @@ from branchlake_dagster.branching.branch.run_tags import (
     ATTEMPTS_TAG,
     NEXT_ATTEMPT_TAG,
     PUBLICATION_TAG,
+    REASON_TAG,
     SET_ASIDE,
+    VERDICT_TAG,
 )
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.cli import main
@@ -112,7 +114,7 @@ def test_it_is_tried_later_and_later_and_then_set_aside(
         assert one_pass(p, clock)[broken].action is PublicationAction.TRY_AGAIN
         tags = run_of(p, broken).tags
         assert tags[ATTEMPTS_TAG] == str(attempt)
-        assert tags["branchlake/reason"]
+        assert tags[REASON_TAG]
         if attempt < ATTEMPTS:
             assert one_pass(p, clock)[broken].action is PublicationAction.WAITING
             due = datetime.fromisoformat(tags[NEXT_ATTEMPT_TAG])
@@ -171,7 +173,7 @@ def test_the_command_lists_and_retries(
     kept(location).rename(location)  # somebody has put the file back meanwhile
     assert one_pass(p, clock)[broken].action is PublicationAction.PUBLISHED
     assert len(p.rows(namespace, "t")) == 4
-    assert run_of(p, broken).tags["branchlake/reason"] == "none"
+    assert run_of(p, broken).tags[REASON_TAG] == "none"
 
 
 def test_the_command_ends_it(aside: tuple[Project, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,8 +184,8 @@ def test_the_command_ends_it(aside: tuple[Project, str], monkeypatch: pytest.Mon
         assert "No run is set aside" in branchlake("set-aside").output
     assert branch_name(broken) not in p.branches()
     tags = run_of(p, broken).tags
-    assert tags["branchlake/verdict"] == "blocked"
-    assert tags["branchlake/reason"].startswith("Given up by hand")
+    assert tags[VERDICT_TAG] == "blocked"
+    assert tags[REASON_TAG].startswith("Given up by hand")
     assert PUBLICATION_TAG not in tags
     assert broken not in one_pass(p)
 

@@ -40,7 +40,7 @@ def checked(namespace: str, *, passed: bool) -> tuple[dg.AssetsDefinition, dg.As
 
 
 def settle(p: Project) -> list[Outcome]:
-    return list(settle_unbranched(p.lake.nessie, p.instance, p.graph, p.lake.settings))
+    return list(settle_unbranched(p.lake, p.instance, p.graph))
 
 
 def test_a_run_without_a_branch_writes_to_main_and_says_so(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from branchlake_dagster.lakehouse.embedded.rest_catalog import serves_rest
 from branchlake_dagster.lakehouse.embedded.servers import Endpoints
+from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.settings import Settings
 
 
@@ -12,6 +13,13 @@ def nessie_page(endpoints: Endpoints, settings: Settings) -> str:
     if settings.embedded_nessie and endpoints.nessie_token is not None:
         return "off while Nessie asks for a token; BRANCHLAKE_GUARD_NESSIE=false, then down and up, shows it"
     return f"{_base(endpoints)}/"
+
+
+def commit_page(endpoints: Endpoints, settings: Settings, commit: str) -> str | None:
+    """The address of a commit on `main` in that page; None where the page is given to nobody."""
+    if settings.embedded_nessie and endpoints.nessie_token is not None:
+        return None
+    return f"{_base(endpoints)}/commits/{MAIN}/{commit}"
 
 
 def rest_catalogue(endpoints: Endpoints, settings: Settings) -> str | None:
