@@ -21,8 +21,8 @@ from branchlake_dagster.library_internals.dagster import add_loaded_input_metada
 
 PREFIX = "branchlake."
 BRANCH_ROWS = "branchlake/rows_on_branch"
-"""Rows of the whole table on the run's branch. Dagster's pages show `dagster/row_count` as the asset's, so only
-a report on `main` says that: a blocked run once stood there with 3,750 rows where `main` had 2,000."""
+"""Rows of the whole table on the run's branch. Dagster's pages show `dagster/row_count` as the asset's, so
+only a report on `main` says that: a blocked run once stood there with 3,750 rows where `main` had 2,000."""
 BRANCH_PARTITION_ROWS = "branchlake/partition_rows_on_branch"
 """Rows of the partition there."""
 _MANY = 20

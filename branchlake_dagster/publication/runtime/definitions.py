@@ -114,4 +114,5 @@ def _executor_of(definitions: Definitions) -> ExecutorDefinition:
     given = definitions.executor
     if isinstance(given, Executor):
         return ExecutorDefinition.hardcoded_executor(given)
-    return given or multi_or_in_process_executor
+    default: ExecutorDefinition = multi_or_in_process_executor
+    return given or default

@@ -147,7 +147,7 @@ class _Publishing(Executor):
             with beating(store, branch, run_id=run.run_id, interval_s=interval, kind="publisher"):
                 if not settings.publish_in_run:
                     return reconciler.publish_now(run, judge_only=True)
-                # Many runs that end together are published by one commit of the sensor: racing is the slow way.
+                # Runs that end together are published by one commit of the sensor: racing is the slow way.
                 with one_pass(settings, patience_s=_PATIENCE_S) as mine:
                     return reconciler.publish_now(run, judge_only=not mine)
         except BranchlakeError as error:
