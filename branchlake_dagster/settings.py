@@ -88,6 +88,9 @@ class Settings(BaseSettings):
     require_checks: bool = Field(
         True, description="Block a run that wrote an asset for which no check is defined."
     )
+    preview_rows: int = Field(
+        5, ge=0, le=50, description="Rows of each materialisation that Dagster's pages show; 0: none."
+    )
     publish_interval_s: int = Field(
         3, ge=1, description="Seconds between ticks of the publication sensor (Dagster looks every 5)."
     )

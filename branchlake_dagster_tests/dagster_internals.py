@@ -11,6 +11,7 @@ from dagster._core.remote_origin import (
     RemoteRepositoryOrigin,
 )
 from dagster._core.scheduler.instigation import InstigatorState
+from dagster._core.storage.partition_status_cache import get_and_update_asset_status_cache_value
 from dagster._core.test_utils import create_run_for_test
 from dagster._daemon.types import DaemonHeartbeat
 
@@ -29,6 +30,7 @@ __all__ = [
     "create_execution_plan",
     "create_run_for_test",
     "execute_run",
+    "get_and_update_asset_status_cache_value",
 ]
 
 COMPUTE_LOGS = (

@@ -10,6 +10,7 @@ import pyarrow as pa
 from dagster import (
     ConfigurableIOManager,
     InputContext,
+    MetadataValue,
     OutputContext,
     PartitionsDefinition,
 )
@@ -28,6 +29,7 @@ from branchlake_dagster.branching.io import (
     partition_row_counts,
     spark_frames,
 )
+from branchlake_dagster.branching.io.preview import preview
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.resources.read_set import merging
 from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
@@ -35,7 +37,7 @@ from branchlake_dagster.branching.table import provenance, replaced, splitting
 from branchlake_dagster.branching.table.partitioning import partition_spec
 from branchlake_dagster.branching.table.schema import arrow_schema, evolve, without_untyped
 from branchlake_dagster.branching.table.selection import Selection, select
-from branchlake_dagster.branching.table.spec import TableSpec, table_spec
+from branchlake_dagster.branching.table.spec import PREVIEW_ROWS, TableSpec, table_spec
 from branchlake_dagster.branching.table.types import iceberg_schema, stored_schema
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized
@@ -113,11 +115,12 @@ class NessieBranchIOManager(ConfigurableIOManager):
                 table = catalog.load_table(spec.identifier)
             if table is not None:
                 rows = partition_row_counts.report(context, table, spec, definition)
-                context.add_output_metadata(
-                    provenance.materialisation_metadata(
-                        table, spec, self.lakehouse.run_branch, partition_rows=rows
-                    )
+                metadata = provenance.materialisation_metadata(
+                    table, spec, self.lakehouse.run_branch, partition_rows=rows
                 )
+                if obj is not None and (shown := preview(table, rows=self._preview_rows(context))):
+                    metadata[provenance.PREVIEW] = MetadataValue.md(shown)
+                context.add_output_metadata(metadata)
 
     def load_input(self, context: InputContext) -> Any:
         """Load an upstream asset, restricted to the partitions its partition mapping chose.
@@ -266,6 +269,10 @@ class NessieBranchIOManager(ConfigurableIOManager):
         )
 
     # -- shared ----------------------------------------------------------------------------------------
+
+    def _preview_rows(self, context: OutputContext) -> int:
+        default = self.lakehouse.lakehouse.settings.preview_rows
+        return int(context.definition_metadata.get(PREVIEW_ROWS, default))
 
     def _spec(
         self, context: OutputContext | InputContext, definition: PartitionsDefinition[str] | None

@@ -75,6 +75,7 @@ class LakeConfig(ConfigurableResource[Any]):
     default_namespace: str | None = _field("default_namespace")
     require_checks: bool | None = _field("require_checks")
     widen_columns: bool | None = _field("widen_columns")
+    preview_rows: int | None = _field("preview_rows")
     publish_interval_s: int | None = _field("publish_interval_s")
     publish_in_run: bool | None = _field("publish_in_run")
     publish_budget_s: float | None = _field("publish_budget_s")

@@ -23,6 +23,8 @@ PREFIX = "branchlake."
 BRANCH_ROWS = "branchlake/rows_on_branch"
 """Rows of the whole table on the run's branch. Dagster's pages show `dagster/row_count` as the asset's, so
 only a report on `main` says that: a blocked run once stood there with 3,750 rows where `main` had 2,000."""
+PREVIEW = "branchlake/preview"
+"""The first rows of what the run wrote."""
 BRANCH_PARTITION_ROWS = "branchlake/partition_rows_on_branch"
 """Rows of the partition there."""
 _MANY = 20

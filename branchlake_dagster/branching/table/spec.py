@@ -20,6 +20,7 @@ WRITE_MODE = "branchlake/write_mode"
 KEYS = "branchlake/keys"
 REQUIRE_CHECKS = "branchlake/require_checks"
 ISOLATION = "branchlake/isolation"
+PREVIEW_ROWS = "branchlake/preview_rows"
 CHECK_SCOPE = "branchlake/scope"
 """Key in a check spec's metadata. `rows`: the verdict is on the run's partitions alone and stays true when
 other runs publish. `table`: it is on all rows of the table and must be found again after a rebase."""
@@ -35,6 +36,7 @@ def table_metadata(
     partition_by: str | Mapping[str, str] | None = None,
     require_checks: bool | None = None,
     isolation: Isolation | None = None,
+    preview_rows: int | None = None,
 ) -> dict[str, Any]:
     """Asset metadata for `@dg.asset(metadata=…)`: how its table is laid out, written and judged.
 
@@ -53,6 +55,8 @@ def table_metadata(
         isolation (Optional[Literal["snapshot", "serializable"]]): With `serializable` a run is published only
             if nothing it read changed on `main` meanwhile; `snapshot` asks that only of what it wrote.
             (default: `snapshot`)
+        preview_rows (Optional[int]): How many of the rows that a run wrote are shown on the asset's page; 0
+            for data that must not stand in Dagster's database. (default: the setting of that name)
 
     Returns:
         Dict[str, Any]: Metadata; add your own with `|`.
@@ -84,6 +88,8 @@ def table_metadata(
         found[REQUIRE_CHECKS] = require_checks
     if isolation is not None:
         found[ISOLATION] = isolation
+    if preview_rows is not None:
+        found[PREVIEW_ROWS] = preview_rows
     return found
 
 

@@ -20,7 +20,7 @@ from dagster import (
 )
 
 from branchlake_dagster.branching.resources.read_set import READ_TABLES, READ_UNTOLD
-from branchlake_dagster.branching.table.provenance import BRANCH_PARTITION_ROWS, BRANCH_ROWS
+from branchlake_dagster.branching.table.provenance import BRANCH_PARTITION_ROWS, BRANCH_ROWS, PREVIEW
 from branchlake_dagster.branching.table.spec import (
     CHECK_SCOPE,
     ISOLATION,
@@ -30,7 +30,6 @@ from branchlake_dagster.branching.table.spec import (
     table_name,
 )
 from branchlake_dagster.library_internals.dagster import AssetGraph
-from branchlake_dagster.publication.ledger.report_metadata import PREVIEW
 
 CheckName = tuple[str, str]
 """(asset key as text, check name)."""

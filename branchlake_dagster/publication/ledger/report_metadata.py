@@ -16,8 +16,6 @@ RUN = "branchlake/run"
 TABLES = "branchlake/tables"
 REBASED = "branchlake/rebased"
 REASONS = "branchlake/reasons"
-PREVIEW = "branchlake/preview"
-"""The first rows of what the run wrote."""
 
 PUBLISHER_S = "branchlake/publisher_s"
 """Seconds from evidence to publication."""

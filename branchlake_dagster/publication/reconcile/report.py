@@ -22,6 +22,7 @@ from branchlake_dagster.branching.branch.run_tags import (
     shortened,
 )
 from branchlake_dagster.branching.fencing.taken_back import take_back
+from branchlake_dagster.branching.table.provenance import PREVIEW
 from branchlake_dagster.library_internals.dagster import report_engine_event
 from branchlake_dagster.publication.gate.evidence import RunEvidence, Written
 from branchlake_dagster.publication.gate.verdict import Verdict
@@ -177,7 +178,7 @@ def _of_asset(
     if report.publication and written.at:
         found[names.DELAY_S] = MetadataValue.float(round(max(0.0, report.at - written.at), 3))
     if report.publication and written.preview:
-        found[names.PREVIEW] = MetadataValue.md(written.preview)
+        found[PREVIEW] = MetadataValue.md(written.preview)
     counted = [
         one.failing
         for ((checked, _), part), one in report.evidence.evaluations.items()

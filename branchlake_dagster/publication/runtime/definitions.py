@@ -113,6 +113,7 @@ def branchlake_definitions(
 def _executor_of(definitions: Definitions) -> ExecutorDefinition:
     given = definitions.executor
     if isinstance(given, Executor):
-        return ExecutorDefinition.hardcoded_executor(given)
+        found: ExecutorDefinition = ExecutorDefinition.hardcoded_executor(given)
+        return found
     default: ExecutorDefinition = multi_or_in_process_executor
     return given or default

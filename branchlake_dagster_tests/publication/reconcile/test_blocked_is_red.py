@@ -1,0 +1,191 @@
+"""A run that is not published looks it: the run, its partitions, its asset's page and what backfills see."""
+
+from collections.abc import Sequence
+
+import dagster as dg
+import polars as pl
+import pytest
+
+from branchlake_dagster.branching.branch.run_tags import STATUS_TAG, Status
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.branching.table.spec import CHECK_SCOPE, table_metadata
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.ledger import report_metadata as names
+from branchlake_dagster.publication.reconcile import finish
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster_tests.dagster_internals import get_and_update_asset_status_cache_value
+from branchlake_dagster_tests.harness import Project, project
+
+pytestmark = pytest.mark.integration
+
+DAYS = dg.StaticPartitionsDefinition(["mon", "tue", "wed"])
+
+
+class Values:
+    """What the next run of the asset writes."""
+
+    rows: Sequence[int] = (1, 2)
+
+
+def daily(namespace: str, values: Values) -> tuple[dg.AssetsDefinition, dg.AssetChecksDefinition]:
+    @dg.asset(key=[namespace, "t"], partitions_def=DAYS, metadata=table_metadata(partition_by="day"))
+    def t(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        return pl.DataFrame({"day": [context.partition_key] * len(values.rows), "n": list(values.rows)})
+
+    @dg.asset_check(asset=t.key, metadata={CHECK_SCOPE: "rows"})
+    def positive() -> dg.AssetCheckResult:
+        bad = sum(n < 0 for n in values.rows)
+        return dg.AssetCheckResult(passed=not bad, description="n > 0", metadata={"failing_rows": bad})
+
+    return t, positive
+
+
+def plain(namespace: str, values: Values) -> tuple[dg.AssetsDefinition, dg.AssetChecksDefinition]:
+    @dg.asset(key=[namespace, "t"])
+    def t() -> pl.DataFrame:
+        return pl.DataFrame({"n": list(values.rows)})
+
+    @dg.asset_check(asset=t.key)
+    def positive() -> dg.AssetCheckResult:
+        return dg.AssetCheckResult(passed=all(n >= 0 for n in values.rows), description="n > 0")
+
+    return t, positive
+
+
+def states(p: Project, namespace: str) -> dict[str, str]:
+    """Each partition as Dagster's pages and its "failed and missing" backfills have it."""
+    key = dg.AssetKey([namespace, "t"])
+    p.instance.wipe_asset_cached_status([key])
+    cached = get_and_update_asset_status_cache_value(p.instance, key, DAYS)
+    assert cached is not None
+    filled = cached.deserialize_materialized_partition_subsets(DAYS)
+    failed = cached.deserialize_failed_partition_subsets(DAYS)
+    return {
+        day: "failed" if day in failed else "filled" if day in filled else "missing"
+        for day in DAYS.get_partition_keys()
+    }
+
+
+def launch(p: Project, values: Values, rows: Sequence[int], day: str | None = None) -> tuple[str, str]:
+    """The run's id and what the publisher did about it."""
+    values.rows = rows
+    run_id = p.run(partition=day)
+    return run_id, p.settle(run_id).action
+
+
+def status_of(p: Project, run_id: str) -> tuple[dg.DagsterRunStatus, str]:
+    run = p.instance.get_run_by_id(run_id)
+    assert run is not None
+    return run.status, run.tags[STATUS_TAG]
+
+
+def test_a_blocked_partition_counts_as_failed_until_it_is_published(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    values = Values()
+    with project(lakehouse, *daily(namespace, values)) as p:
+        launch(p, values, [1, 2], "mon")
+        run_id, action = launch(p, values, [3, -4, -5], "tue")
+        assert action == PublicationAction.BLOCKED
+        assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, Status.BLOCKED)
+        assert states(p, namespace) == {"mon": "filled", "tue": "failed", "wed": "missing"}
+        told = p.observations([namespace, "t"])[0]
+        assert told.partition == "tue"
+        assert told.metadata[names.ROWS].value == 2
+        assert told.metadata[names.FAILING_ROWS].value == 2
+        assert names.PARTITION_ROWS not in told.metadata
+        assert launch(p, values, [3], "tue")[1] == PublicationAction.PUBLISHED
+        assert states(p, namespace) == {"mon": "filled", "tue": "filled", "wed": "missing"}
+        told = p.observations([namespace, "t"])[0]
+        assert told.metadata[names.ROWS].value == 3
+        assert told.metadata[names.PARTITION_ROWS].value == 1
+        assert told.metadata[names.DELAY_S].value >= 0
+        assert "| tue | 3 |" in told.metadata["branchlake/preview"].value
+
+
+def test_a_published_partition_that_is_blocked_anew_counts_as_failed(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    values = Values()
+    with project(lakehouse, *daily(namespace, values)) as p:
+        launch(p, values, [1, 2], "mon")
+        launch(p, values, [1, -2, 3], "mon")
+        assert states(p, namespace)["mon"] == "failed"
+        assert p.observations([namespace, "t"])[0].metadata[names.ROWS].value == 2
+
+
+def test_what_another_run_has_published_since_stays_filled(lakehouse: Lakehouse, namespace: str) -> None:
+    values = Values()
+    with project(lakehouse, *daily(namespace, values)) as p:
+        values.rows = [-1]
+        late = p.run(partition="mon")
+        launch(p, values, [1], "mon")
+        assert p.settle(late).action == PublicationAction.BLOCKED
+        assert states(p, namespace)["mon"] == "filled"
+
+
+def test_a_refused_run_fails_and_is_told_apart(lakehouse: Lakehouse, namespace: str) -> None:
+    values = Values()
+    with project(lakehouse, *plain(namespace, values)) as p:
+        launch(p, values, [1])
+        values.rows = [1, 2]
+        late = p.run()
+        launch(p, values, [1, 2, 3])
+        assert p.settle(late).action == PublicationAction.REFUSED
+        assert status_of(p, late) == (dg.DagsterRunStatus.FAILURE, Status.REFUSED)
+        (failure,) = [record for record in p.instance.all_logs(late) if "main is as it was" in record.message]
+        assert "main changed meanwhile" in failure.message
+        assert p.observations([namespace, "t"])[0].metadata[names.ROWS].value == 3
+
+
+def test_a_run_whose_other_step_failed_has_filled_nothing(lakehouse: Lakehouse, namespace: str) -> None:
+    values = Values()
+    asset, check = daily(namespace, values)
+
+    @dg.asset(key=[namespace, "u"], deps=[asset], partitions_def=DAYS)
+    def u() -> pl.DataFrame:
+        raise RuntimeError("boom")
+
+    with project(lakehouse, asset, check, u) as p:
+        run_id = p.run(partition="mon", ok=False)
+        assert p.settle(run_id).action == PublicationAction.DISCARDED
+        assert states(p, namespace)["mon"] == "failed"
+        assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, Status.DISCARDED)
+
+
+def test_a_run_that_changed_no_table_stays_green(lakehouse: Lakehouse, namespace: str) -> None:
+    values = Values()
+    _, check = daily(namespace, values)
+
+    @dg.asset(key=[namespace, "t"], partitions_def=DAYS)
+    def nothing(lakehouse: LakehouseResource) -> None:
+        lakehouse.open_branch()
+
+    with project(lakehouse, nothing, check) as p:
+        run_id = p.run(partition="mon")
+        assert p.settle(run_id).action == PublicationAction.DISCARDED
+        assert status_of(p, run_id) == (dg.DagsterRunStatus.SUCCESS, Status.UNCHANGED)
+        assert states(p, namespace)["mon"] == "filled"
+
+
+def test_a_publisher_that_dies_before_the_run_fails_is_repaired(
+    lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Died(BaseException):
+        pass
+
+    def die(*_: object) -> None:
+        raise Died
+
+    values = Values()
+    values.rows = [-1]
+    with project(lakehouse, *daily(namespace, values)) as p:
+        run_id = p.run(partition="mon")
+        with monkeypatch.context() as patch:
+            patch.setattr(finish, "fail_unpublished", die)
+            with pytest.raises(Died):
+                p.settle(run_id)
+        assert status_of(p, run_id)[0] == dg.DagsterRunStatus.SUCCESS
+        assert p.settle(run_id).action == PublicationAction.DISCARDED
+        assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, Status.BLOCKED)
+        assert states(p, namespace)["mon"] == "failed"
