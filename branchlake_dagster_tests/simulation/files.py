@@ -49,6 +49,7 @@ class SimulatedTableFiles:
             location=FOLDER.rstrip("/"),
             properties={},
             snapshots=snapshots,
+            snapshot_by_id={one.snapshot_id: one for one in snapshots}.get,
             metadata_log=[SimpleNamespace(metadata_file=path) for path in state.log],
             statistics=[],
             partition_statistics=[],

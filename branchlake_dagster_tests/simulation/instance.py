@@ -95,11 +95,14 @@ class SimulatedInstance:
     def get_records_for_run(self, *_: Any, **__: Any) -> Any:
         """The simulation's runs write no events of their own."""
         self._pause()
-        return SimpleNamespace(records=[])
+        return SimpleNamespace(records=[], has_more=False)
 
     def report_run_failed(self, run: DagsterRun, message: str | None = None, **_: Any) -> None:
+        """Dagster takes that of a run that has succeeded, too."""
         self._pause()
-        self.end(run.run_id, DagsterRunStatus.FAILURE)
+        record = self._records[run.run_id]
+        failed = record.dagster_run.with_status(DagsterRunStatus.FAILURE)
+        self._store(record, failed, end_time=self._now().timestamp())
 
     def report_engine_event(self, *_: Any, **__: Any) -> None:
         self._pause()

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import BASE_TAG, OPENED_TAG, PUBLICATION_TAG, REASON_TAG
+from branchlake_dagster.branching.branch.run_tags import (
+    BASE_TAG,
+    OPENED_TAG,
+    PUBLICATION_TAG,
+    REASON_TAG,
+    STATUS_TAG,
+    Status,
+)
+from branchlake_dagster.branching.fencing.taken_back import FAILS
 from branchlake_dagster.lakehouse.nessie.model import IcebergTable
 from branchlake_dagster.publication.ledger.publications import Publication, publications_in
 from branchlake_dagster_tests.simulation.changes import Change, Kind
@@ -206,7 +214,10 @@ class _Look:
         must(done is None or fine, f"run {plan.run_id} is published and ended as {run.status.value}")
         passes = all(one.passes for one in self._ancestry(plan.run_id))
         late = plan.late.id if plan.late else None
-        if done is None and run.is_success and passes and set(plan.written) - {late}:
+        status = run.tags.get(STATUS_TAG) if run.tags.get(OPENED_TAG) == plan.run_id else None
+        must(status not in FAILS or not run.is_success, f"run {plan.run_id} is {status} and looks green")
+        unpublished = run.is_success or status == Status.REFUSED
+        if done is None and unpublished and passes and set(plan.written) - {late}:
             self._rightly_refused(plan, run.tags)
 
     def _rightly_refused(self, plan: Plan, tags: Mapping[str, str]) -> None:

@@ -6,7 +6,7 @@ table away under all the others, and nine waiting runs took forty check runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from branchlake_dagster.branching.branch.reference_names import branches
@@ -88,9 +88,13 @@ class PreparedStates:
         members = tuple(one.branch for one in accepted)
         return Prepared(name, hash_, plan.onto, members, tables, changes), results
 
-    def all(self) -> list[Prepared]:
-        """What `prepare` of this or an earlier process has put there; a half-made one is left out."""
-        names = [ref.name for ref in self._client.references(filter=PUBLICATION_BRANCHES)]
+    def all(self, names: Iterable[str] | None = None) -> list[Prepared]:
+        """What `prepare` of this or an earlier process has put there; a half-made one is left out.
+
+        `names` are those of the publication branches, where they are known already.
+        """
+        if names is None:
+            names = [ref.name for ref in self._client.references(filter=PUBLICATION_BRANCHES)]
         return [found for name in names if (found := self._find(name))]
 
     def _find(self, name: str) -> Prepared | None:

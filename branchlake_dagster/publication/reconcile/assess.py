@@ -10,15 +10,12 @@ from dagster import DagsterInstance, DagsterRun
 from branchlake_dagster.branching.branch.claim import claim, is_claimed
 from branchlake_dagster.branching.branch.owner import runs_on
 from branchlake_dagster.branching.branch.run_tags import (
-    REASON_TAG,
-    STATUS_TAG,
     base_hash_of,
     judged,
     opened_by,
     publication_of,
 )
 from branchlake_dagster.branching.fencing.finish_branch import finish_branch
-from branchlake_dagster.branching.fencing.taken_back import FAILS, fail_unpublished
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, Reference
@@ -79,14 +76,17 @@ class Assessor:
     def assess(self, branch: Reference, run: DagsterRun, *, ended: bool = False) -> Outcome | Assessed:
         """The verdict on an ended run, or the outcome where there is none to be found.
 
-        `ended`: the run has not, and says of itself that all its steps have succeeded.
+        `ended`: the run has not, and says of itself that all its steps have succeeded; `branch` was read
+        after that.
         """
-        try:
-            # Only now, when the run is known to have ended: the listing may be older than its last write,
-            # and half a run was published once.
-            branch = self._client.reference(branch.name)
-        except ReferenceNotFound:
-            return Outcome(branch.name, run.run_id, PublicationAction.WAITING, "another publisher was faster")
+        if not ended:
+            try:
+                # Only now, when the run is known to have ended: the listing may be older than its last write,
+                # and half a run was published once.
+                branch = self._client.reference(branch.name)
+            except ReferenceNotFound:
+                faster = "another publisher was faster"
+                return Outcome(branch.name, run.run_id, PublicationAction.WAITING, faster)
         # Dagster copies tags: a retry that opened no branch has its parent's verdict among its own.
         if opened_by(run.tags, run.run_id) and judged(run.tags, branch.name):
             return self._again(run, branch)
@@ -109,8 +109,6 @@ class Assessor:
             return Outcome(
                 branch.name, run.run_id, PublicationAction.PUBLISHED, "told before", None, publication
             )
-        if run.tags.get(STATUS_TAG) in FAILS:
-            fail_unpublished(self._instance, run.run_id, run.tags.get(REASON_TAG, ""))
         if self._settings.keep_failed_hours:
             hours = self._settings.keep_failed_hours
             detail = f"not published, kept for debugging for {hours:g} h after its end"

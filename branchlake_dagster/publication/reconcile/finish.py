@@ -93,11 +93,12 @@ class Finisher:
     def _report_unpublished(
         self, one: Assessed, why: str | None, action: PublicationAction, *, on_main: bool = False
     ) -> Outcome:
-        # A few examples are told, and always all of them: the branch goes now, and nobody comes again.
         status = Status.UNCHANGED if why == NO_TABLE else _STATUS[action]
-        self._announce(one, math.inf, status, why=why, on_main=on_main)
         if status in FAILS:
+            # First of all: whoever comes after a publisher that died here must not find a green run.
             fail_unpublished(self._instance, one.run.run_id, why or "; ".join(one.verdict.reasons))
+        # A few examples are told, and always all of them: the branch goes now, and nobody comes again.
+        self._announce(one, math.inf, status, why=why, on_main=on_main)
         if not self._keep_hours:
             finish_branch(self._client, one.branch, keep_data=False)
         return self._outcome(one, action, why or one.verdict.summary(), None, ())

@@ -59,9 +59,9 @@ class Recheck:
         self._patience = patience
         self._now = now
 
-    def under_way(self) -> list[Prepared]:
-        """The states that wait for their checks."""
-        return self._states.all()
+    def under_way(self, names: Iterable[str] | None = None) -> list[Prepared]:
+        """The states that wait for their checks; `names` of their branches, where they are known already."""
+        return self._states.all(names)
 
     def prepare(self, members: Mapping[Candidate, RunEvidence]) -> dict[str, Answer]:
         """Make a state of all `members`, oldest first, and ask for its checks; the answers by branch."""

@@ -27,7 +27,7 @@ from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieError, ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable, Reference
 from branchlake_dagster.library_internals.dagster import AssetGraph
-from branchlake_dagster.publication.commit.publication_branch import Prepared
+from branchlake_dagster.publication.commit.publication_branch import PUBLICATION_BRANCH_PREFIX, Prepared
 from branchlake_dagster.publication.commit.publisher import GROUP, Publisher, groups, publisher_of
 from branchlake_dagster.publication.gate.evidence import RunEvidence
 from branchlake_dagster.publication.ledger.candidate import (
@@ -127,10 +127,13 @@ class Reconciler:
     def run(self, *, budget_s: float = math.inf) -> Iterator[Outcome]:
         """Every run branch, for `budget_s` seconds; runs that wait for the same tables go together."""
         self._until = self._clock() + budget_s
-        branches = list(self._client.references(filter=RUN_BRANCHES))
-        ended, others = backlog(self._instance, branches, location=self._location)
+        listed = list(self._client.references(filter=branches(RUN_BRANCH_PREFIX, PUBLICATION_BRANCH_PREFIX)))
+        ours = [ref for ref in listed if not ref.name.startswith(PUBLICATION_BRANCH_PREFIX)]
+        ended, others = backlog(self._instance, ours, location=self._location)
         yield from others
-        yield from self._pass(ended, whole=True)
+        yield from self._pass(
+            ended, states=[ref.name for ref in listed if ref.name.startswith(PUBLICATION_BRANCH_PREFIX)]
+        )
 
     def run_one(self, run_id: str) -> Outcome | None:
         """The branch of one run; None when it has none (any more)."""
@@ -186,23 +189,23 @@ class Reconciler:
         self,
         ended: Sequence[Ended],
         *,
-        whole: bool = False,
+        states: Sequence[str] | None = None,
         inside: bool = False,
         judge_only: bool = False,
     ) -> Iterator[Outcome]:
         """The states that wait for checks, then the other runs in batches.
 
-        `whole`: these are all runs that have ended. `inside`: of one that publishes itself; `judge_only`: not
-        if it passes.
+        `states` are the names of their branches, when these are all runs that have ended. `inside`: of one
+        that publishes itself; `judge_only`: not if it passes.
         """
         if not ended:
             return
         reserved: dict[ContentKey, str] = {}
         waiting = {one.branch.name: one for one in ended}
-        for state in self._recheck.under_way():
+        for state in self._recheck.under_way(states):
             mine = [waiting[name] for name in state.members if name in waiting]
             try:
-                outcomes = self._checked(state, mine, reserved, whole=whole, inside=inside)
+                outcomes = self._checked(state, mine, reserved, whole=states is not None, inside=inside)
             except Exception as error:  # noqa: BLE001 - it concerns the runs of this state, not the others
                 outcomes = [self._troubles.note(one.branch.name, one.run, error) for one in mine]
             for outcome in outcomes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -112,7 +112,7 @@ def report_outcome(
     reported = _reported(now, run_id)
     common = _metadata(report, view)
     tables = {_table(report, asset) for (asset, _), _ in shown}
-    rows = view.rows(tables, report.publication) if view else dict.fromkeys(tables)
+    rows = _rows(report, tables, view)
     if report.taken_back:
         take_back(instance, report.run, {one.run_id for one in report.evidence.written.values()})
     text = report.sentence()
@@ -134,6 +134,18 @@ def report_outcome(
 
 def _table(report: RunReport, asset: str) -> str:
     return report.evidence.rules[asset].table
+
+
+def _rows(report: RunReport, tables: Collection[str], view: MainView | None) -> Mapping[str, int | None]:
+    """The rows of each table on `main`: what the run has counted, where its branch became `main`'s."""
+    known: dict[str, int | None] = {}
+    if report.publication and not report.by_hand and not report.on_main:
+        for (asset, _), written in sorted(report.evidence.written.items(), key=lambda entry: entry[1].at):
+            table = _table(report, asset)
+            if table not in report.rebased and written.rows is not None:
+                known[table] = written.rows
+    rest = [table for table in tables if table not in known]
+    return {**(view.rows(rest, report.publication) if view else dict.fromkeys(rest)), **known}
 
 
 def _reported(tags: Mapping[str, str], run_id: str) -> int:

@@ -168,13 +168,13 @@ def test_a_run_that_changed_no_table_stays_green(lakehouse: Lakehouse, namespace
         assert states(p, namespace)["mon"] == "filled"
 
 
-def test_a_publisher_that_dies_before_the_run_fails_is_repaired(
+def test_a_publisher_that_dies_before_it_has_told_leaves_no_green_run(
     lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Died(BaseException):
         pass
 
-    def die(*_: object) -> None:
+    def die(*_: object, **__: object) -> None:
         raise Died
 
     values = Values()
@@ -182,10 +182,10 @@ def test_a_publisher_that_dies_before_the_run_fails_is_repaired(
     with project(lakehouse, *daily(namespace, values)) as p:
         run_id = p.run(partition="mon")
         with monkeypatch.context() as patch:
-            patch.setattr(finish, "fail_unpublished", die)
+            patch.setattr(finish, "report_outcome", die)
             with pytest.raises(Died):
                 p.settle(run_id)
-        assert status_of(p, run_id)[0] == dg.DagsterRunStatus.SUCCESS
+        assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, Status.PENDING)
         assert p.settle(run_id).action == PublicationAction.DISCARDED
-        assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, Status.BLOCKED)
+        assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, Status.DISCARDED)
         assert states(p, namespace)["mon"] == "failed"
