@@ -127,7 +127,7 @@ def test_a_run_that_died_after_its_publication_is_told_as_published(
         raise Died
 
     with environment.context() as patch, instance() as store:
-        patch.setattr("branchlake_dagster.publication.reconcile.finish.report.report_outcome", die)
+        patch.setattr("branchlake_dagster.publication.reconcile.finish.report_outcome", die)
         with contextlib.suppress(Died):
             run(store)
         assert times(lakehouse, token) == 1
