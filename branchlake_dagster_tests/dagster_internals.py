@@ -1,9 +1,12 @@
 """What the tests use of Dagster beyond its public interface: retries of in-memory jobs, daemons' insides."""
 
 from dagster._core.definitions.asset_daemon_cursor import AssetDaemonCursor
+from dagster._core.definitions.assets.graph.asset_graph_subset import AssetGraphSubset
 from dagster._core.definitions.job_base import InMemoryJob
 from dagster._core.definitions.reconstruct import ReconstructableRepository
 from dagster._core.execution.api import create_execution_plan, execute_run
+from dagster._core.execution.asset_backfill import AssetBackfillData
+from dagster._core.execution.backfill import BulkActionStatus, PartitionBackfill
 from dagster._core.execution.plan.state import KnownExecutionState
 from dagster._core.remote_origin import (
     RegisteredCodeLocationOrigin,
@@ -18,11 +21,15 @@ from dagster._daemon.types import DaemonHeartbeat
 __all__ = [
     "COMPUTE_LOGS",
     "STORAGES",
+    "AssetBackfillData",
     "AssetDaemonCursor",
+    "AssetGraphSubset",
+    "BulkActionStatus",
     "DaemonHeartbeat",
     "InMemoryJob",
     "InstigatorState",
     "KnownExecutionState",
+    "PartitionBackfill",
     "ReconstructableRepository",
     "RegisteredCodeLocationOrigin",
     "RemoteJobOrigin",

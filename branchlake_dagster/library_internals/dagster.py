@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from dagster import (
@@ -18,6 +19,7 @@ from dagster._core.asset_graph_view.entity_subset import EntitySubset
 from dagster._core.asset_graph_view.timing_metadata import TimingMetadata
 from dagster._core.definitions.asset_key import CoercibleToAssetKey
 from dagster._core.definitions.asset_selection import CoercibleToAssetSelection
+from dagster._core.definitions.assets.graph.asset_graph_subset import AssetGraphSubset
 from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGraph
 from dagster._core.definitions.declarative_automation.operators import AndAutomationCondition
 from dagster._core.definitions.events import AssetKeyPartitionKey
@@ -28,12 +30,19 @@ from dagster._core.events import (
     EngineEventData,
     StepMaterializationData,
 )
+from dagster._core.execution.backfill import BulkActionsFilter, BulkActionStatus, PartitionBackfill
 from dagster._core.execution.context.compute import current_execution_context
-from dagster._core.storage.tags import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
+from dagster._core.storage.tags import (
+    ASSET_RESUME_RETRY_TAG,
+    BACKFILL_ID_TAG,
+    PARENT_RUN_ID_TAG,
+    ROOT_RUN_ID_TAG,
+)
 from dagster_shared.record import copy
 
 __all__ = [
     "ASSET_RESUME_RETRY_TAG",
+    "BACKFILL_ID_TAG",
     "PARENT_RUN_ID_TAG",
     "ROOT_RUN_ID_TAG",
     "AndAutomationCondition",
@@ -43,15 +52,18 @@ __all__ = [
     "CoercibleToAssetSelection",
     "EntitySubset",
     "ExecutableDefinition",
+    "PartitionBackfill",
     "StepMaterializationData",
     "TimingMetadata",
     "add_loaded_input_metadata",
     "asset_graph_of",
     "engine_event",
+    "fail_backfill",
     "io_manager_key_of",
     "report_engine_event",
     "report_planned_again",
     "running_context",
+    "succeeded_backfills",
     "with_executor",
 ]
 
@@ -96,6 +108,32 @@ def asset_graph_of(job: Any) -> AssetGraph:
         return job.repository.get_definition().asset_graph
     graph: AssetGraph = job.get_definition().asset_layer.asset_graph
     return graph
+
+
+def succeeded_backfills(
+    instance: DagsterInstance, *, after: datetime, limit: int
+) -> Sequence[PartitionBackfill]:
+    """The newest asset backfills made `after` a time that are closed as successes."""
+    wanted = BulkActionsFilter(statuses=[BulkActionStatus.COMPLETED_SUCCESS], created_after=after)
+    return [one for one in instance.get_backfills(wanted, limit=limit) if one.is_asset_backfill]
+
+
+def fail_backfill(
+    instance: DagsterInstance,
+    backfill: PartitionBackfill,
+    graph: AssetGraph,
+    missing: Iterable[tuple[AssetKey, str | None]],
+) -> None:
+    """Move partitions of a closed asset backfill from what it has done to what has failed."""
+    data = backfill.get_asset_backfill_data(graph)
+    failed = AssetGraphSubset.from_asset_partition_set({AssetKeyPartitionKey(*one) for one in missing}, graph)
+    moved = data._replace(
+        materialized_subset=data.materialized_subset - failed,
+        failed_and_downstream_subset=data.failed_and_downstream_subset | failed,
+    )
+    changed = backfill.with_asset_backfill_data(moved, instance, graph)
+    closed: PartitionBackfill = changed.with_status(BulkActionStatus.COMPLETED_FAILED)  # type: ignore[no-untyped-call]
+    instance.update_backfill(closed)
 
 
 def with_executor(definitions: Definitions, executor: ExecutorDefinition) -> Definitions:

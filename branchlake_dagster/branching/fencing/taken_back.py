@@ -38,14 +38,12 @@ def take_back(instance: DagsterInstance, run: DagsterRun, run_ids: Iterable[str]
     materialised since is left as that run left it. Doing it twice shows the same as doing it once.
     """
     for run_id in run_ids:
-        for key, partition, step in _materialised(instance, run_id):
-            if _newest(instance, key, partition) == run_id:
+        for key, partition, step in materialised(instance, run_id):
+            if newest_run(instance, key, partition) == run_id:
                 report_planned_again(instance, run, key, partition, step)
 
 
-def _materialised(
-    instance: DagsterInstance, run_id: str
-) -> Iterator[tuple[AssetKey, str | None, str | None]]:
+def materialised(instance: DagsterInstance, run_id: str) -> Iterator[tuple[AssetKey, str | None, str | None]]:
     """What a run has materialised, once each, with the step that did."""
     found: dict[tuple[AssetKey, str | None], str | None] = {}
     cursor: str | None = None
@@ -63,7 +61,7 @@ def _materialised(
     return ((key, partition, step) for (key, partition), step in found.items())
 
 
-def _newest(instance: DagsterInstance, key: AssetKey, partition: str | None) -> str | None:
+def newest_run(instance: DagsterInstance, key: AssetKey, partition: str | None) -> str | None:
     """The run that materialised a partition last."""
     wanted = AssetRecordsFilter(asset_key=key, asset_partitions=[partition] if partition else None)
     records = instance.fetch_materializations(wanted, limit=1).records

@@ -19,6 +19,7 @@ from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseR
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.automation.conditions import never_evaluated
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster.publication.runtime.backfills import BackfillWatch
 from branchlake_dagster.publication.runtime.pass_lock import one_pass
 from branchlake_dagster.publication.runtime.tick import Tick
 from branchlake_dagster.publication.runtime.unbranched import settle_unbranched
@@ -36,6 +37,7 @@ def publication_sensor(
 
     `lakehouse_key` is the key of the lake's resource, `prefix` is put before the sensor's name.
     """
+    backfills = BackfillWatch()
 
     @sensor(
         name=f"{prefix}publication_sensor",
@@ -52,12 +54,14 @@ def publication_sensor(
         with one_pass(resource.lakehouse.settings, patience_s=_PATIENCE_S) as mine:
             if not mine:
                 return SkipReason("Another pass over this lake is at work.")
-            return _tick(context, resource.lakehouse)
+            return _tick(context, resource.lakehouse, backfills)
 
     return publication_sensor_
 
 
-def _tick(context: SensorEvaluationContext, lake: Lakehouse) -> SensorResult | SkipReason:
+def _tick(
+    context: SensorEvaluationContext, lake: Lakehouse, backfills: BackfillWatch
+) -> SensorResult | SkipReason:
     """One pass, in less time than Dagster gives a tick."""
     repository = context.repository_def
     assert repository is not None  # noqa: S101 - the daemon always evaluates within a code location
@@ -67,6 +71,8 @@ def _tick(context: SensorEvaluationContext, lake: Lakehouse) -> SensorResult | S
     unbranched = settle_unbranched(lake, context.instance, graph, location=location)
     for key in never_evaluated(repository):
         context.log.warning(f"{key.to_user_string()} follows publications, but no sensor looks: {_NO_SENSOR}")
+    for told in backfills.look(context.instance, graph):
+        context.log.warning(told)
     tick = Tick()
     for outcome in chain(reconciler.run(budget_s=lake.settings.publish_budget_s), unbranched):
         if tick.add(outcome):
