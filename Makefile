@@ -5,10 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 export DAGSTER_HOME ?= $(or $(BRANCHLAKE_STATE_DIR),$(CURDIR)/.branchlake)/dagster
 
-.PHONY: help setup demo dev test lint types check bench docs lock clean
+.PHONY: help setup demo dev test test-fast lint types check bench docs lock clean
 
 help:  ## list what there is
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 # The lock is complete, so no resolver runs (pip stumbles over extras in hash mode).
 setup: $(VENV)/.ready  ## virtual environment from the lock file, jars through Ivy
@@ -31,6 +31,9 @@ dev: setup  ## the Dagster UI with sensors and schedules running
 
 test: setup  ## every test
 	$(BIN)/python -m pytest
+
+test-fast: setup  ## the tests that start no server
+	$(BIN)/python -m pytest -m unit
 
 lint: setup  ## linter
 	$(BIN)/ruff check .

@@ -8,18 +8,36 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from pyspark.sql import SparkSession
 
 from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
+from branchlake_dagster_tests.suite import tiers
+from branchlake_dagster_tests.suite.guard import guarding
 
 # Many tests speak to Nessie themselves, as anybody could; the token is test_embedded_token's matter.
 os.environ.setdefault("BRANCHLAKE_GUARD_NESSIE", "false")
+
+# How long an example takes is the machine's matter.
+hypothesis.settings.register_profile("branchlake", deadline=None)
+hypothesis.settings.load_profile("branchlake")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tiers.assign(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with guarding(tiers.tier_of(item)):
+        return (yield)
 
 
 @pytest.fixture(scope="session")

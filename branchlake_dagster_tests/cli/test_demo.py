@@ -11,7 +11,7 @@ from branchlake_dagster.cli.local.demo import run_demo
 from branchlake_dagster.cli.status import gather
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 
-pytestmark = [pytest.mark.integration, pytest.mark.spark, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 
 SNAPSHOTS = Path(__file__).parents[2].resolve().parent / "shared" / "data" / "gp"
 TWO = ("active-20260808T0220Z.tle.gz", "active-20260808T0713Z.tle.gz")

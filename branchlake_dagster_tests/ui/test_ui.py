@@ -15,7 +15,7 @@ from branchlake_dagster.cli.local.dagster_dev import dagster_dev
 from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 
-pytestmark = [pytest.mark.ui, pytest.mark.integration, pytest.mark.spark, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.daemon, pytest.mark.timeout(420)]
 
 MODULE = "branchlake_dagster_tests.ui.project"
 PATIENCE_MS = 120_000
