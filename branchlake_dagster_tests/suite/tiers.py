@@ -49,3 +49,8 @@ def assign(items: Sequence[pytest.Item]) -> None:
 def tier_of(item: pytest.Item) -> str:
     """The tier of a collected test."""
     return next(mark.name for mark in item.iter_markers() if mark.name in TIERS)
+
+
+def has_spark(item: pytest.Item) -> bool:
+    """Whether its tier has a Spark server."""
+    return [*TIERS].index(tier_of(item)) >= [*TIERS].index("spark")
