@@ -3,12 +3,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# More than there are cores: most tests wait.
+TEST_WORKERS ?= 4
 export DAGSTER_HOME ?= $(or $(BRANCHLAKE_STATE_DIR),$(CURDIR)/.branchlake)/dagster
 
-.PHONY: help setup demo dev test lint types check bench docs lock clean
+.PHONY: help setup demo dev test test-fast lint types check bench docs lock clean
 
 help:  ## list what there is
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 # The lock is complete, so no resolver runs (pip stumbles over extras in hash mode).
 setup: $(VENV)/.ready  ## virtual environment from the lock file, jars through Ivy
@@ -30,7 +32,10 @@ dev: setup  ## the Dagster UI with sensors and schedules running
 	$(BIN)/dagster dev -w workspace.yaml -h 127.0.0.1
 
 test: setup  ## every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_WORKERS)
+
+test-fast: setup  ## the tests that start no server
+	$(BIN)/python -m pytest -m unit -n 2
 
 lint: setup  ## linter
 	$(BIN)/ruff check .

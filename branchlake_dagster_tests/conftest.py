@@ -1,4 +1,4 @@
-"""One embedded lakehouse per test session, shared by every integration test.
+"""One embedded lakehouse for each process of a test session, shared by all its tests that need one.
 
 `BRANCHLAKE_TEST_STATE_DIR` names a state folder whose servers are kept running between sessions, which
 makes a single test start in milliseconds while one works on it.
@@ -7,35 +7,107 @@ makes a single test start in milliseconds while one works on it.
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
+import hypothesis
 import pytest
 from pyspark.sql import SparkSession
 
 from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
+from branchlake_dagster_tests.suite import schedule, tiers
+from branchlake_dagster_tests.suite.guard import guarding
+from branchlake_dagster_tests.suite.lakes import Lakes, kept_folder
 
 # Many tests speak to Nessie themselves, as anybody could; the token is test_embedded_token's matter.
 os.environ.setdefault("BRANCHLAKE_GUARD_NESSIE", "false")
+# A machine that is taken starts servers slowly.
+os.environ.setdefault("BRANCHLAKE_STARTUP_TIMEOUT_S", "240")
+
+# How long an example takes is the machine's matter.
+hypothesis.settings.register_profile("branchlake", deadline=None)
+hypothesis.settings.load_profile("branchlake")
+
+LAKES: pytest.StashKey[Lakes] = pytest.StashKey()
+_SHARED, _KEPT = "branchlake_shared", "branchlake_kept"
+
+
+# -- the session ---------------------------------------------------------------------------------------
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    handed: dict[str, Any] | None = getattr(config, "workerinput", None)
+    if handed is not None:
+        lakes = Lakes(Path(handed[_SHARED]), handed["workerid"], handed[_KEPT])
+    elif (kept := kept_folder()) is not None:
+        lakes = Lakes(kept, kept=True)
+    else:
+        lakes = Lakes(Path(tempfile.mkdtemp(prefix="branchlake-tests-")))
+    config.stash[LAKES] = lakes
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker of pytest-xdist where the session's servers are."""
+    lakes = node.config.stash[LAKES]
+    node.workerinput |= {_SHARED: str(lakes.shared), _KEPT: lakes.kept}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> schedule.LongestFirst:
+    return schedule.LongestFirst(config, log)
+
+
+@pytest.hookimpl(trylast=True)  # after the workers have ended
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    lakes = session.config.stash[LAKES]
+    lakes.leave()
+    if lakes.worker:
+        return
+    lakes.end()
+    if not lakes.kept and exitstatus == pytest.ExitCode.OK:
+        shutil.rmtree(lakes.shared, ignore_errors=True)  # else the servers' logs stay
+
+
+# -- the tests -----------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tiers.assign(items)
+    schedule.arrange(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with guarding(tiers.tier_of(item)):
+        return (yield)
 
 
 @pytest.fixture(scope="session")
-def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    kept = os.environ.get("BRANCHLAKE_TEST_STATE_DIR")
-    return Path(kept) if kept else tmp_path_factory.mktemp("branchlake")
+def state_dir(pytestconfig: pytest.Config) -> Path:
+    return pytestconfig.stash[LAKES].prepare()
+
+
+@pytest.fixture(autouse=True)
+def shared_spark(request: pytest.FixtureRequest) -> None:
+    """Tests that have Spark find the session's server in the lake that they share."""
+    if tiers.has_spark(request.node) and "lakehouse" in request.fixturenames:
+        request.config.stash[LAKES].join_spark()
 
 
 @pytest.fixture(scope="session")
-def lakehouse(state_dir: Path) -> Iterator[Lakehouse]:
+def lakehouse(state_dir: Path) -> Lakehouse:
     """The embedded lakehouse; its `main` has a first commit."""
     lake = Lakehouse(Settings(state_dir=state_dir))
     main_with_history(lake.nessie)
-    yield lake
-    if "BRANCHLAKE_TEST_STATE_DIR" not in os.environ:
-        lake.servers.down()
+    return lake
 
 
 @pytest.fixture(scope="session")
@@ -44,8 +116,9 @@ def nessie_uri(lakehouse: Lakehouse) -> str:
 
 
 @pytest.fixture(scope="session")
-def spark_session(lakehouse: Lakehouse) -> Iterator[SparkSession]:
+def spark_session(lakehouse: Lakehouse, pytestconfig: pytest.Config) -> Iterator[SparkSession]:
     """A Connect session on `main`, for tests that write no table."""
+    pytestconfig.stash[LAKES].join_spark()
     session = lakehouse.spark_session()
     yield session
     session.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -61,6 +62,7 @@ def sources() -> list[Path]:
     return [path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"]
 
 
+@cache
 def graph() -> dict[str, dict[str, list[str]]]:
     """importer -> imported -> the files that do it."""
     found: dict[str, dict[str, list[str]]] = {}

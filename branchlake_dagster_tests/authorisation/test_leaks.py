@@ -67,7 +67,6 @@ class Scenery:
         self.assets = (watched, expiring, *sparked(namespace, watched))
 
 
-@pytest.mark.integration
 @pytest.mark.spark
 def test_the_token_is_nowhere(
     bearer: Bearer,

@@ -26,8 +26,6 @@ from .assets import appending, checked, serializable, sparked
 from .conftest import Bearer
 from .guard import TOKEN, Guard
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture
 def lake(bearer: Bearer, guard: Guard) -> Iterator[Lakehouse]:

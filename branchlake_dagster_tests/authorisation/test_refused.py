@@ -29,8 +29,6 @@ from .assets import FREE, appending, checked, sparked
 from .conftest import Bearer
 from .guard import READ_ONLY, TOKEN, Guard
 
-pytestmark = pytest.mark.integration
-
 SOON_S = 20.0
 HINT = "Set BRANCHLAKE_NESSIE_TOKEN"
 References = dict[str, str]

@@ -74,7 +74,6 @@ def test_down_with_nothing_running() -> None:
     assert call("down").output == "Nothing was running.\n"
 
 
-@pytest.mark.integration
 def test_status_lists_branches_with_run_state_and_age(lakehouse: Lakehouse, namespace: str) -> None:
     nessie = lakehouse.nessie
     run_id = str(uuid.uuid4())

@@ -128,7 +128,6 @@ def test_secrets_are_taken_out_of_what_the_places_say() -> None:
     assert (finding.told, finding.remedy) == ("They said: ***", "Do that.")
 
 
-@pytest.mark.integration
 @pytest.mark.spark
 def test_a_whole_lake_is_right_and_left_as_it_was(
     lakehouse: Lakehouse, environment: pytest.MonkeyPatch
@@ -156,7 +155,6 @@ def test_a_whole_lake_is_right_and_left_as_it_was(
     assert not [*(warehouse / "_branchlake" / "doctor").glob("*")]
 
 
-@pytest.mark.integration
 def test_a_port_that_is_no_spark(nessie_uri: str) -> None:
     # Nessie answers there: HTTP, and no Spark Connect.
     port = nessie_uri.split(":")[2].split("/")[0]
@@ -165,7 +163,6 @@ def test_a_port_that_is_no_spark(nessie_uri: str) -> None:
     assert found["Spark", "address"]["state"] == "wrong" or found["Spark", "version"]["state"] == "wrong"
 
 
-@pytest.mark.integration
 def test_people_see_a_table_with_what_to_do(nessie_uri: str, closed_port: int) -> None:
     done = CliRunner().invoke(
         main,

@@ -15,6 +15,9 @@ from branchlake_dagster.cli.new import new_project
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 
+# Processes of dg, seconds each, and one project for all that is done to it.
+pytestmark = pytest.mark.nessie
+
 PLAIN = """\
 from pathlib import Path
 
@@ -84,7 +87,6 @@ def test_a_mistake_in_an_asset_fails_the_check_by_name(project: Path) -> None:
     assert "- shop/prices: A partitioned asset that replaces its whole table" in told
 
 
-@pytest.mark.integration
 def test_its_own_tests_pass(project: Path) -> None:
     told = said(project, [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], 0, {})
     assert "2 passed" in told
@@ -104,7 +106,6 @@ print(connect().sql("SELECT sum(eur) AS eur FROM shop.prices").polars()["eur"].i
 """
 
 
-@pytest.mark.integration
 def test_launched_by_dg_and_published(project: Path, lakehouse: Lakehouse, tmp_path: Path) -> None:
     lakehouse.endpoints(spark=False)
     (tmp_path / "dagster.yaml").write_text("telemetry: {enabled: false}\n")

@@ -216,7 +216,6 @@ def test_a_signal_leaves_through_the_clean_up() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.integration
 @pytest.mark.spark
 def test_ctrl_c_ends_the_demo_at_once(lakehouse: Lakehouse, tmp_path: Path) -> None:
     lakehouse.endpoints()
@@ -254,7 +253,6 @@ def breaking() -> None:
     breaks()
 
 
-@pytest.mark.integration
 @pytest.mark.spark
 def test_a_failed_first_run_ends_the_demo_with_its_error(
     lakehouse: Lakehouse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,7 +19,7 @@ from branchlake_dagster_tests.fusion.test_tracks import END, SEED, START, catalo
 
 __all__ = ["catalogue"]
 
-pytestmark = [pytest.mark.integration, pytest.mark.spark]
+pytestmark = pytest.mark.spark
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,6 @@ from pyiceberg.schema import Schema
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.nessie import NessieClient
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture
 def catalog(client: NessieClient, fresh_branch: str, tmp_path: Any) -> NessieCatalog:

@@ -27,8 +27,6 @@ from branchlake_dagster.lakehouse.nessie.errors import (
 )
 from branchlake_dagster.lakehouse.nessie.model import CommitResult
 
-pytestmark = pytest.mark.integration
-
 SCHEMA = pa.schema([("id", pa.int64())])
 
 

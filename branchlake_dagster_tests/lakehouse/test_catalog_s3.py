@@ -12,8 +12,6 @@ from moto.server import ThreadedMotoServer
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.nessie import NessieClient
 
-pytestmark = pytest.mark.integration
-
 KEYS = {"s3.access-key-id": "test", "s3.secret-access-key": "test", "s3.region": "us-east-1"}
 
 

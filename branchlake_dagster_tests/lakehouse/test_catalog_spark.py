@@ -14,7 +14,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
 
-pytestmark = [pytest.mark.integration, pytest.mark.spark]
+pytestmark = pytest.mark.spark
 
 
 @pytest.fixture

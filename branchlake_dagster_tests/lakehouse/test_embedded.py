@@ -365,7 +365,7 @@ def launches(folder: Path) -> int:
     return (folder / "logs" / "nessie.log").read_text().count("Listening on:")
 
 
-@pytest.mark.integration
+@pytest.mark.nessie
 def test_two_processes_at_once_start_one_server(own_folder: Path) -> None:
     (own_folder / "run").mkdir()
     (own_folder / "run" / "nessie.json").write_text("{")  # an unclean stop long ago
@@ -387,7 +387,7 @@ def test_two_processes_at_once_start_one_server(own_folder: Path) -> None:
     assert not (own_folder / "spark").exists()
 
 
-@pytest.mark.integration
+@pytest.mark.nessie
 def test_data_survives_a_kill_and_a_down(own_folder: Path, own_lake: Callable[[], Lakehouse]) -> None:
     lake = own_lake()
     main_with_history(lake.nessie)

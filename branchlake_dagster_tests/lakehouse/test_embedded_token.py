@@ -57,7 +57,6 @@ def guarded(tmp_path: Path) -> Iterator[Lakehouse]:
         lake.servers.down()
 
 
-@pytest.mark.integration
 @pytest.mark.spark
 def test_without_the_token_nobody_reads_or_commits(guarded: Lakehouse, namespace: str) -> None:
     uri = guarded.endpoints().nessie_uri
@@ -82,7 +81,7 @@ def test_without_the_token_nobody_reads_or_commits(guarded: Lakehouse, namespace
     assert guarded.catalog().load_table((namespace, "t")).scan().to_arrow().num_rows == 2
 
 
-@pytest.mark.integration
+@pytest.mark.nessie
 def test_no_command_line_and_no_log_shows_the_token(guarded: Lakehouse) -> None:
     secret = guarded.endpoints(spark=False).nessie_token
     assert secret

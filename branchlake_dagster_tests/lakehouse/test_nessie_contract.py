@@ -115,7 +115,7 @@ class Scene:
         return [(one.key.name if one.key else "", one.kind) for one in caught.value.conflicts]
 
 
-@pytest.fixture(params=["in-memory", pytest.param("real", marks=pytest.mark.integration)])
+@pytest.fixture(params=["in-memory", pytest.param("real", marks=pytest.mark.nessie)])
 def nessie(request: pytest.FixtureRequest) -> Iterator[NessieClient]:
     once = RetryPolicy(())
     if request.param == "in-memory":

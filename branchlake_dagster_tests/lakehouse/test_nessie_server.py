@@ -29,8 +29,6 @@ from branchlake_dagster.lakehouse.nessie.model import (
     Unchanged,
 )
 
-pytestmark = pytest.mark.integration
-
 NS = ContentKey(["n"])
 T = ContentKey(["n", "t"])
 U = ContentKey(["n", "u"])

@@ -79,7 +79,7 @@ def s3_lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lakehouse]:
         server.stop()
 
 
-@pytest.mark.integration
+@pytest.mark.nessie
 def test_any_rest_client_reads_main_a_branch_and_a_tag(s3_lake: Lakehouse) -> None:
     nessie = s3_lake.nessie
     nessie.create_branch("run/x", from_ref="main", from_hash=nessie.reference("main").hash)
@@ -101,7 +101,7 @@ def test_any_rest_client_reads_main_a_branch_and_a_tag(s3_lake: Lakehouse) -> No
     assert found == {"": 2, "/run%2Fx": 3, "/discarded-x": 3}
 
 
-@pytest.mark.integration
+@pytest.mark.nessie
 def test_the_settings_of_the_store_reach_duckdb_and_polars(s3_lake: Lakehouse) -> None:
     reader = connect(s3_lake.settings)
     with reader.sql("SELECT sum(id) AS total FROM shop.prices") as result:
@@ -109,7 +109,7 @@ def test_the_settings_of_the_store_reach_duckdb_and_polars(s3_lake: Lakehouse) -
     assert reader.polars("shop.prices").select(pl.col("id").sum()).collect(engine="streaming").item() == 3
 
 
-@pytest.mark.integration
+@pytest.mark.nessie
 def test_no_key_is_on_the_command_line_or_in_the_log(s3_lake: Lakehouse) -> None:
     record = s3_lake.servers.status()["nessie"]
     assert record is not None
@@ -117,7 +117,6 @@ def test_no_key_is_on_the_command_line_or_in_the_log(s3_lake: Lakehouse) -> None
     assert SECRET not in s3_lake.servers.log_path("nessie").read_text()
 
 
-@pytest.mark.integration
 def test_the_page_is_named_only_where_it_can_be_seen(s3_lake: Lakehouse, lakehouse: Lakehouse) -> None:
     endpoints = s3_lake.endpoints(spark=False)
     if endpoints.nessie_token is None:

@@ -26,8 +26,6 @@ from branchlake_dagster.query.errors import NoSuchState
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.harness import Project, project
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture
 def reader(lakehouse: Lakehouse) -> LakeReader:

@@ -21,9 +21,6 @@ from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster.settings import Settings
 
 pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.spark,
-    pytest.mark.remote,
     pytest.mark.timeout(600),
     # Dagster 1.13 warns about its own tags of multi-dimensional partitions.
     pytest.mark.filterwarnings("ignore:Non-compliant tag keys:DeprecationWarning"),

@@ -45,6 +45,8 @@ from branchlake_dagster_tests.simulation.play import failures, play
 SCHEDULES = int(os.environ.get("BRANCHLAKE_TEST_SIM_SCHEDULES", "10000"))
 FIRST_SEED = int(os.environ.get("BRANCHLAKE_TEST_SIM_SEED", "0"))
 
+pytestmark = pytest.mark.chaos
+
 _ROOT = Path(__file__).parents[2]
 _SHOWN = 3
 _WANTED = (

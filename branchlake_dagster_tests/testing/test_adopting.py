@@ -6,13 +6,10 @@ from pathlib import Path
 import dagster as dg
 import polars as pl
 import pyarrow as pa
-import pytest
 from pyiceberg.catalog.sql import SqlCatalog
 
 from branchlake_dagster import table_metadata
 from branchlake_dagster.testing import ThrowawayLake
-
-pytestmark = pytest.mark.integration
 
 DAYS = dg.DailyPartitionsDefinition("2026-11-01")
 FOURTH, FIFTH = dt.date(2026, 11, 4), dt.date(2026, 11, 5)

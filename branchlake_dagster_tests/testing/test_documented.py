@@ -22,7 +22,6 @@ from branchlake_dagster_tests.testing.documented import files
 ROOT = Path(root.__file__).parents[1]
 
 
-@pytest.mark.integration
 def test_the_example_passes_and_leaves_nothing(tmp_path: Path, lakehouse: Lakehouse) -> None:
     project, temporary = tmp_path / "project", tmp_path / "tmp"
     project.mkdir()

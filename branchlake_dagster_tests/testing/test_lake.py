@@ -28,8 +28,6 @@ from branchlake_dagster.lakehouse.embedded.process import ProcessRecord, started
 from branchlake_dagster.publication.runtime.publish import RunUnknown
 from branchlake_dagster.testing import ThrowawayLake, ThrowawayServer, throwaway_lake, throwaway_server
 
-pytestmark = pytest.mark.integration
-
 ELSEWHERE = {"nessie_uri": "http://127.0.0.1:9/api/v2"}
 
 

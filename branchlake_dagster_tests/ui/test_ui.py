@@ -14,8 +14,9 @@ from playwright.sync_api import Page, expect, sync_playwright
 from branchlake_dagster.cli.local.dagster_dev import dagster_dev
 from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster_tests.suite.absent import absent
 
-pytestmark = [pytest.mark.ui, pytest.mark.integration, pytest.mark.spark, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.daemon, pytest.mark.timeout(420)]
 
 MODULE = "branchlake_dagster_tests.ui.project"
 PATIENCE_MS = 120_000
@@ -43,7 +44,7 @@ def url(lakehouse: Lakehouse, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[Page]:
     if CHROMIUM is None:
-        pytest.skip("Chromium is missing; Debian: apt-get install chromium")
+        absent("Chromium", hint="Debian: apt-get install chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=CHROMIUM,

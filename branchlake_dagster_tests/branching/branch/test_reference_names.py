@@ -36,7 +36,6 @@ def test_a_key_part_that_can_name_no_table_is_refused(part: str) -> None:
             identifier_of(dg.AssetKey(path), "lake")
 
 
-@pytest.mark.integration
 def test_two_dots_write_nothing(lakehouse: Lakehouse, namespace: str) -> None:
     @dg.asset(key=[namespace, "..", "..", "t"])
     def t() -> pl.DataFrame:
@@ -49,7 +48,6 @@ def test_two_dots_write_nothing(lakehouse: Lakehouse, namespace: str) -> None:
         assert p.branches() == before
 
 
-@pytest.mark.integration
 @pytest.mark.spark
 @pytest.mark.parametrize("write_mode", ["replace_partitions", "upsert", "append"])
 @pytest.mark.parametrize("engine", ["polars", "spark"])

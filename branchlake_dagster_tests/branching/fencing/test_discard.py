@@ -14,8 +14,6 @@ from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, NessieUnavailable, ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import Reference, ReferenceType
 
-pytestmark = pytest.mark.integration
-
 
 class Branch:
     """A run branch of this test's own."""

@@ -25,8 +25,6 @@ from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import Project, project
 
-pytestmark = pytest.mark.integration
-
 APPEND = table_metadata(write_mode="append", require_checks=False)
 UPSERT = table_metadata(write_mode="upsert", keys=["k"], require_checks=False)
 MAP = pa.map_(pa.string(), pa.int64())

@@ -25,8 +25,6 @@ from branchlake_dagster.lakehouse.nessie.errors import NessieUnavailable
 from branchlake_dagster.lakehouse.nessie.model import Reference
 from branchlake_dagster_tests.harness import Project, project
 
-pytestmark = pytest.mark.integration
-
 FREE = table_metadata(require_checks=False)
 
 

@@ -32,8 +32,6 @@ from branchlake_dagster_tests.dagster_internals import (
 )
 from branchlake_dagster_tests.harness import Project, project
 
-pytestmark = pytest.mark.integration
-
 FREE = table_metadata(require_checks=False)
 APPEND = table_metadata(write_mode="append", require_checks=False)
 

@@ -27,8 +27,6 @@ from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieUnavailable
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, Put, Reference, ReferenceType
 
-pytestmark = pytest.mark.integration
-
 HOUR = timedelta(hours=1)
 ROWS = pa.table({"n": [1, 2, 3]})
 

@@ -28,7 +28,7 @@ from branchlake_dagster_tests.branching.table.windows import (
 )
 from branchlake_dagster_tests.harness import Project, project
 
-pytestmark = [pytest.mark.integration, pytest.mark.spark]
+pytestmark = pytest.mark.spark
 
 Rows = list[dict[str, Any]]
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

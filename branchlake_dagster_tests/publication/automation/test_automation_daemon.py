@@ -17,7 +17,7 @@ from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.dagster_internals import InstigatorState
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.daemon, pytest.mark.timeout(240)]
 
 SENSOR = "publication_automation_sensor"
 MODULE = "branchlake_dagster_tests.publication.automation.automation_project"

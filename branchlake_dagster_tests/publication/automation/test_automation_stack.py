@@ -6,7 +6,6 @@ from typing import Any
 
 import dagster as dg
 import polars as pl
-import pytest
 
 from branchlake_dagster.branching.table.spec import CHECK_SCOPE, table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -15,8 +14,6 @@ from branchlake_dagster.publication.automation.published_sensor import published
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.dagster_internals import AssetDaemonCursor
 from branchlake_dagster_tests.harness import Project, project
-
-pytestmark = pytest.mark.integration
 
 DAYS = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-11")
 

@@ -18,7 +18,7 @@ from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import published
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.daemon, pytest.mark.timeout(900)]
 
 MODULE = "branchlake_dagster_tests.publication.automation.backfill_project"
 PARTITIONS = 50

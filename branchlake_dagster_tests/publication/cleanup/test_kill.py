@@ -31,7 +31,7 @@ from branchlake_dagster_tests.publication.cleanup.kill_crew import Crew
 
 KILLS = int(os.environ.get("BRANCHLAKE_TEST_KILLS", "30"))
 SEED = int(os.environ.get("BRANCHLAKE_TEST_KILL_SEED") or time.time_ns() % 1_000_000)
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180 + 10 * KILLS)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(180 + 10 * KILLS)]
 
 # Captured logs need processes beside each step, which would outlive a killed one.
 CONFIGURATION = f"""

@@ -22,7 +22,7 @@ from branchlake_dagster.cli.local.dagster_dev import dagster_dev
 from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.daemon, pytest.mark.timeout(240)]
 
 MODULE = "branchlake_dagster_tests.publication.cleanup.killed_project"
 LAUNCH = """

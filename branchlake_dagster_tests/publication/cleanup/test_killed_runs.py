@@ -21,7 +21,7 @@ from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_
 from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
 from branchlake_dagster.settings import Settings
 
-pytestmark = pytest.mark.integration
+pytestmark = pytest.mark.chaos
 
 _PROJECT = "branchlake_dagster_tests.publication.cleanup.killed_project"
 

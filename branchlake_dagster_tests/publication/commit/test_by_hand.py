@@ -14,8 +14,6 @@ from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture
 def bench(lakehouse: Lakehouse, namespace: str) -> Workbench:

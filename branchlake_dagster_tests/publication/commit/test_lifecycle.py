@@ -27,8 +27,6 @@ from branchlake_dagster_tests.dagster_internals import (
 )
 from branchlake_dagster_tests.harness import project
 
-pytestmark = pytest.mark.integration
-
 
 def table(namespace: str, name: str, rows: list[int] | None = None) -> dg.AssetsDefinition:
     @dg.asset(key=[namespace, name], io_manager_key="io_manager")

@@ -31,8 +31,6 @@ from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.workbench import Workbench
 
-pytestmark = pytest.mark.integration
-
 T = TypeVar("T")
 
 

@@ -20,8 +20,6 @@ from pyiceberg.types import LongType, NestedField, StringType
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.publication.workbench import SCHEMA, Run, Workbench
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture
 def bench(lakehouse: Lakehouse, namespace: str) -> Iterator[Workbench]:

@@ -29,7 +29,7 @@ from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench
 
-pytestmark = [pytest.mark.integration, pytest.mark.spark]
+pytestmark = pytest.mark.spark
 
 COMPACTION = "CALL nessie.system.rewrite_data_files(table => '{name}', options => map('rewrite-all', 'true'))"
 MANIFESTS = "CALL nessie.system.rewrite_manifests(table => '{name}')"

@@ -18,8 +18,6 @@ from branchlake_dagster.publication.rebase.manifests import REPLAYED_FROM
 from branchlake_dagster_tests.harness import published
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench, frame
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture
 def bench(lakehouse: Lakehouse, namespace: str) -> Iterator[Workbench]:

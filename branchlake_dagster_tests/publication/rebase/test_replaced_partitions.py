@@ -20,7 +20,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 
-pytestmark = [pytest.mark.integration, pytest.mark.spark]
+pytestmark = pytest.mark.spark
 
 WEEKLY = dg.WeeklyPartitionsDefinition(start_date="2026-08-02")
 BERLIN = dg.DailyPartitionsDefinition(start_date="2026-08-01", timezone="Europe/Berlin")

@@ -11,7 +11,7 @@ from branchlake_dagster.publication.ledger.candidate import Published
 from branchlake_dagster_tests.publication.rebase.deleting import delete_equal
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench
 
-pytestmark = [pytest.mark.integration, pytest.mark.spark]
+pytestmark = pytest.mark.spark
 
 MERGE_ON_READ = (
     "ALTER TABLE {t} SET TBLPROPERTIES ('write.delete.mode'='merge-on-read',"

@@ -47,8 +47,6 @@ from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.harness import project
 
-pytestmark = pytest.mark.integration
-
 FREE = table_metadata(require_checks=False)
 HOUR = timedelta(hours=1)
 LIMITS = Limits(6 * HOUR, HOUR)
@@ -94,6 +92,7 @@ def killing(lake: Lakehouse, namespace: str, first: dg.AssetsDefinition) -> dg.A
     return second
 
 
+@pytest.mark.nessie
 def test_a_run_fails_clearly_when_a_remote_nessie_dies_under_it(own_lake: Lakehouse, namespace: str) -> None:
     remote = Lakehouse(
         Settings(
@@ -116,6 +115,7 @@ def test_a_run_fails_clearly_when_a_remote_nessie_dies_under_it(own_lake: Lakeho
         assert own_lake.nessie.reference("main").hash == main
 
 
+@pytest.mark.nessie
 def test_the_embedded_nessie_comes_back_under_a_run(own_lake: Lakehouse, namespace: str) -> None:
     first = table(namespace, "first")
     with project(own_lake, first, killing(own_lake, namespace, first)) as p:

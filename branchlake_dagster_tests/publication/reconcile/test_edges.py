@@ -45,8 +45,6 @@ from branchlake_dagster_tests.publication.reconcile.test_recheck import (
 from branchlake_dagster_tests.publication.reconcile.test_trouble import Clock
 from branchlake_dagster_tests.publication.workbench import FLAT, Workbench
 
-pytestmark = pytest.mark.integration
-
 
 def tags(p: Project, run_id: str) -> dict[str, str]:
     found = p.instance.get_run_by_id(run_id)

@@ -111,7 +111,6 @@ def ours(p: Project, found: Iterator[Outcome]) -> list[Outcome]:
     return [one for one in found if one.run_id in known]
 
 
-@pytest.mark.integration
 def test_what_does_not_fit_waits_for_the_next_tick_and_the_oldest_comes_first(
     lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +132,6 @@ def test_what_does_not_fit_waits_for_the_next_tick_and_the_oldest_comes_first(
         assert len(p.rows(namespace, "t")) == 5
 
 
-@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore:Parameter `backfill_policy`")
 def test_the_telling_of_many_partitions_goes_on_where_it_stopped(
     lakehouse: Lakehouse, namespace: str
@@ -175,7 +173,6 @@ def test_the_telling_of_many_partitions_goes_on_where_it_stopped(
 # -- checks on whole tables ------------------------------------------------------------------------------
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize(("most", "published"), [(1000, 9), (12, 8)])
 def test_nine_waiting_runs_share_their_checks(
     lakehouse: Lakehouse, namespace: str, most: int, published: int
@@ -204,7 +201,6 @@ def test_nine_waiting_runs_share_their_checks(
         assert not [name for name in p.branches() if name.startswith("publish-") and name[8:] in ids]
 
 
-@pytest.mark.integration
 def test_a_check_run_that_takes_too_long_is_given_up_and_made_again(
     lakehouse: Lakehouse, namespace: str
 ) -> None:
@@ -237,7 +233,6 @@ def test_a_check_run_that_takes_too_long_is_given_up_and_made_again(
 # -- the sensor ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.integration
 def test_the_sensor_leaves_a_lake_alone_on_which_another_pass_is_at_work(
     lakehouse: Lakehouse, namespace: str
 ) -> None:

@@ -16,8 +16,6 @@ from branchlake_dagster.publication.commit.publication_branch import publication
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 
-pytestmark = pytest.mark.integration
-
 
 def appending(namespace: str) -> dg.AssetsDefinition:
     @dg.asset(

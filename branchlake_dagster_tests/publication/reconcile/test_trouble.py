@@ -34,8 +34,6 @@ from branchlake_dagster.publication.reconcile.outcome import Outcome, Publicatio
 from branchlake_dagster.publication.reconcile.trouble import ATTEMPTS
 from branchlake_dagster_tests.harness import Project, project
 
-pytestmark = pytest.mark.integration
-
 
 def appending(namespace: str, name: str = "t") -> dg.AssetsDefinition:
     @dg.asset(key=[namespace, name], metadata=table_metadata(write_mode="append", require_checks=False))

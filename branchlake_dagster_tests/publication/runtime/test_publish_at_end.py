@@ -22,8 +22,6 @@ from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
 from branchlake_dagster_tests.publication.runtime import publish_at_end_project
 
-pytestmark = pytest.mark.integration
-
 _tokens = itertools.count(1)
 
 

@@ -13,8 +13,6 @@ from branchlake_dagster.publication.reconcile.outcome import Outcome, Publicatio
 from branchlake_dagster.publication.runtime.unbranched import settle_unbranched
 from branchlake_dagster_tests.harness import Project, project
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture
 def lake(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> Lakehouse:

@@ -1,0 +1,1 @@
+"""How the suite is run: what a test needs, and what guards that."""

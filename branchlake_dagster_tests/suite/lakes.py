@@ -1,0 +1,82 @@
+"""Where the lakes of a test session are: a Nessie and a warehouse for each worker, one Spark server for all.
+
+A worker's lake is its own, so a test that reaps, sweeps or counts what is on `main` meets no other worker's
+branches. Spark is the dear one, to start and to keep, and needs no worker of its own: a session is given its
+catalogue when it is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers
+from branchlake_dagster.settings import Settings
+
+_LISTING = Path("jars", "jars.classpath")
+_LENT = (Path("run", "spark.json"), Path("run", "spark.token"))
+_NOWHERE = "http://127.0.0.1:1/api/v2"
+"""The Nessie that Spark itself is told: no session may rely on it."""
+
+
+@dataclass(frozen=True)
+class Lakes:
+    """The state folders of a session. `worker` is empty where there is only one process.
+
+    `kept`: the folder is the user's (`BRANCHLAKE_TEST_STATE_DIR`), and its servers run on for the next session.
+    """
+
+    shared: Path
+    worker: str = ""
+    kept: bool = False
+
+    @property
+    def own(self) -> Path:
+        """The state folder of this process."""
+        return self.shared / self.worker if self.worker else self.shared
+
+    def prepare(self) -> Path:
+        """`own`, knowing where the jars are if anybody does, which saves a JVM."""
+        for known in (self.shared, Settings().state_dir):
+            if (known / _LISTING).is_file() and not (self.own / _LISTING).exists():
+                (self.own / _LISTING).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(known / _LISTING, self.own / _LISTING)
+        return self.own
+
+    def join_spark(self) -> None:
+        """Let the lake of this process use the shared Spark server, which starts if it does not run."""
+        if not self.worker:
+            return
+        EmbeddedServers(Settings(state_dir=self.shared, nessie_uri=_NOWHERE)).endpoints()
+        for part in _LENT:
+            (self.own / part).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(self.shared / part, self.own / part)
+
+    def leave(self) -> None:
+        """Stop the servers of this process alone."""
+        if self.kept:
+            return
+        if self.worker:
+            for part in _LENT:
+                (self.own / part).unlink(missing_ok=True)
+        _down(self.own)
+
+    def end(self) -> None:
+        """Stop all servers, also those of workers that died."""
+        if self.kept:
+            return
+        for folder in self.shared.glob("gw*"):
+            Lakes(self.shared, folder.name).leave()
+        _down(self.shared)
+
+
+def _down(folder: Path) -> None:
+    EmbeddedServers(Settings(state_dir=folder)).down()
+
+
+def kept_folder() -> Path | None:
+    """The folder that the user wants to be kept."""
+    named = os.environ.get("BRANCHLAKE_TEST_STATE_DIR")
+    return Path(named).absolute() if named else None
