@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
     from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
     from branchlake_dagster.branching.table.spec import table_metadata
+    from branchlake_dagster.checks.asset_checks.columns import column_metadata
     from branchlake_dagster.checks.asset_checks.contract import pandera_checks
     from branchlake_dagster.checks.asset_checks.sql import sql_check
     from branchlake_dagster.checks.constraints.predicate import row_predicate
@@ -50,6 +51,7 @@ __all__ = [
     "Transient",
     "awaiting_verdict",
     "branchlake_definitions",
+    "column_metadata",
     "connect",
     "on_publication",
     "pandera_checks",
@@ -68,6 +70,7 @@ _HOMES = {
     "branching.resources.lakehouse_resource": ("LakehouseResource",),
     "branching.resources.spark_resource": ("BranchSparkResource",),
     "branching.table.spec": ("table_metadata",),
+    "checks.asset_checks.columns": ("column_metadata",),
     "checks.asset_checks.contract": ("pandera_checks",),
     "checks.asset_checks.sql": ("sql_check",),
     "checks.constraints.predicate": ("row_predicate",),

@@ -21,6 +21,8 @@ def definitions(tmp_path_factory: pytest.TempPathFactory) -> dg.Definitions:
 
 def plain(value: Any) -> Any:
     """A metadata value without addresses of this machine or this run."""
+    if isinstance(value, dg.TableSchema):
+        return {one.name: f"{one.type}: {one.description}" for one in value.columns}
     value = getattr(value, "value", value)
     return value if isinstance(value, bool | int | float | str | list | dict) else type(value).__name__
 
@@ -49,6 +51,7 @@ def test_assets(definitions: dg.Definitions, snapshot: SnapshotAssertion) -> Non
             "code_version": spec.code_version,
             "owners": list(spec.owners),
             "kinds": sorted(spec.kinds),
+            "freshness": repr(spec.freshness_policy),
             "tags": {key: value for key, value in spec.tags.items() if not key.startswith("dagster/kind/")},
             "automation": spec.automation_condition is not None,
             "skippable": spec.skippable,

@@ -9,6 +9,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster.fusion.assets.catalogue import newer_than
 from branchlake_dagster.fusion.conjunctions.arrow import CANDIDATE_SCHEMA, screen_batches
+from branchlake_dagster.fusion.contracts import Observation
 from branchlake_dagster.fusion.estimation.arrow import ELEMENT_INPUT, TRACK_SCHEMA, fuse_batches
 from branchlake_dagster.fusion.observing import OBSERVATION_NAMESPACE, normalise
 from branchlake_dagster.fusion.orbits.propagation import Elements
@@ -64,6 +65,13 @@ def test_normalisation_gives_uuid5_units_and_skew(native, normalised):
     for column in usual.columns:
         if usual.schema[column] == pl.Float64:
             np.testing.assert_allclose(same[column].to_numpy(), usual[column].to_numpy(), rtol=1e-12)
+
+
+def test_the_envelope_is_its_contract_column_by_column(normalised):
+    promised = Observation.to_schema().columns
+    assert [(one.name, one.dataType) for one in normalised.schema] == [
+        (name, column.dtype.type) for name, column in promised.items()
+    ]
 
 
 def test_tracks_over_spark_are_those_of_the_function(session, native, normalised, catalogue):

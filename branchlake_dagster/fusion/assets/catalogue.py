@@ -8,7 +8,9 @@ import polars as pl
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
-from branchlake_dagster import table_metadata
+from branchlake_dagster import column_metadata, table_metadata
+from branchlake_dagster.fusion.assets.upkeep import OF_SNAPSHOTS, OWNERS
+from branchlake_dagster.fusion.contracts import ElementSet, RejectedRecord
 from branchlake_dagster.fusion.gp.read import read_catalogue
 from branchlake_dagster.fusion.partitions import gp_snapshots
 from branchlake_dagster.fusion.sources import GpSource
@@ -24,17 +26,24 @@ CATALOGUE_TABLE = "nessie.sda.catalogue"
     name="gp_ingest",
     group_name=GROUP,
     partitions_def=gp_snapshots,
-    compute_kind="polars",
     outs={
         "element_sets": dg.AssetOut(
             key=ELEMENT_SETS,
             description="Element sets of one GP snapshot (CCSDS OMM names and units), one row per object.",
-            metadata=table_metadata(partition_by="snapshot_id", require_checks=True),
+            owners=OWNERS,
+            kinds={"iceberg", "polars"},
+            freshness_policy=OF_SNAPSHOTS,
+            metadata=table_metadata(partition_by="snapshot_id", require_checks=True)
+            | column_metadata(ElementSet),
         ),
         "rejected_records": dg.AssetOut(
             key=REJECTED_RECORDS,
             description="Records of a GP snapshot that are no usable element set, with text and reason.",
-            metadata=table_metadata(partition_by="snapshot_id", require_checks=True),
+            owners=OWNERS,
+            kinds={"iceberg", "polars"},
+            freshness_policy=OF_SNAPSHOTS,
+            metadata=table_metadata(partition_by="snapshot_id", require_checks=True)
+            | column_metadata(RejectedRecord),
         ),
     },
 )
@@ -64,8 +73,11 @@ def gp_ingest(context: dg.AssetExecutionContext, gp: GpSource) -> Iterator[dg.Ou
     key=CATALOGUE,
     group_name=GROUP,
     partitions_def=gp_snapshots,
-    compute_kind="spark",
-    metadata=table_metadata(write_mode="upsert", keys=("sat_no",), require_checks=True),
+    owners=OWNERS,
+    kinds={"iceberg", "spark"},
+    freshness_policy=OF_SNAPSHOTS,
+    metadata=table_metadata(write_mode="upsert", keys=("sat_no",), require_checks=True)
+    | column_metadata(ElementSet),
 )
 def catalogue(element_sets: DataFrame) -> DataFrame:
     """Current element set per object: the newest epoch wins, in whatever order snapshots arrive.

@@ -6,10 +6,12 @@ from pydantic import Field
 from pyspark.sql import DataFrame
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from branchlake_dagster import table_metadata
+from branchlake_dagster import column_metadata, table_metadata
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
+from branchlake_dagster.fusion.assets.upkeep import OF_WINDOWS, OWNERS
 from branchlake_dagster.fusion.conjunctions.arrow import CANDIDATE_SCHEMA, screen_batches
 from branchlake_dagster.fusion.conjunctions.screening import STEP_S, THRESHOLD_KM
+from branchlake_dagster.fusion.contracts import ConjunctionCandidate
 from branchlake_dagster.fusion.orbits.propagation import Elements
 from branchlake_dagster.fusion.partitions import whole_catalogue, windows
 from branchlake_dagster.fusion.shipping import carried
@@ -29,9 +31,12 @@ class ScreeningConfig(dg.Config):
     key=CONJUNCTION_CANDIDATES,
     group_name="conjunctions",
     partitions_def=windows,
-    compute_kind="spark",
+    owners=OWNERS,
+    kinds={"iceberg", "spark"},
+    freshness_policy=OF_WINDOWS,
     ins={"catalogue": dg.AssetIn(CATALOGUE, partition_mapping=whole_catalogue)},
-    metadata=table_metadata(partition_by="window_start", require_checks=True),
+    metadata=table_metadata(partition_by="window_start", require_checks=True)
+    | column_metadata(ConjunctionCandidate),
 )
 def conjunction_candidates(
     context: dg.AssetExecutionContext,

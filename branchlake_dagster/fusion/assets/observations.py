@@ -6,8 +6,10 @@ import polars as pl
 import pyarrow as pa
 from pyspark.sql import DataFrame
 
-from branchlake_dagster import table_metadata
+from branchlake_dagster import column_metadata, table_metadata
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
+from branchlake_dagster.fusion.assets.upkeep import OF_WINDOWS, OWNERS
+from branchlake_dagster.fusion.contracts import Observation, SensorObservation
 from branchlake_dagster.fusion.observing import normalise
 from branchlake_dagster.fusion.orbits.propagation import Elements
 from branchlake_dagster.fusion.partitions import whole_catalogue, windows_by_kind
@@ -30,9 +32,12 @@ class SimulationConfig(dg.Config):
     key=SENSOR_OBSERVATIONS,
     group_name=GROUP,
     partitions_def=windows_by_kind,
-    compute_kind="numpy",
+    owners=OWNERS,
+    kinds={"iceberg", "numpy"},
+    freshness_policy=OF_WINDOWS,
     ins={"catalogue": dg.AssetIn(CATALOGUE, partition_mapping=whole_catalogue)},
-    metadata=table_metadata(partition_by=_BY_WINDOW_AND_KIND, require_checks=True),
+    metadata=table_metadata(partition_by=_BY_WINDOW_AND_KIND, require_checks=True)
+    | column_metadata(SensorObservation),
 )
 def sensor_observations(
     context: dg.AssetExecutionContext, config: SimulationConfig, catalogue: pa.Table
@@ -50,8 +55,11 @@ def sensor_observations(
     key=OBSERVATIONS,
     group_name=GROUP,
     partitions_def=windows_by_kind,
-    compute_kind="spark",
-    metadata=table_metadata(partition_by=_BY_WINDOW_AND_KIND, require_checks=True),
+    owners=OWNERS,
+    kinds={"iceberg", "spark"},
+    freshness_policy=OF_WINDOWS,
+    metadata=table_metadata(partition_by=_BY_WINDOW_AND_KIND, require_checks=True)
+    | column_metadata(Observation),
 )
 def observations(sensor_observations: DataFrame) -> DataFrame:
     """Observations in one envelope for all kinds: ids, units, uncertainties and clock quality."""

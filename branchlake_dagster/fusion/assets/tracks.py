@@ -5,9 +5,11 @@ import dagster as dg
 from pyspark.sql import DataFrame
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from branchlake_dagster import table_metadata
+from branchlake_dagster import column_metadata, table_metadata
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
 from branchlake_dagster.fusion.assets.observations import OBSERVATIONS
+from branchlake_dagster.fusion.assets.upkeep import OF_WINDOWS, OWNERS
+from branchlake_dagster.fusion.contracts import FusedTrack
 from branchlake_dagster.fusion.estimation.arrow import ELEMENT_INPUT, TRACK_SCHEMA, fuse_batches
 from branchlake_dagster.fusion.partitions import all_kinds_of_window, whole_catalogue, windows
 from branchlake_dagster.fusion.shipping import carried
@@ -20,12 +22,14 @@ FUSED_TRACKS = dg.AssetKey(["sda", "fused_tracks"])
     key=FUSED_TRACKS,
     group_name="fused_tracks",
     partitions_def=windows,
-    compute_kind="spark",
+    owners=OWNERS,
+    kinds={"iceberg", "spark"},
+    freshness_policy=OF_WINDOWS,
     ins={
         "observations": dg.AssetIn(OBSERVATIONS, partition_mapping=all_kinds_of_window),
         "catalogue": dg.AssetIn(CATALOGUE, partition_mapping=whole_catalogue),
     },
-    metadata=table_metadata(partition_by="window_start", require_checks=True),
+    metadata=table_metadata(partition_by="window_start", require_checks=True) | column_metadata(FusedTrack),
 )
 def fused_tracks(
     context: dg.AssetExecutionContext, observations: DataFrame, catalogue: DataFrame

@@ -21,6 +21,7 @@ from branchlake_dagster.fusion.assets.observations import (
     sensor_observations,
 )
 from branchlake_dagster.fusion.assets.tracks import FUSED_TRACKS, fused_tracks
+from branchlake_dagster.fusion.assets.upkeep import MAX_CATALOGUE_AGE
 from branchlake_dagster.fusion.gp.simulated import REFERENCE_EPOCH
 from branchlake_dagster.fusion.graph.quality import fusion_checks
 from branchlake_dagster.fusion.partitions import gp_snapshots, windows
@@ -28,9 +29,6 @@ from branchlake_dagster.fusion.sensors.native import SOURCE_KINDS
 from branchlake_dagster.fusion.sources import DEFAULT_SNAPSHOT, GpSource, snapshot_time
 
 __all__ = ["fusion_assets", "fusion_checks", "fusion_jobs", "fusion_schedules", "fusion_sensors"]
-
-MAX_CATALOGUE_AGE = timedelta(days=7)
-"""Elements older than that are kilometres off; the schedules then do nothing rather than publish fiction."""
 
 fusion_assets: list[dg.AssetsDefinition] = [
     gp_ingest,

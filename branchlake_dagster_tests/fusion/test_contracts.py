@@ -1,0 +1,97 @@
+"""The contracts name every column of the tables, with the types that are stored, and say what it means."""
+
+import dagster as dg
+import polars as pl
+import pyarrow as pa
+import pytest
+
+from branchlake_dagster import column_metadata
+from branchlake_dagster.branching.table.types import in_words, stored_type
+from branchlake_dagster.fusion import contracts
+from branchlake_dagster.fusion.assets.catalogue import CATALOGUE, ELEMENT_SETS, REJECTED_RECORDS
+from branchlake_dagster.fusion.assets.conjunctions import CONJUNCTION_CANDIDATES
+from branchlake_dagster.fusion.assets.observations import OBSERVATIONS, SENSOR_OBSERVATIONS
+from branchlake_dagster.fusion.assets.tracks import FUSED_TRACKS
+from branchlake_dagster.fusion.conjunctions.arrow import CANDIDATE_SCHEMA
+from branchlake_dagster.fusion.estimation.arrow import TRACK_SCHEMA
+from branchlake_dagster.fusion.gp.records import ELEMENT_COLUMNS, REJECTED_COLUMNS
+from branchlake_dagster.fusion.graph.definitions import fusion_assets
+from branchlake_dagster.fusion.sensors.native import NATIVE_COLUMNS
+
+CONTRACTS = {
+    ELEMENT_SETS: contracts.ElementSet,
+    REJECTED_RECORDS: contracts.RejectedRecord,
+    CATALOGUE: contracts.ElementSet,
+    SENSOR_OBSERVATIONS: contracts.SensorObservation,
+    OBSERVATIONS: contracts.Observation,
+    FUSED_TRACKS: contracts.FusedTrack,
+    CONJUNCTION_CANDIDATES: contracts.ConjunctionCandidate,
+}
+UNIT_OF_ENDING = {
+    "_km_s": "km/s",
+    "_m_s": "m/s",
+    "_km": "km",
+    "_m": "m",
+    "_deg": "deg",
+    "_rad": "rad",
+    "_arcsec": "arcsec",
+    "_ns": "ns",
+    "_s": "s",
+}
+
+
+def stored(schema: pa.Schema) -> dict[str, str]:
+    return {one.name: in_words(stored_type(one.type, one.name, ""), table="") for one in schema}
+
+
+def of_polars(columns: dict[str, pl.DataType]) -> dict[str, str]:
+    return stored(pl.DataFrame(schema=columns).to_arrow().schema)
+
+
+def described(model: type) -> list[dg.TableColumn]:
+    return column_metadata(model)["dagster/column_schema"].columns
+
+
+def types(model: type) -> dict[str, str]:
+    return {one.name: one.type for one in described(model)}
+
+
+def in_order(columns: dict[str, str]) -> list[tuple[str, str]]:
+    return list(columns.items())
+
+
+def test_the_contracts_are_the_tables_column_by_column():
+    text = {"snapshot_id": "string"}
+    elements = {**text, **of_polars(ELEMENT_COLUMNS), "data_mode": "string"}
+    assert in_order(types(contracts.ElementSet)) == in_order(elements)
+    assert in_order(types(contracts.RejectedRecord)) == in_order({**text, **of_polars(REJECTED_COLUMNS)})
+    assert in_order(types(contracts.SensorObservation)) == in_order(of_polars(NATIVE_COLUMNS))
+    assert in_order(types(contracts.FusedTrack)) == in_order(stored(TRACK_SCHEMA))
+    assert in_order(types(contracts.ConjunctionCandidate)) == in_order(stored(CANDIDATE_SCHEMA))
+
+
+@pytest.mark.parametrize("model", set(CONTRACTS.values()), ids=lambda one: one.__name__)
+def test_every_column_has_its_meaning_and_the_unit_that_its_name_says(model):
+    for column in described(model):
+        assert (column.description or "").endswith("."), column.name
+        ending = next((one for one in UNIT_OF_ENDING if column.name.endswith(one)), None)
+        if ending:
+            assert column.tags == {"unit": UNIT_OF_ENDING[ending]}, column.name
+
+
+def test_elements_and_covariance_have_the_units_of_the_orbit_messages():
+    units = {one.name: one.tags.get("unit") for one in described(contracts.ElementSet)}
+    assert units["mean_motion"] == "rev/day"
+    assert {units[name] for name in ("inclination", "ra_of_asc_node", "mean_anomaly")} == {"deg"}
+    assert units["eccentricity"] is None
+    for column in described(contracts.FusedTrack):
+        if column.name.startswith("c") and column.name[1:2] in "xyz":
+            per_second = column.name.count("dot")
+            assert column.tags["unit"] == ("km²", "km²/s", "km²/s²")[per_second], column.name
+
+
+def test_every_asset_shows_the_columns_of_its_own_contract():
+    specs = {spec.key: spec for asset in fusion_assets for spec in asset.specs}
+    assert specs.keys() == CONTRACTS.keys()
+    for key, model in CONTRACTS.items():
+        assert specs[key].metadata["dagster/column_schema"] == column_metadata(model)["dagster/column_schema"]
