@@ -16,8 +16,6 @@ from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.dagster_internals import get_and_update_asset_status_cache_value
 from branchlake_dagster_tests.harness import Project, project
 
-pytestmark = pytest.mark.integration
-
 DAYS = dg.StaticPartitionsDefinition(["mon", "tue", "wed"])
 
 

@@ -4,7 +4,6 @@ from datetime import UTC, datetime, timedelta
 
 import dagster as dg
 import polars as pl
-import pytest
 
 from branchlake_dagster.branching.table.spec import CHECK_SCOPE, table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -17,8 +16,6 @@ from branchlake_dagster_tests.dagster_internals import (
     PartitionBackfill,
 )
 from branchlake_dagster_tests.harness import Project, project
-
-pytestmark = pytest.mark.integration
 
 DAYS = dg.StaticPartitionsDefinition(["mon", "tue"])
 NOW = datetime.now(UTC)
