@@ -1,4 +1,7 @@
-"""The real UI in headless Chromium, on a real daemon: launch, see the checks, see the publication."""
+"""The real UI in headless Chromium, on a real daemon: launch, see the checks, see the publication.
+
+With BRANCHLAKE_TEST_SCREENSHOTS the pages of the documents are drawn anew into that folder.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +18,33 @@ from branchlake_dagster.cli.local.dagster_dev import dagster_dev
 from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.suite.absent import absent
+from branchlake_dagster_tests.ui.project import BAD_DAY
 
-pytestmark = [pytest.mark.daemon, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.daemon, pytest.mark.timeout(600)]
 
 MODULE = "branchlake_dagster_tests.ui.project"
-PATIENCE_MS = 120_000
+PATIENCE_MS = 180_000
 RELOAD_MS = 5_000
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SCREENSHOTS = os.environ.get("BRANCHLAKE_TEST_SCREENSHOTS")
 
 
 @pytest.fixture(scope="module")
-def url(lakehouse: Lakehouse, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def bad_day(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file exists, `daily` breaks its promise."""
+    return tmp_path_factory.mktemp("ui") / "bad_day"
+
+
+@pytest.fixture(scope="module")
+def url(lakehouse: Lakehouse, tmp_path_factory: pytest.TempPathFactory, bad_day: Path) -> Iterator[str]:
     home = tmp_path_factory.mktemp("dagster_home")
     before = dict(os.environ)
     os.environ["DAGSTER_HOME"] = str(home)
+    environment = {"BRANCHLAKE_STATE_DIR": str(lakehouse.settings.state_dir), BAD_DAY: str(bad_day)}
     try:
         dagster_home(lakehouse.settings)
         lakehouse.endpoints()
-        with dagster_dev(
-            MODULE, home=home, environment={"BRANCHLAKE_STATE_DIR": str(lakehouse.settings.state_dir)}
-        ) as address:
+        with dagster_dev(MODULE, home=home, environment=environment) as address:
             yield address
     finally:
         os.environ.clear()
@@ -58,18 +68,31 @@ def page(tmp_path: Path) -> Iterator[Page]:
             ],
         )
         opened = browser.new_page(viewport={"width": 1500, "height": 950})
+        opened.set_default_timeout(PATIENCE_MS)
         yield opened
         opened.screenshot(path=tmp_path / "last.png")
         browser.close()
 
 
+def press_materialize(page: Page, url: str, asset: str) -> None:
+    page.goto(f"{url}/assets/ui/{asset}")
+    page.get_by_text(re.compile(r"^Materialize(…|\.\.\.)?$")).first.click()
+
+
 def launch(page: Page, url: str, asset: str) -> str:
     """Press "Materialize" on the asset's page; the short run id of the message that appears."""
-    page.goto(f"{url}/assets/ui/{asset}")
-    page.get_by_text("Materialize", exact=True).first.click()
+    press_materialize(page, url, asset)
     message = page.get_by_text(re.compile(r"Launched run [0-9a-f]{8}")).first
     expect(message).to_be_visible(timeout=PATIENCE_MS)
     return message.inner_text().split()[-1]
+
+
+def backfill(page: Page, url: str, asset: str, which: str) -> None:
+    """Launch a backfill of the partitions that the dialogue calls `which`."""
+    press_materialize(page, url, asset)
+    page.get_by_text(which, exact=True).first.click()
+    page.get_by_text(re.compile("^Launch .*backfill$|^Launch [0-9]+ runs?$")).last.click()
+    expect(page.get_by_text(re.compile("Launched backfill")).first).to_be_visible(timeout=PATIENCE_MS)
 
 
 def await_text(page: Page, address: str, pattern: str) -> None:
@@ -84,25 +107,72 @@ def await_text(page: Page, address: str, pattern: str) -> None:
     raise AssertionError(f"{pattern} did not appear on {address}: {page.inner_text('body')}")
 
 
+def picture(page: Page, name: str) -> None:
+    """For the documents."""
+    if SCREENSHOTS:
+        page.wait_for_timeout(2_000)
+        page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png")
+
+
 def test_a_launch_ends_in_a_publication_that_can_be_read(page: Page, url: str, lakehouse: Lakehouse) -> None:
     run = launch(page, url, "good")
     await_text(page, f"{url}/assets/ui/good?view=events", "^Published as [0-9a-f]{64}")
+    picture(page, "published-asset")
     expect(page.get_by_text(re.compile(f"^run-{run}")).first).to_be_visible()
+    commit = page.get_by_text(re.compile(r"^http://.*/commits/main/[0-9a-f]{64}$")).first.inner_text()
     page.goto(f"{url}/assets/ui/good?view=checks")
     expect(page.get_by_text("not_negative").first).to_be_visible()
     expect(page.get_by_text("Passed").first).to_be_visible(timeout=PATIENCE_MS)
+    page.goto(f"{url}/assets/ui/good")
+    expect(page.get_by_text("Row count").first).to_be_visible()
     assert lakehouse.catalog().load_table(("ui", "good")).scan().to_arrow().num_rows == 10
+    await_text(page, f"{url}/runs", "^branchlake: published$")
+    assert "branchlake_" not in page.inner_text("body")
+    page.goto(commit)
+    expect(page.get_by_text(re.compile("ui.good")).first).to_be_visible(timeout=PATIENCE_MS)
 
 
-def test_a_blocked_launch_says_why_and_shows_the_rows(page: Page, url: str, lakehouse: Lakehouse) -> None:
-    launch(page, url, "bad")
+def test_a_blocked_launch_is_red_and_says_why(page: Page, url: str, lakehouse: Lakehouse) -> None:
+    run = launch(page, url, "bad")
     await_text(page, f"{url}/assets/ui/bad?view=events", "^Not published: .*not_negative.* failed")
+    await_text(page, f"{url}/runs", "^branchlake: blocked$")
+    expect(page.get_by_text("Failure").first).to_be_visible()
+    picture(page, "runs")
+    page.get_by_text(run).first.click()
+    error = re.compile("NotPublished: Not published: check not_negative on ui/bad failed: 3 ")
+    expect(page.get_by_text(error).first).to_be_visible(timeout=PATIENCE_MS)
+    picture(page, "blocked-run")
     page.goto(f"{url}/assets/ui/bad?view=checks")
     expect(page.get_by_text("Failed").first).to_be_visible(timeout=PATIENCE_MS)
+    page.goto(f"{url}/assets/ui/bad")
+    expect(page.get_by_text("Row count").first.locator("xpath=..")).to_contain_text("0")
     assert not lakehouse.catalog().table_exists(("ui", "bad"))
+
+
+def test_blocked_partitions_are_launched_again_and_published(
+    page: Page, url: str, lakehouse: Lakehouse, bad_day: Path
+) -> None:
+    partitions = f"{url}/assets/ui/daily?view=partitions"
+    bad_day.touch()
+    backfill(page, url, "daily", "Missing")
+    await_text(page, partitions, r"^Failed \(3\)$")
+    await_text(page, f"{url}/runs?view=backfills", "^(Failed|Failure|Completed with failures)$")
+    assert not lakehouse.catalog().table_exists(("ui", "daily"))
+    bad_day.unlink()
+    backfill(page, url, "daily", "Failed and missing")
+    await_text(page, partitions, r"^Materialized \(3\)$")
+    assert lakehouse.catalog().load_table(("ui", "daily")).scan().to_arrow().num_rows == 6
+    page.goto(f"{url}/asset-groups")
+    expect(page.get_by_text("3 partitions").first).to_be_visible(timeout=PATIENCE_MS)
+    picture(page, "graph")
 
 
 def test_the_sensor_and_the_reaper_are_on(page: Page, url: str) -> None:
     page.goto(f"{url}/automation")
     expect(page.get_by_text("publication_sensor").first).to_be_visible(timeout=PATIENCE_MS)
     expect(page.get_by_text("reap_branches_schedule").first).to_be_visible()
+    page.get_by_text("publication_sensor").first.click()
+    expect(page.get_by_text(re.compile("Nothing to publish|published")).first).to_be_visible(
+        timeout=PATIENCE_MS
+    )
+    picture(page, "sensor")
