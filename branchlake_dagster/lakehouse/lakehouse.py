@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from pyiceberg.typedef import Identifier
 
@@ -19,6 +21,21 @@ if TYPE_CHECKING:
 
 MAIN = "main"
 """The branch that readers of the lake see."""
+
+
+_clients: WeakValueDictionary[tuple[int, str, str | None, bool | str], NessieClient] = WeakValueDictionary()
+"""Those that somebody holds. By process: the two sides of a fork must not speak through one connection."""
+_clients_lock = threading.Lock()
+
+
+def _shared_client(uri: str, token: str | None, verify: bool | str) -> NessieClient:
+    """The process's client, with its open connections: Dagster makes several copies of a resource."""
+    key = (os.getpid(), uri, token, verify)
+    with _clients_lock:
+        client = _clients.get(key)
+        if client is None:
+            client = _clients[key] = NessieClient(uri, token=token, verify=verify)
+        return client
 
 
 class Lakehouse:
@@ -76,9 +93,7 @@ class Lakehouse:
                 found.nessie_token,
             ):
                 self._token = found.nessie_token
-                self._client = NessieClient(
-                    found.nessie_uri, token=self._token, verify=self.settings.nessie_verify_tls
-                )
+                self._client = _shared_client(found.nessie_uri, self._token, self.settings.nessie_verify_tls)
             return self._client
 
     def catalog(

@@ -45,6 +45,8 @@ USED = [
     ("pyiceberg.expressions.visitors", "_StrictMetricsEvaluator", "schema expr"),
     ("pyiceberg.io.pyarrow", "_dataframe_to_data_files", "table_metadata df io write_uuid counter"),
     ("pyiceberg.table", "Transaction._apply", "updates requirements"),
+    ("pyiceberg.table", "Transaction.table_metadata", ""),
+    ("pyiceberg.table", "CreateTableTransaction.commit_transaction", ""),
     ("pyiceberg.table.update", "_apply_table_update", "update base_metadata context"),
     ("pyiceberg.table.update", "_TableMetadataUpdateContext", ""),
     (

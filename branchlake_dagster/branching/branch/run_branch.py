@@ -45,13 +45,14 @@ def main_with_history(client: NessieClient) -> str:
     key = ContentKey(["branchlake"])
     first = Namespace(None, key.elements, {"comment": "made so that branches have a common ancestor"})
     for _ in range(_ATTEMPTS):
-        head = client.reference(MAIN).hash
-        if head != client.no_ancestor_hash:
-            return head
+        # Its metadata, for they tell of a first commit: an empty branch has none.
+        head = client.reference(MAIN, fetch_metadata=True)
+        if head.metadata is not None and head.metadata.head_commit is not None:
+            return head.hash
         try:
             return client.commit(
                 MAIN,
-                expected_hash=head,
+                expected_hash=head.hash,
                 operations=[Put(key, first)],
                 message="First commit: branches need a common ancestor",
             ).hash

@@ -10,12 +10,14 @@ import pandas as pd
 import polars as pl
 import pyarrow as pa
 from pyiceberg.expressions import AlwaysTrue, BooleanExpression
+from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 
 from branchlake_dagster.branching.errors import PartitionMismatch
 from branchlake_dagster.branching.io.wording import must_be
 from branchlake_dagster.branching.table.selection import Selection, rows_outside, to_iceberg
 from branchlake_dagster.branching.table.spec import TableSpec
+from branchlake_dagster.library_internals.pyiceberg import transaction_on
 
 _FROM_ARROW: dict[type, Callable[[pa.Table], Any]] = {
     pa.Table: lambda table: table,
@@ -30,29 +32,35 @@ def loads(kind: Any) -> bool:
     return kind in _FROM_ARROW
 
 
-def write(
-    frame: pa.Table, table: Table, spec: TableSpec, selection: Selection | None, properties: Mapping[str, str]
-) -> None:
-    """Write by the spec's mode (not upsert) in one Iceberg transaction. `frame` has the table's columns.
-
-    Raises PartitionMismatch before anything is written.
-    """
+def require_inside(frame: pa.Table, schema: Schema, spec: TableSpec, selection: Selection | None) -> None:
+    """Raise PartitionMismatch for rows outside the selection. `frame` has the table's columns."""
     if selection is not None and (outside := rows_outside(selection, frame)):
         raise PartitionMismatch(
             f"{outside} rows of the frame are outside the run's partitions.",
             table=spec.name,
-            hint=must_be(selection, table.schema()),
+            hint=must_be(selection, schema),
         )
-    if spec.write_mode == "append":
-        table.append(frame, snapshot_properties=dict(properties))
-        return
-    row_filter: BooleanExpression = (
-        AlwaysTrue() if selection is None else to_iceberg(selection, table.schema())
-    )
-    with warnings.catch_warnings():
-        # The first write of a partition replaces nothing, which is what we asked for.
-        warnings.filterwarnings("ignore", message="Delete operation did not match any records")
-        table.overwrite(frame, overwrite_filter=row_filter, snapshot_properties=dict(properties))
+
+
+def write(
+    frame: pa.Table, table: Table, spec: TableSpec, selection: Selection | None, properties: Mapping[str, str]
+) -> None:
+    """Write by the spec's mode (not upsert) in one commit, after which `table` is what it then is.
+
+    `frame` has the table's columns. Raises PartitionMismatch before anything is written.
+    """
+    require_inside(frame, table.schema(), spec, selection)
+    with transaction_on(table) as transaction:
+        if spec.write_mode == "append" or table.current_snapshot() is None:
+            transaction.append(frame, snapshot_properties=dict(properties))
+            return
+        row_filter: BooleanExpression = (
+            AlwaysTrue() if selection is None else to_iceberg(selection, table.schema())
+        )
+        with warnings.catch_warnings():
+            # The first write of a partition replaces nothing, which is what we asked for.
+            warnings.filterwarnings("ignore", message="Delete operation did not match any records")
+            transaction.overwrite(frame, overwrite_filter=row_filter, snapshot_properties=dict(properties))
 
 
 def read(table: Table, kind: type, selection: Selection | None) -> Any:

@@ -14,9 +14,9 @@ from dagster import (
     OutputContext,
     PartitionsDefinition,
 )
-from pyiceberg.exceptions import NamespaceAlreadyExistsError, NoSuchTableError, TableAlreadyExistsError
+from pyiceberg.exceptions import NoSuchTableError, TableAlreadyExistsError
 from pyiceberg.schema import Schema
-from pyiceberg.table import Table
+from pyiceberg.table import CreateTableTransaction, Table
 from pyspark.sql import DataFrame
 
 from branchlake_dagster.branching.errors import TableMissing, UnsupportedType
@@ -111,8 +111,8 @@ class NessieBranchIOManager(ConfigurableIOManager):
             table: Table | None = None
             if obj is not None:
                 table = self._write(context, obj, spec, definition, branch, catalog)
-            elif catalog.table_exists(spec.identifier):
-                table = catalog.load_table(spec.identifier)
+            else:
+                table = self._existing(catalog, spec)
             if table is not None:
                 rows = partition_row_counts.report(context, table, spec, definition)
                 metadata = provenance.materialisation_metadata(
@@ -175,55 +175,76 @@ class NessieBranchIOManager(ConfigurableIOManager):
                 table=spec.name,
                 hint="Return a Spark, pandas or Polars frame or a pyarrow.Table.",
             )
+        by_spark = is_spark or spec.write_mode == "upsert"
         keys = provenance.asset_partitions(context)
         found = self._existing(catalog, spec)
         if is_spark:
             spark_frames.require_branch(obj, branch, table=spec.name)
             wanted = stored_schema(spark_frames.arrow_schema(obj, table=spec.name), table=spec.name)
         else:
-            like = arrow_schema(found, name=spec.name) if found is not None else None
+            like = arrow_schema(found.schema(), name=spec.name) if found is not None else None
             obj = frame_conversion.to_arrow(obj, like, table=spec.name)
             wanted = obj.schema
         if spec.write_mode == "upsert":
             spark_frames.check_keys(spec, wanted.names)
         if found is None:
             needed = (*spec.keys, *spec.columns_by_dimension.values())
-            created = without_untyped(wanted, needed, name=spec.name)
-            schema = iceberg_schema(created, table=spec.name)
+            schema = iceberg_schema(without_untyped(wanted, needed, name=spec.name), table=spec.name)
         else:
-            created, schema = wanted, found.schema()
+            schema = found.schema()
         # Before anything is made: windows that do not fit the column must leave no table behind.
         selection = (
             select(keys, definition, spec.columns_by_dimension, schema=schema, table=spec.name)
             if definition is not None and spec.columns_by_dimension
             else None
         )
-        table = (
-            self._create(catalog, spec, definition, created)
-            if found is None
-            else self._evolve(found, wanted, spec)
-        )
-        table = long_keys.make_room(table, selection)
-        predicate = (
-            replaced.to_text(replaced.replaced(selection, table.schema()))
-            if selection is not None and spec.write_mode == "replace_partitions"
-            else None
-        )
-        properties = self._properties(context, spec, keys, predicate)
+        if found is None:
+            how: dict[str, Any] = {
+                "partition_spec": partition_spec(
+                    definition, spec.columns_by_dimension, schema, table=spec.name
+                ),
+                "properties": long_keys.properties(selection),
+            }
+            try:
+                if not by_spark:
+                    creation = catalog.create_table_transaction(spec.identifier, schema, **how)
+                    return self._begin(context, obj, spec, selection, creation)
+                table = catalog.create_table(spec.identifier, schema, **how)
+            except TableAlreadyExistsError:  # another step of this run was first
+                return self._write(context, obj, spec, definition, branch, catalog)
+        else:
+            table = long_keys.make_room(self._evolve(found, wanted, spec), selection)
+        properties = self._properties(context, spec, selection, table.schema())
         table = earlier_attempts.undo_earlier(table, spec, properties)
         if not is_spark:
-            obj = frame_conversion.cast(obj, arrow_schema(table, name=spec.name), table=spec.name)
-        if not is_spark and spec.write_mode == "upsert" and obj.num_rows == 0:
-            pass  # nothing to match: no Spark is needed to find that out
-        elif is_spark or spec.write_mode == "upsert":
+            obj = frame_conversion.cast(obj, arrow_schema(table.schema(), name=spec.name), table=spec.name)
+        if not by_spark:
+            arrow_frames.write(obj, table, spec, selection, properties)
+            if not self._attempted_before(context):
+                return table  # what others wrote meanwhile would have been refused, or shown
+        elif is_spark or obj.num_rows:  # without rows there is nothing to match, and no Spark is needed
             if selection is not None and spec.write_mode == "replace_partitions":
                 table = splitting.divide(table, selection, properties)
             frame = obj if is_spark else self.spark.own_session().createDataFrame(obj)
             with merging(spec.identifier):
                 spark_frames.write(frame, spec, table.schema(), selection, properties)
-        else:
-            arrow_frames.write(obj, table, spec, selection, properties)
         return earlier_attempts.settle(catalog.load_table(spec.identifier), spec, properties)
+
+    def _begin(
+        self,
+        context: OutputContext,
+        obj: pa.Table,
+        spec: TableSpec,
+        selection: Selection | None,
+        creation: CreateTableTransaction,
+    ) -> Table:
+        """A new table with its first rows, in one commit with the namespaces that it needs."""
+        schema = creation.table_metadata.schema()
+        rows = frame_conversion.cast(obj, arrow_schema(schema, name=spec.name), table=spec.name)
+        arrow_frames.require_inside(rows, schema, spec, selection)
+        properties = self._properties(context, spec, selection, schema)
+        creation.append(rows, snapshot_properties=properties)
+        return creation.commit_transaction()
 
     def _existing(self, catalog: NessieCatalog, spec: TableSpec) -> Table | None:
         try:
@@ -231,35 +252,23 @@ class NessieBranchIOManager(ConfigurableIOManager):
         except NoSuchTableError:
             return None
 
-    def _create(
-        self,
-        catalog: NessieCatalog,
-        spec: TableSpec,
-        definition: PartitionsDefinition[str] | None,
-        wanted: pa.Schema,
-    ) -> Table:
-        for depth in range(1, len(spec.identifier)):
-            with contextlib.suppress(NamespaceAlreadyExistsError):
-                catalog.create_namespace(spec.identifier[:depth])
-        schema = iceberg_schema(wanted, table=spec.name)
-        layout = partition_spec(definition, spec.columns_by_dimension, schema, table=spec.name)
-        try:
-            return catalog.create_table(spec.identifier, schema, partition_spec=layout)
-        except TableAlreadyExistsError:  # another step of this run was first
-            return self._evolve(catalog.load_table(spec.identifier), wanted, spec)
-
     def _evolve(self, table: Table, wanted: pa.Schema, spec: TableSpec) -> Table:
         widen = self.lakehouse.lakehouse.settings.widen_columns
         return evolve(table, wanted, name=spec.name, widen=widen)
 
     def _properties(
-        self, context: OutputContext, spec: TableSpec, keys: tuple[str, ...], predicate: str | None
+        self, context: OutputContext, spec: TableSpec, selection: Selection | None, schema: Schema
     ) -> dict[str, str]:
         run = context.step_context.dagster_run
+        predicate = (
+            replaced.to_text(replaced.replaced(selection, schema))
+            if selection is not None and spec.write_mode == "replace_partitions"
+            else None
+        )
         return provenance.snapshot_properties(
             spec=spec,
             asset=context.asset_key.to_user_string(),
-            partitions=keys,
+            partitions=provenance.asset_partitions(context),
             code_version=context.asset_spec.code_version,
             run=self.lakehouse.run_branch,
             root_run_id=run.root_run_id or run.run_id,
@@ -267,6 +276,12 @@ class NessieBranchIOManager(ConfigurableIOManager):
             attempt=context.step_context.previous_attempt_count + 1,
             replaced=predicate,
         )
+
+    @staticmethod
+    def _attempted_before(context: OutputContext) -> bool:
+        """Whether an earlier attempt of the step may have a commit on its way."""
+        run = context.step_context.dagster_run
+        return context.step_context.previous_attempt_count > 0 or run.root_run_id not in (None, run.run_id)
 
     # -- shared ----------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from urllib.parse import quote_plus
 
 from pyiceberg.table import Table, TableProperties
@@ -17,17 +18,22 @@ _WITHOUT_VALUES = {
 }
 
 
-def make_room(table: Table, selection: Selection | None) -> Table:
-    """The table, told not to put partition values into paths when one of the selection's is too long.
+def properties(selection: Selection | None) -> Mapping[str, str]:
+    """What a table must be told so that it can hold the selection; usually nothing.
 
-    Both engines follow these properties of Iceberg's. Files that are there stay where they are.
+    Both engines follow these properties of Iceberg's.
     """
-    if selection is None or not any(map(_too_long, _folders(selection))):
-        return table
-    if all(table.properties.get(name) == value for name, value in _WITHOUT_VALUES.items()):
+    long = selection is not None and any(map(_too_long, _folders(selection)))
+    return _WITHOUT_VALUES if long else {}
+
+
+def make_room(table: Table, selection: Selection | None) -> Table:
+    """The table, told so. Files that are there stay where they are."""
+    wanted = properties(selection)
+    if all(table.properties.get(name) == value for name, value in wanted.items()):
         return table
     with table.transaction() as transaction:
-        transaction.set_properties(_WITHOUT_VALUES)
+        transaction.set_properties(dict(wanted))
     return table.refresh()
 
 

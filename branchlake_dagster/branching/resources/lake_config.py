@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, Self
 
 from dagster import ConfigurableResource, EnvVar
 from pydantic import Field, field_validator, model_validator
 
-from branchlake_dagster.settings import Settings
+from branchlake_dagster.settings import PREFIX, Settings
 
 EMBEDDED = "embedded"
 """As `nessie_uri`: the embedded server, whatever the environment says."""
@@ -45,6 +49,25 @@ class _Vault:
 
 
 _vault = _Vault()
+
+
+def _settings(given: Mapping[str, Any]) -> Settings:
+    """The settings for these values and today's environment.
+
+    Dagster makes a dozen copies of a resource for each run, and each of them asks.
+    """
+    read = {name: value for name, value in os.environ.items() if name.upper().startswith(PREFIX)}
+    folders = (os.environ.get("HOME"), Path.cwd())  # of `~`, and of a relative state folder
+    return _resolved(frozenset(given.items()), frozenset(read.items()), folders)
+
+
+@lru_cache(maxsize=16)
+def _resolved(
+    given: frozenset[tuple[str, Any]],
+    read: frozenset[tuple[str, str]],  # noqa: ARG001 - Settings reads the environment itself
+    folders: tuple[str | None, Path],  # noqa: ARG001
+) -> Settings:
+    return Settings(**dict(given))
 
 
 class LakeConfig(ConfigurableResource[Any]):
@@ -115,7 +138,7 @@ class LakeConfig(ConfigurableResource[Any]):
                 given[name] = _vault.reveal(given[name])
         if given.get("nessie_uri") == EMBEDDED:
             given["nessie_uri"] = None
-        return Settings(**given)
+        return _settings(given)
 
     @classmethod
     def of(cls, settings: Settings) -> Self:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
+from weakref import WeakValueDictionary
 
 from dagster import DagsterInstance, DagsterRun, InitResourceContext
 from pyarrow import ArrowException
@@ -22,12 +24,15 @@ from branchlake_dagster.branching.resources.lake_config import LakeConfig
 from branchlake_dagster.branching.resources.read_set import ReadSet
 from branchlake_dagster.branching.resources.retry import inherited
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
-from branchlake_dagster.lakehouse.catalog.options import COMMIT_PROPERTY
+from branchlake_dagster.lakehouse.catalog.options import COMMIT_PROPERTY, NAMESPACE_CREATE
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.settings import Settings
 
 _log = logging.getLogger(__name__)
 _heartbeats = SharedHeartbeats()
 _first_use = threading.Lock()
+_branches: WeakValueDictionary[tuple[int, str, Settings], RunBranch] = WeakValueDictionary()
+"""By process, run and lake: Dagster gives each user of a resource a copy of it, and they work together."""
 
 
 class LakehouseResource(LakeConfig):
@@ -73,7 +78,11 @@ class LakehouseResource(LakeConfig):
         But for a retry: it takes its parent's work over now, because its remaining steps may use no table.
         """
         run, instance = context.run, context.instance
-        if run is None or instance is None or instance.get_run_by_id(run.run_id) is None:
+        if run is None or instance is None:
+            return
+        settings = self.lakehouse.settings
+        shared = _branches.get((os.getpid(), run.run_id, settings))
+        if shared is None and instance.get_run_by_id(run.run_id) is None:
             return
         self._instance = instance_id(instance)
         self._ended = lambda: (found := instance.get_run_by_id(run.run_id)) is None or found.is_finished
@@ -84,7 +93,9 @@ class LakehouseResource(LakeConfig):
             # its own, which is never made: publications wait for it, so they must learn of its death.
             self._stands_on = run.tags[CHECK_REF_TAG]
             return
-        self._run_branch = self._bound(run, instance, context.log)
+        with _first_use:
+            bound = shared or self._bound(run, instance, context.log)
+            self._run_branch = _branches.setdefault((os.getpid(), run.run_id, settings), bound)
         self._reads = ReadSet.of_run(instance, run, lambda: self.lakehouse.nessie, self.open_branch)
         if is_retry(run):
             with contextlib.suppress(RetryNeedsFullRun):  # said again by the step that needs a table, if any
@@ -175,11 +186,15 @@ class LakehouseResource(LakeConfig):
         return self.lakehouse.catalog(self.open_branch(), on_load=on_load, properties=self._maker())
 
     def own_catalog(self) -> NessieCatalog:
-        """The same for the IO manager, which says itself what it reads (`provenance.tell_read`)."""
-        return self.lakehouse.catalog(self.open_branch(), properties=self._maker())
+        """The same for the IO manager, which says itself what it reads (`provenance.tell_read`).
 
-    def _maker(self) -> dict[str, str] | None:
-        return {f"{COMMIT_PROPERTY}{INSTANCE}": self._instance} if self._instance else None
+        Its tables bring the namespaces that they need.
+        """
+        properties = {**self._maker(), NAMESPACE_CREATE: "true"}
+        return self.lakehouse.catalog(self.open_branch(), properties=properties)
+
+    def _maker(self) -> dict[str, str]:
+        return {f"{COMMIT_PROPERTY}{INSTANCE}": self._instance} if self._instance else {}
 
     def session_conf(self) -> dict[str, str]:
         """What Spark sessions of this run are to be opened with, beside the branch.

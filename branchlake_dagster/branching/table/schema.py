@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 from pyiceberg.io.pyarrow import schema_to_pyarrow
+from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 
 from branchlake_dagster.branching.errors import ColumnUnsupported, SchemaMismatch
@@ -11,9 +12,9 @@ from branchlake_dagster.branching.table.evolution import Added, changes
 from branchlake_dagster.branching.table.types import has_type, iceberg_type, stored_schema
 
 
-def arrow_schema(table: Table, *, name: str) -> pa.Schema:
-    """The table's columns in Arrow's types, as frames are compared with them."""
-    return stored_schema(schema_to_pyarrow(table.schema(), include_field_ids=False), table=name)
+def arrow_schema(schema: Schema, *, name: str) -> pa.Schema:
+    """A table's columns in Arrow's types, as frames are compared with them."""
+    return stored_schema(schema_to_pyarrow(schema, include_field_ids=False), table=name)
 
 
 def without_untyped(schema: pa.Schema, needed: tuple[str, ...], *, name: str) -> pa.Schema:
@@ -41,7 +42,7 @@ def without_untyped(schema: pa.Schema, needed: tuple[str, ...], *, name: str) ->
 
 def evolve(table: Table, wanted: pa.Schema, *, name: str, widen: bool) -> Table:
     """Make the changes that let the table hold a frame of `wanted`; any other is refused by column."""
-    found = changes(arrow_schema(table, name=name), wanted, name=name, widen=widen)
+    found = changes(arrow_schema(table.schema(), name=name), wanted, name=name, widen=widen)
     for change in found:
         if not has_type(change.kind):
             raise ColumnUnsupported(

@@ -18,7 +18,13 @@ from pyiceberg.io import FileIO
 from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.serializers import FromInputFile
-from pyiceberg.table import CommitTableResponse, StagedTable, Table, TableProperties
+from pyiceberg.table import (
+    CommitTableResponse,
+    CreateTableTransaction,
+    StagedTable,
+    Table,
+    TableProperties,
+)
 from pyiceberg.table.locations import load_location_provider
 from pyiceberg.table.metadata import TableMetadata, new_table_metadata
 from pyiceberg.table.sorting import UNSORTED_SORT_ORDER, SortOrder
@@ -35,16 +41,18 @@ from branchlake_dagster.lakehouse.catalog.namespaces import (
 from branchlake_dagster.lakehouse.catalog.store import ReferenceStore
 from branchlake_dagster.lakehouse.catalog.views import NoViews
 from branchlake_dagster.lakehouse.nessie import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieConflict
+from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import (
     Content,
     ContentKey,
     ContentsAt,
     Delete,
     IcebergTable,
+    Namespace,
     Operation,
     Put,
 )
+from branchlake_dagster.library_internals.pyiceberg import creation_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -88,6 +96,16 @@ def _message(key: ContentKey, updates: Sequence[TableUpdate]) -> str:
     return f"Update table {key}: {', '.join(dict.fromkeys(done))}"
 
 
+def _above(key: ContentKey) -> tuple[ContentKey, ...]:
+    """The namespaces that hold a key, the outermost first."""
+    return tuple(ContentKey(key[:depth]) for depth in range(1, len(key)))
+
+
+def _is_state(table: Table, content: Content | None) -> bool:
+    """Whether Nessie has the table in the very state of `table`."""
+    return isinstance(content, IcebergTable) and content.metadata_location == table.metadata_location
+
+
 def _response(table: Table) -> CommitTableResponse:
     data = {"metadata": table.metadata, "metadata-location": table.metadata_location}
     return CommitTableResponse.model_validate(data)
@@ -98,7 +116,8 @@ class NessieCatalog(NoViews, NamespaceOperations):
 
     Properties: `uri` (Nessie's API v2), `ref` (branch, tag, `name@hash` or hash; default `main`),
     `warehouse` (where new tables go), `token`, `ssl.verify` (`true`, `false` or a CA bundle),
-    `commit.author`, `commit.property.<name>` (goes with every commit); all others configure FileIO.
+    `commit.author`, `commit.property.<name>` (goes with every commit), `namespace.create` (`true`: a new
+    table brings the namespaces that are missing, in its own commit); all others configure FileIO.
     Tags and hashes are read-only. Every created table gets a location of its own, because two branches
     may create the same table, and `gc.enabled=false`, because other references may need its files.
     """
@@ -120,6 +139,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
             author=properties.get(options.AUTHOR) or options.DEFAULT_AUTHOR,
             properties=options.commit_properties(properties),
         )
+        self._brings_namespaces = properties.get(options.NAMESPACE_CREATE) == "true"
 
     @classmethod
     def from_client(
@@ -178,7 +198,9 @@ class NessieCatalog(NoViews, NamespaceOperations):
         A missing reference is ReferenceNotFound, never "no such table".
         """
         key = self._key(identifier)
-        content = _require_table(key, self._store.read(key).contents.get(key))
+        # In the same request: should the table be missing, its creation asks for them next.
+        beside = _above(key) if self._brings_namespaces else ()
+        content = _require_table(key, self._store.read(key, *beside).contents.get(key))
         if self._on_load is not None:
             self._on_load(key.elements)
         return self._load(key, content)
@@ -198,7 +220,8 @@ class NessieCatalog(NoViews, NamespaceOperations):
 
     def _new_location(self, key: ContentKey, seen: ContentsAt, table_uuid: uuid.UUID) -> str:
         """`<namespace's location or warehouse/levels>/<table>_<uuid>`, as Iceberg's Java catalogue does."""
-        base = require_namespace(seen, ContentKey(key.parent)).properties.get(LOCATION)
+        namespace = seen.contents.get(ContentKey(key.parent))
+        base = namespace.properties.get(LOCATION) if isinstance(namespace, Namespace) else None
         if not base:
             warehouse = self.properties.get(WAREHOUSE_LOCATION)
             if not warehouse:
@@ -217,15 +240,15 @@ class NessieCatalog(NoViews, NamespaceOperations):
     ) -> StagedTable:
         """A table that exists in memory only; PyIceberg's create transactions start from it too."""
         key = self._key(identifier)
-        namespace = namespace_key(key.parent)
+        namespace_key(key.parent)
         values: dict[str, Any] = {GC_ENABLED: "false", **properties}
         version = int(values.get(TableProperties.FORMAT_VERSION, TableProperties.DEFAULT_FORMAT_VERSION))
         iceberg_schema = self._convert_schema_if_needed(schema, version)  # type: ignore[arg-type]
-        seen = self._store.read(key, namespace)
+        seen = self._room_for(key) or self._store.read(key, *_above(key))
         self._store.require_branch(seen.reference)
-        require_namespace(seen, namespace)
         if key in seen.contents:
             raise TableAlreadyExistsError(f"Table {key} already exists")
+        self._namespaces(key, seen)
         table_uuid = uuid.uuid4()
         place = location.rstrip("/") if location else self._new_location(key, seen, table_uuid)
         metadata_location = load_location_provider(place, values).new_table_metadata_file_location()
@@ -234,6 +257,24 @@ class NessieCatalog(NoViews, NamespaceOperations):
         )
         io = self._load_file_io(metadata.properties, metadata_location)
         return StagedTable(key.elements, metadata, metadata_location, io, self)
+
+    def create_table_transaction(
+        self,
+        identifier: str | Identifier,
+        schema: Schema | pa.Schema,
+        location: str | None = None,
+        partition_spec: PartitionSpec = UNPARTITIONED_PARTITION_SPEC,
+        sort_order: SortOrder = UNSORTED_SORT_ORDER,
+        properties: Properties = EMPTY_DICT,
+    ) -> CreateTableTransaction:
+        """A table that begins with what is written in the transaction, all in one commit.
+
+        TableAlreadyExistsError, NoSuchNamespaceError: now, or when it is committed.
+        """
+        staged = self._create_staged_table(
+            identifier, schema, location, partition_spec, sort_order, properties
+        )
+        return creation_of(staged)
 
     def create_table(
         self,
@@ -266,16 +307,33 @@ class NessieCatalog(NoViews, NamespaceOperations):
     ) -> None:
         """Let `identifier` hold the metadata file at `location`; over an existing table if told so."""
         key = ContentKey(identifier)
-        namespace = namespace_key(key.parent)
+        namespace_key(key.parent)
 
         def plan(seen: ContentsAt) -> Sequence[Operation]:
-            require_namespace(seen, namespace)
             found = seen.contents.get(key)
             if found is not None and not (overwrite and isinstance(found, IcebergTable)):
                 raise TableAlreadyExistsError(f"Table {key} already exists")
-            return [Put(key, table_content(found.content_id if found else None, location, metadata))]
+            content = table_content(found.content_id if found else None, location, metadata)
+            return [*self._namespaces(key, seen), Put(key, content)]
 
-        self._store.change([key, namespace], plan, f"{verb} {key}")
+        self._store.change([key, *_above(key)], plan, f"{verb} {key}", known=self._room_for(key))
+
+    def _room_for(self, key: ContentKey) -> ContentsAt | None:
+        """What is remembered, if a new table can be made by it. That it cannot is never told from memory."""
+        seen = self._store.remembered(key, *_above(key))
+        if seen is None or key in seen.contents:
+            return None
+        found = [seen.contents.get(one) for one in _above(key)]
+        fits = all(isinstance(one, Namespace) or (one is None and self._brings_namespaces) for one in found)
+        return seen if fits else None
+
+    def _namespaces(self, key: ContentKey, seen: ContentsAt) -> list[Operation]:
+        """What makes the namespaces that a new table still needs; NoSuchNamespaceError if it may not."""
+        above = _above(key)
+        missing = [one for one in above if self._brings_namespaces and one not in seen.contents]
+        for one in set(above[-1:]).union(above if self._brings_namespaces else ()).difference(missing):
+            require_namespace(seen, one)
+        return [Put(one, Namespace(None, one.elements)) for one in missing]
 
     def register_table(
         self, identifier: str | Identifier, metadata_location: str, overwrite: bool = False
@@ -299,24 +357,54 @@ class NessieCatalog(NoViews, NamespaceOperations):
         """
         key = ContentKey(table.name())
         self._store.require_branch()
+        creates = any(isinstance(requirement, AssertCreate) for requirement in requirements)
+        # What asserts nothing is not tried from memory: it is applied to what is there now.
+        known = self._store.remembered(key) if requirements else None
+        refused: Exception | None = None
+        if creates and self._room_for(key) is not None:
+            return self._make(key, requirements, updates)
+        if known is not None and not creates and _is_state(table, known.contents.get(key)):
+            try:  # usually the table still is what was loaded, and Nessie refuses the commit if it is not
+                return self._swap(known, table, requirements, updates)
+            except (CommitFailedException, ReferenceNotFound) as error:
+                refused = error
         seen = self._store.read(key)
         found = seen.contents.get(key)
-        creates = any(isinstance(requirement, AssertCreate) for requirement in requirements)
-        current = None if found is None and creates else self._load(key, _require_table(key, found))
+        if found is None and creates:
+            return self._make(key, requirements, updates)
+        if found is None and refused is not None:
+            raise CommitFailedException(f"Table has been dropped by another process: {key}.") from refused
+        return self._swap(seen, self._load(key, _require_table(key, found)), requirements, updates)
+
+    def _make(
+        self, key: ContentKey, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
+    ) -> CommitTableResponse:
+        staged = self._update_and_stage_table(None, key.elements, requirements, updates)
+        self._write_metadata(staged.metadata, staged.io, staged.metadata_location)
+        self._put_new(key.elements, staged.metadata_location, staged.metadata, "Create table")
+        return _response(staged)
+
+    def _swap(
+        self,
+        seen: ContentsAt,
+        current: Table,
+        requirements: tuple[TableRequirement, ...],
+        updates: tuple[TableUpdate, ...],
+    ) -> CommitTableResponse:
+        """The next state of a table whose present one, as it was `seen`, is `current`."""
+        key = ContentKey(current.name())
+        found = _require_table(key, seen.contents.get(key))
         staged = self._update_and_stage_table(current, key.elements, requirements, updates)
-        if current and staged.metadata == current.metadata:
+        if staged.metadata == current.metadata:
             return _response(current)
         self._write_metadata(staged.metadata, staged.io, staged.metadata_location)
-        if found is None:
-            self._put_new(key.elements, staged.metadata_location, staged.metadata, "Create table")
-        else:
-            content = table_content(found.content_id, staged.metadata_location, staged.metadata)
-            try:
-                self._store.commit(seen.reference, [Put(key, content)], _message(key, updates))
-            except NessieConflict as conflict:
-                raise CommitFailedException(
-                    f"Table has been updated by another process: {key}. {conflict}"
-                ) from conflict
+        content = table_content(found.content_id, staged.metadata_location, staged.metadata)
+        try:
+            self._store.commit(seen.reference, [Put(key, content)], _message(key, updates))
+        except NessieConflict as conflict:
+            raise CommitFailedException(
+                f"Table has been updated by another process: {key}. {conflict}"
+            ) from conflict
         return _response(staged)
 
     @staticmethod

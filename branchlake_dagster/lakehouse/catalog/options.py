@@ -13,6 +13,7 @@ TOKEN = "token"  # noqa: S105 - the name of a property
 VERIFY = "ssl.verify"
 AUTHOR = "commit.author"
 COMMIT_PROPERTY = "commit.property."
+NAMESPACE_CREATE = "namespace.create"
 
 DEFAULT_REF = "main"
 DEFAULT_AUTHOR = "branchlake"

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
 
 from branchlake_dagster.errors import ReadOnlyReference
 from branchlake_dagster.lakehouse.nessie import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, NessieError, NessieOutcomeUnknown
+from branchlake_dagster.lakehouse.nessie.errors import (
+    NessieConflict,
+    NessieError,
+    NessieOutcomeUnknown,
+    ReferenceNotFound,
+)
 from branchlake_dagster.lakehouse.nessie.model import (
+    CommitResult,
     ContentKey,
     ContentsAt,
     Entry,
@@ -23,6 +31,17 @@ from branchlake_dagster.lakehouse.nessie.model import (
 from branchlake_dagster.lakehouse.nessie.refs import parse_ref
 
 _ATTEMPTS = 4
+_MEMORY_S = 300.0
+"""A commit that starts from an old hash lets the server walk through all commits since."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What `keys` held when it was `at` on the monotonic clock; those that are not in `seen` held nothing."""
+
+    keys: frozenset[ContentKey]
+    seen: ContentsAt
+    at: float
 
 
 class ReferenceStore:
@@ -33,16 +52,40 @@ class ReferenceStore:
     files of a failed commit and keeps those of an unknown one.
     """
 
-    def __init__(self, client: NessieClient, ref: str, *, author: str, properties: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        client: NessieClient,
+        ref: str,
+        *,
+        author: str,
+        properties: Mapping[str, str],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.client = client
         self.ref = ref
+        self._now = now
+        self._last: _Known | None = None
         self._fixed = parse_ref(ref).hash is not None
         self._author = author
         self._properties = dict(properties)
 
     def read(self, *keys: ContentKey) -> ContentsAt:
         """The contents of `keys` and the hash they were read at."""
-        return self.client.contents_at(self.ref, keys)
+        asked = self._now()
+        seen = self.client.contents_at(self.ref, keys)
+        self._last = _Known(frozenset(keys), seen, asked)
+        return seen
+
+    def remembered(self, *keys: ContentKey) -> ContentsAt | None:
+        """What the last read or commit here told of `keys`, lately; None: read them.
+
+        Nothing to decide by, for others may have changed it since; but to commit from: the server refuses
+        the commit then, and what was remembered is forgotten.
+        """
+        last = self._last
+        if last is None or not last.keys.issuperset(keys) or self._now() - last.at > _MEMORY_S:
+            return None
+        return last.seen
 
     def children(self, namespace: tuple[str, ...], content_type: str) -> Iterator[Entry]:
         """The entries directly under `namespace` (empty: at the top) of one content type."""
@@ -74,9 +117,11 @@ class ReferenceStore:
         Raises NessieConflict when they are not, CommitStateUnknownException when nobody can say.
         """
         self.require_branch(base)
+        self._last = None
+        asked = self._now()
         unknown: NessieOutcomeUnknown
         try:
-            self.client.commit(
+            result = self.client.commit(
                 base.name,
                 expected_hash=base.hash,
                 operations=operations,
@@ -84,6 +129,7 @@ class ReferenceStore:
                 properties=self._properties,
                 author=self._author,
             )
+            self._last = _after(operations, result, base, asked)
             return
         except NessieOutcomeUnknown as lost:
             unknown = lost
@@ -113,21 +159,46 @@ class ReferenceStore:
         )
 
     def change(
-        self, keys: Sequence[ContentKey], plan: Callable[[ContentsAt], Sequence[Operation]], message: str
+        self,
+        keys: Sequence[ContentKey],
+        plan: Callable[[ContentsAt], Sequence[Operation]],
+        message: str,
+        *,
+        known: ContentsAt | None = None,
     ) -> None:
         """Read `keys`, let `plan` answer with operations (or raise), and commit them.
 
         When one of the keys moved in between, it is done again from the new state, so that a lost race
-        ends in the error that `plan` has for it, such as "already exists".
+        ends in the error that `plan` has for it, such as "already exists". `known` is a state that was
+        `remembered`: tried first, and for nothing but a commit.
         """
-        for _ in range(_ATTEMPTS):
-            seen = self.read(*keys)
+
+        def states() -> Iterator[ContentsAt]:
+            if known is not None:
+                yield known
+            for _ in range(_ATTEMPTS):
+                yield self.read(*keys)
+
+        last: NessieError | None = None
+        for seen in states():
             self.require_branch(seen.reference)
             operations = plan(seen)
             if not operations:
                 return None
             try:
                 return self.commit(seen.reference, operations, message)
-            except NessieConflict as conflict:
-                last = conflict
+            except (NessieConflict, ReferenceNotFound) as error:  # a reference that is gone is told by `read`
+                last = error
         raise CommitFailedException(f"{message}: others kept changing the same keys. {last}") from last
+
+
+def _after(operations: Sequence[Operation], result: CommitResult, base: Reference, at: float) -> _Known:
+    """What is known of the keys that a commit changed. Of others nothing is: it may not be `base`'s child."""
+    contents = {}
+    for operation in operations:
+        if isinstance(operation, Put):
+            held, made = operation.content, result.content_ids.get(operation.key)
+            contents[operation.key] = replace(held, content_id=made or held.content_id)
+    reference = Reference(base.type, base.name, result.hash)
+    keys = frozenset(operation.key for operation in operations)
+    return _Known(keys, ContentsAt(reference, contents), at)

@@ -21,6 +21,7 @@ from branchlake_dagster.branching.branch.run_tags import (
 from branchlake_dagster.branching.errors import RetryNeedsFullRun
 from branchlake_dagster.branching.fencing.discard import discard, discarded_name
 from branchlake_dagster.branching.io.earlier_attempts import UNDOES
+from branchlake_dagster.branching.io.io_manager import NessieBranchIOManager
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.library_internals.dagster import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
@@ -378,8 +379,31 @@ def test_a_commit_that_arrives_after_all_is_taken_out(lakehouse: Lakehouse, name
         real(late_frame, table.catalog.load_table(table.name()), late_spec, late_selection, late_properties)
         real(frame, table.refresh(), spec, selection, properties)
 
+    lakehouse.catalog().create_namespace(namespace)
+    lakehouse.catalog().create_table((namespace, "t"), pa.schema([("n", pa.int64())]))
     t = appending(namespace, lambda _: False, retry_policy=dg.RetryPolicy(max_retries=1))
     with project(lakehouse, t) as p, pytest.MonkeyPatch.context() as patch:
         patch.setattr(arrow_frames, "write", losing)
         run_id = p.run()
+        assert p.rows(namespace, "t", ref=branch_name(run_id)) == [{"n": 2}]
+
+
+def test_a_creation_that_arrives_after_all_is_taken_out(lakehouse: Lakehouse, namespace: str) -> None:
+    """The same of a table that the first attempt made: the second meets it when it commits its own."""
+    real = NessieBranchIOManager._begin
+    lost: list[Any] = []
+
+    def losing(manager: Any, *args: Any) -> Any:
+        if not lost:
+            lost.append(args)
+            raise RuntimeError("reply lost")
+        if len(lost) == 1:
+            lost.append(real(manager, *lost[0]))
+        return real(manager, *args)
+
+    t = appending(namespace, lambda _: False, retry_policy=dg.RetryPolicy(max_retries=1))
+    with project(lakehouse, t) as p, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NessieBranchIOManager, "_begin", losing)
+        run_id = p.run()
+        assert len(lost) == 2
         assert p.rows(namespace, "t", ref=branch_name(run_id)) == [{"n": 2}]

@@ -1,0 +1,179 @@
+"""A materialisation on its run's branch beside the same one by a plain IO manager on `main`.
+
+`python -m branchlake_dagster.cli.bench.materialise` runs it alone, in a state folder of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import numpy as np
+import pyarrow as pa
+from pyiceberg.exceptions import NoSuchTableError
+from pyiceberg.expressions import AlwaysTrue
+
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
+from branchlake_dagster.settings import Settings
+
+SIZES = {"10": 10, "2m": 2_000_000}
+_QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
+
+
+class PlainIOManager(dg.IOManager):
+    """What one writes without this package: the frame replaces the table on `main`, by PyIceberg."""
+
+    def __init__(self, lake: Lakehouse) -> None:
+        self._lake = lake
+
+    def handle_output(self, context: dg.OutputContext, obj: pa.Table) -> None:
+        """Write the frame and tell its rows."""
+        catalog, identifier = self._lake.catalog(MAIN), tuple(context.asset_key.path)
+        try:
+            table = catalog.load_table(identifier)
+        except NoSuchTableError:
+            catalog.create_namespace_if_not_exists(identifier[:-1])
+            table = catalog.create_table(identifier, obj.schema)
+        table.overwrite(obj, overwrite_filter=AlwaysTrue())
+        context.add_output_metadata({"dagster/row_count": dg.MetadataValue.int(_records(table))})
+
+    def load_input(self, context: dg.InputContext) -> pa.Table:
+        """The whole table."""
+        return self._lake.catalog(MAIN).load_table(tuple(context.asset_key.path)).scan().to_arrow()
+
+
+@dataclass
+class _Pair:
+    """Seconds of one round: the plain run, the run on its branch, and the publisher's pass for that."""
+
+    plain: float
+    branched: float
+    publication: float
+
+
+def measure(
+    lake: Lakehouse, *, rounds: int = 7, say: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Medians over pairs of runs in this process, taken in turns; ratios are of the pairs.
+
+    `materialise_ratio_10` and `materialise_ratio_2m`: a run on its branch over the plain one, for frames of
+    ten and of two million rows of five columns. `materialise_pass_ratio_…`: with the publisher's pass.
+    Tables of its own in `lake`, whose Nessie runs. Each run is one of Dagster's, with its events.
+    """
+    found: dict[str, Any] = {}
+    for name, rows in SIZES.items():
+        pairs = _pairs(lake, rows, rounds)
+        plain = statistics.median(pair.plain for pair in pairs)
+        found |= {
+            f"materialise_ratio_{name}": _median(pair.branched / pair.plain for pair in pairs),
+            f"materialise_pass_ratio_{name}": _median(
+                (pair.branched + pair.publication) / pair.plain for pair in pairs
+            ),
+            f"materialise_plain_s_{name}": round(plain, 3),
+        }
+        say(f"{rows:,} rows: {found[f'materialise_ratio_{name}']} times the plain {plain:.2f} s")
+    return found
+
+
+def _pairs(lake: Lakehouse, rows: int, rounds: int) -> list[_Pair]:
+    frame, namespace = _frame(rows), f"bench{uuid.uuid4().hex[:8]}"
+
+    @dg.asset(key=[namespace, "plain"], io_manager_key="plain")
+    def plain() -> pa.Table:
+        return frame
+
+    @dg.asset(key=[namespace, "branched"], metadata=table_metadata(require_checks=False))
+    def branched() -> pa.Table:
+        return frame
+
+    definitions = dg.Definitions.merge(
+        branchlake_definitions(lake.settings, lakehouse=LakehouseResource.of(lake.settings)),
+        dg.Definitions(
+            assets=[plain, branched],
+            resources={"plain": PlainIOManager(lake)},
+            executor=dg.in_process_executor,
+        ),
+    )
+    job = definitions.resolve_implicit_global_asset_job_def()
+    graph = definitions.get_repository_def().asset_graph
+    pairs = []
+    with dg.DagsterInstance.local_temp() as instance:
+
+        def run(asset: dg.AssetsDefinition) -> tuple[str, float]:
+            began = time.perf_counter()
+            done = job.execute_in_process(instance=instance, asset_selection=[asset.key], run_config=_QUIET)
+            return done.run_id, time.perf_counter() - began
+
+        for number in range(rounds + 1):  # the first makes the tables and is not counted
+            if number % 2:
+                _, without = run(plain)
+                run_id, on_branch = run(branched)
+            else:
+                run_id, on_branch = run(branched)
+                _, without = run(plain)
+            began = time.perf_counter()
+            outcome = Reconciler.of(lake, instance, graph).run_one(run_id)
+            pairs.append(_Pair(without, on_branch, time.perf_counter() - began))
+            if outcome is None or outcome.action is not PublicationAction.PUBLISHED:
+                raise RuntimeError(f"A benchmark's publication failed: {outcome}")
+    catalog = lake.catalog(MAIN)
+    written = [_files(catalog.load_table((namespace, name))) for name in ("plain", "branched")]
+    if written[0] != written[1]:
+        raise RuntimeError(f"The two wrote different files, so there is nothing to compare: {written}")
+    return pairs[1:]
+
+
+def _frame(rows: int) -> pa.Table:
+    """Five columns: a time, a number that counts up, two that vary, a name that repeats."""
+    generator = np.random.default_rng(0)
+    start = np.datetime64("2026-01-01", "us")
+    return pa.table(
+        {
+            "at": pa.array(start + np.arange(rows) * np.timedelta64(1, "ms"), pa.timestamp("us", tz="UTC")),
+            "id": pa.array(np.arange(rows)),
+            "x": pa.array(generator.random(rows)),
+            "y": pa.array(generator.random(rows)),
+            "name": pa.array(np.char.add("object ", (np.arange(rows) % 1000).astype(str))),
+        }
+    )
+
+
+def _records(table: Any) -> int:
+    return int(table.current_snapshot().summary.additional_properties["total-records"])
+
+
+def _files(table: Any) -> list[int]:
+    """The rows of each data file."""
+    return sorted(task.file.record_count for task in table.scan().plan_files())
+
+
+def _median(values: Iterable[float]) -> float:
+    return round(statistics.median(values), 3)
+
+
+def main() -> None:
+    """Measure on servers of its own and print JSON."""
+    with tempfile.TemporaryDirectory(prefix="branchlake-bench-") as folder:
+        lake = Lakehouse(Settings(state_dir=Path(folder) / "state"))
+        try:
+            print(json.dumps(measure(lake, say=lambda text: print(text, file=sys.stderr)), indent=2))
+        finally:
+            lake.servers.down()
+
+
+if __name__ == "__main__":
+    main()
