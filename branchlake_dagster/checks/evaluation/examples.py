@@ -96,7 +96,7 @@ def _printed(column: str, dtype: pst.DataType) -> Column:
 
 def _flagged(rows: DataFrame, rules: Sequence[RowConstraint], shown: Sequence[str]) -> DataFrame:
     """One boolean per rule (True: the row fails it), and the row's printed values if it fails any."""
-    flags = [fails(rows, rule) for rule in rules]
+    flags = [fails(rows, rule) == 1 for rule in rules]
     any_fails = F.lit(False)
     for flag in flags:
         any_fails = any_fails | flag

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.expressions import AlwaysTrue, BooleanExpression
+from pyiceberg.manifest import DataFile
+from pyiceberg.partitioning import PartitionSpec
+from pyiceberg.types import NestedField
 
 from branchlake_dagster.branching.io.stored_rows import StoredRows
 from branchlake_dagster.branching.table.selection import Selection, TimeRange, Values, to_iceberg
 from branchlake_dagster.checks.constraints.model import RowConstraint, UniqueConstraint
-from branchlake_dagster.checks.proof import facts as facts_module
 from branchlake_dagster.checks.proof import stored as stored_module
-from branchlake_dagster.checks.proof.facts import Facts
+from branchlake_dagster.checks.proof.facts import Facts, facts
 from branchlake_dagster.checks.proof.stored import TableRows
 from branchlake_dagster_tests.checks.proof.tables import NOON, catalog, keeps, random_promises, random_table
 
@@ -88,3 +90,38 @@ def test_what_is_proved_is_true(made: SqlCatalog) -> None:
     kinds = ("NotNull", "Compared", "Both", "Among", "NotAmong", "StartsWith", "EndsWith", "Length", "unique")
     assert all(proved[kind] >= 5 for kind in kinds), proved
     assert proved["with a total"] > 50
+
+
+class _OneRowGroup:
+    """A file that claims to have one."""
+
+    split_offsets = (4,)
+
+    def __init__(self, file: DataFile) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def _without_nan(file: DataFile, field: NestedField, spec: PartitionSpec) -> Facts:
+    return replace(facts(file, field, spec), no_nan=True)
+
+
+def _missing_is_none(file: DataFile, field: NestedField, spec: PartitionSpec) -> Facts:
+    nulls = (file.null_value_counts or {}).get(field.field_id, 0)
+    return replace(facts(file, field, spec), no_null=nulls == 0)
+
+
+def _whole_bounds(file: DataFile, field: NestedField, spec: PartitionSpec) -> Facts:
+    return facts(_OneRowGroup(file), field, spec)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("planted", [_without_nan, _missing_is_none, _whole_bounds])
+@pytest.mark.filterwarnings("ignore")
+def test_the_property_finds_what_is_easily_forgotten(
+    made: SqlCatalog, monkeypatch: pytest.MonkeyPatch, planted: Callable[..., Facts]
+) -> None:
+    """NaN outside of the bounds, counts that are missing, row groups without bounds."""
+    monkeypatch.setattr(stored_module, "facts", planted)
+    assert any(found_wrong(made, seed)[0] for seed in range(40))
