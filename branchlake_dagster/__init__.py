@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.branching.table.spec import table_metadata
     from branchlake_dagster.checks.asset_checks.columns import column_metadata
     from branchlake_dagster.checks.asset_checks.contract import pandera_checks
+    from branchlake_dagster.checks.asset_checks.join import join_checks
     from branchlake_dagster.checks.asset_checks.sql import sql_check
     from branchlake_dagster.checks.constraints.predicate import row_predicate
     from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
@@ -53,6 +54,7 @@ __all__ = [
     "branchlake_definitions",
     "column_metadata",
     "connect",
+    "join_checks",
     "on_publication",
     "pandera_checks",
     "publication_automation_sensor",
@@ -72,6 +74,7 @@ _HOMES = {
     "branching.table.spec": ("table_metadata",),
     "checks.asset_checks.columns": ("column_metadata",),
     "checks.asset_checks.contract": ("pandera_checks",),
+    "checks.asset_checks.join": ("join_checks",),
     "checks.asset_checks.sql": ("sql_check",),
     "checks.constraints.predicate": ("row_predicate",),
     "errors": ("BranchlakeError", "OutcomeUnknown", "Terminal", "Transient"),

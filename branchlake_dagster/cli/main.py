@@ -233,6 +233,20 @@ def lifecycle(as_json: bool, rounds: int) -> None:
 
 @bench.command()
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--rows", default=10_000_000, show_default=True, help="Rows of the partition.")
+@click.option(
+    "--rounds", default=5, show_default=True, help="Times that each way is timed; the median counts."
+)
+def checks(as_json: bool, rows: int, rounds: int) -> None:
+    """A contract of twenty promises: from metadata, in one job, and by pandera itself."""
+    from branchlake_dagster.cli.bench.checks import measure, show
+
+    found = measure(Settings(), rows=rows, rounds=rounds, say=say)
+    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+
+
+@bench.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.option("--rounds", default=80, show_default=True, help="Samples of each kind.")
 @click.option("--branches", default=10_000, show_default=True, help="Branches to reconcile.")
 @click.option("--waiting", default=1_000, show_default=True, help="Finished runs of one table.")

@@ -13,7 +13,7 @@ from dagster import AssetCheckEvaluation
 from pandera.pyspark import DataFrameModel, Field
 from pyspark.sql import DataFrame, SparkSession
 
-from branchlake_dagster.checks import CHECK_SCOPE, ContractError, pandera_checks, sql_check
+from branchlake_dagster.checks import CHECK_SCOPE, ContractError, join_checks, pandera_checks, sql_check
 
 WINDOWS = dg.StaticPartitionsDefinition(["a", "b", "c"])
 
@@ -208,3 +208,90 @@ def test_two_models_on_one_asset_need_a_prefix() -> None:
     dg.Definitions(assets=[values], asset_checks=checks)
     names = [spec.name for check in checks for spec in check.check_specs]
     assert names[4:] == [f"late_{name}" for name in names[:4]]
+
+
+def _joined() -> list[dg.AssetChecksDefinition]:
+    @dg.asset_check(asset=values)
+    def own() -> dg.AssetCheckResult:
+        return dg.AssetCheckResult(passed=True)
+
+    return join_checks(
+        [
+            pandera_checks(values, Values, warn=["isin__w"]),
+            own,
+            sql_check(values, "in_pairs", "select w from {this} group by w having count(*) != 2"),
+            pandera_checks(values, Values, whole_table=True, name_prefix="all"),
+            sql_check("values", "none_bad", "select * from {this} where v < -1", partitions_def=WINDOWS),
+        ]
+    )
+
+
+PARTITIONED = {"schema", "not_null__v", "ge__v", "isin__w", "in_pairs", "none_bad"}
+WHOLE = {"all_schema", "all_not_null__v", "all_ge__v", "all_isin__w"}
+
+
+def test_checks_on_the_same_rows_are_one_step() -> None:
+    joined = _joined()
+    assert [{spec.name for spec in checks.check_specs} for checks in joined] == [PARTITIONED, {"own"}, WHOLE]
+    assert [checks.node_def.name for checks in joined] == [
+        "values__checks",
+        "values_own",
+        "values__all_contract",
+    ]
+    again = join_checks([*joined, sql_check(values, "more", "select * from {this}")])
+    assert {spec.name for spec in again[0].check_specs} == PARTITIONED | {"more"}
+    with pytest.raises(ContractError, match="two checks called in_pairs"):
+        join_checks([*joined, sql_check(values, "in_pairs", "select * from {this}")])
+
+
+@pytest.mark.spark
+def test_joined_checks_keep_what_each_said(instance: dg.DagsterInstance, lake: Lake) -> None:
+    result = _run(instance, lake, *_joined(), partition_key="c")
+    assert result.success
+    assert sorted(lake.asked) == [["a", "b", "c"], ["c"]]
+    evaluated = _evaluated(result)
+    assert set(evaluated) == PARTITIONED | WHOLE | {"own"}
+    assert {name for name, one in evaluated.items() if not one.passed} == {
+        "ge__v",
+        "isin__w",
+        "all_ge__v",
+        "all_isin__w",
+    }
+    assert evaluated["isin__w"].severity is dg.AssetCheckSeverity.WARN
+    assert evaluated["all_isin__w"].severity is dg.AssetCheckSeverity.ERROR
+    assert {evaluated[name].partition for name in PARTITIONED} == {"c"}
+    assert {evaluated[name].partition for name in WHOLE} == {None}
+    assert evaluated["all_isin__w"].metadata["total_rows"].value == 6
+
+
+@pytest.mark.spark
+def test_one_of_joined_checks_runs_alone(instance: dg.DagsterInstance, lake: Lake) -> None:
+    for name in ("isin__w", "in_pairs"):
+        defs = dg.Definitions(assets=[values], asset_checks=_joined(), resources={"io_manager": lake})
+        result = (
+            defs.resolve_implicit_global_asset_job_def()
+            .get_subset(asset_check_selection={dg.AssetCheckKey(values.key, name)}, asset_selection=set())
+            .execute_in_process(instance=instance, partition_key="a")
+        )
+        assert set(_evaluated(result)) == {name}
+
+
+@pytest.mark.spark
+def test_a_broken_check_keeps_no_verdict_from_the_others(instance: dg.DagsterInstance, lake: Lake) -> None:
+    checks = join_checks(
+        [
+            pandera_checks(values, Values),
+            sql_check(values, "broken", "select nope from {this}"),
+            sql_check(values, "none_bad", "select * from {this} where v < -1"),
+        ]
+    )
+    result = _run(instance, lake, *checks, partition_key="a")
+    assert not result.success
+    evaluated = _evaluated(result)
+    assert set(evaluated) == {"schema", "not_null__v", "ge__v", "isin__w", "none_bad"}
+    assert {name for name, one in evaluated.items() if not one.passed} == {"ge__v"}
+    assert set(_planned(instance, result.run_id)) - set(evaluated) == {"broken"}  # blocks for want of one
+    (failure,) = [event for event in result.all_events if event.is_step_failure]
+    assert (
+        "SQL check broken on values could not be evaluated" in failure.step_failure_data.error.cause.message
+    )

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from collections import Counter
 from typing import Any
 
+import pandera.pyspark as pa
 import pyspark.sql.types as pst
 import pytest
 from pandera.api.pyspark.container import DataFrameSchema
 from pandera.pyspark import DataFrameModel, Field, dataframe_check
+from pyspark.errors.exceptions.connect import SparkConnectGrpcException
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from branchlake_dagster.checks import ContractError, row_predicate
 from branchlake_dagster.checks.constraints.compiler import compile_schema
-from branchlake_dagster.checks.constraints.model import Outcome, PanderaConstraint
-from branchlake_dagster.checks.evaluation.evaluate import collect_rows
-from branchlake_dagster.checks.evaluation.judge import judge
+from branchlake_dagster.checks.constraints.model import (
+    Outcome,
+    PanderaConstraint,
+    RowConstraint,
+    SqlConstraint,
+)
+from branchlake_dagster.checks.evaluation.counting import Collect, collect_rows
+from branchlake_dagster.checks.evaluation.judge import Asked, Verdicts, judge
+from branchlake_dagster.checks.evaluation.rows import FrameRows
 from branchlake_dagster_tests.checks.contracts import DDL, PANDERA_NAMES, EveryKind, random_rows
 
 pytestmark = pytest.mark.spark
@@ -24,7 +33,13 @@ pytestmark = pytest.mark.spark
 
 def _judged(rows: DataFrame, model: type[DataFrameModel[Any]], examples: int = 3) -> dict[str, Outcome]:
     schema = model.to_schema()
-    return judge(rows, schema, compile_schema(schema), examples=examples)
+    verdicts = _verdicts(rows, Asked(schema, compile_schema(schema), examples))
+    assert not verdicts.broken
+    return verdicts.outcomes
+
+
+def _verdicts(rows: DataFrame, *asked: Asked, collect: Collect = collect_rows) -> Verdicts:
+    return judge(FrameRows(rows), asked, view="branchlake_judged", collect=collect)
 
 
 def _strict_twin(model: type[DataFrameModel[Any]]) -> DataFrameSchema:
@@ -111,8 +126,15 @@ def test_counts_nulls_and_nan(spark_session: SparkSession) -> None:
     }
 
 
-def test_a_whole_model_is_one_query(spark_session: SparkSession, queries: Counter[str]) -> None:
-    rows = spark_session.createDataFrame(random_rows(3, size=30), DDL)
+KEEPS_ALL = (2, 1.5, "ab", dt.date(2026, 8, 8), dt.datetime(2026, 8, 8, 12, tzinfo=dt.UTC), True, 4)
+"""A row that breaks no promise of EveryKind."""
+
+
+@pytest.mark.parametrize(("broken", "jobs"), [(False, 1), (True, 2)])
+def test_a_model_that_holds_is_one_query_and_examples_are_one_more(
+    spark_session: SparkSession, queries: Counter[str], broken: bool, jobs: int
+) -> None:
+    rows = spark_session.createDataFrame([*([(0, *KEEPS_ALL[1:])] * 2 * broken), KEEPS_ALL], DDL)
     schema = EveryKind.to_schema()
     compiled = [c for c in compile_schema(schema) if not isinstance(c, PanderaConstraint)]
     collected: list[str] = []
@@ -121,12 +143,91 @@ def test_a_whole_model_is_one_query(spark_session: SparkSession, queries: Counte
         collected.append("one")
         return collect_rows(frame)
 
-    outcomes = judge(rows, schema, compiled, examples=3, collect=collect)
-    assert len(outcomes) == 20
-    assert collected == ["one"]
-    assert queries["executed"] == 1
+    verdicts = _verdicts(rows, Asked(schema, compiled, 3), collect=collect)
+    assert len(verdicts.outcomes) == 20
+    failing = {name for name, outcome in verdicts.outcomes.items() if not outcome.passed}
+    assert failing == ({"ge__n", "unique__n__s"} if broken else set())
+    assert all(verdicts.outcomes[name].examples for name in failing)
+    assert len(collected) == jobs
+    assert queries["executed"] == jobs
     _strict_twin(EveryKind).validate(rows)
     assert queries["executed"] > 10  # what the same model costs in pandera
+
+
+def test_sql_checks_share_the_one_query(spark_session: SparkSession, queries: Counter[str]) -> None:
+    rows = spark_session.createDataFrame([KEEPS_ALL], DDL)
+    schema = EveryKind.to_schema()
+    compiled = [c for c in compile_schema(schema) if not isinstance(c, PanderaConstraint)]
+    checks = [_sql("none", "SELECT * FROM {this} WHERE n < 0"), _sql("all", "SELECT n, n FROM {this}")]
+    collected: list[DataFrame] = []
+
+    def collect(frame: DataFrame) -> list[Row]:
+        collected.append(frame)
+        return collect_rows(frame)
+
+    verdicts = _verdicts(rows, Asked(schema, compiled, 3), Asked(None, checks, 2), collect=collect)
+    assert len(verdicts.outcomes) == 22
+    assert verdicts.outcomes["none"] == Outcome(passed=True, failing=0)
+    assert verdicts.outcomes["all"] == Outcome(passed=False, failing=1, examples=({"n": "2", "n_2": "2"},))
+    assert len(collected) == 2  # the counts of all, and examples of what failed
+    assert not [view for view in spark_session.catalog.listTables() if view.name == "branchlake_judged"]
+
+
+@pytest.mark.parametrize(
+    "bad", ["SELECT nope FROM {this}", "SELECT FROM WHERE {this}", "SELECT 1/(n-2) FROM {this}"]
+)
+def test_what_cannot_be_evaluated_leaves_the_others_their_verdicts(
+    spark_session: SparkSession, bad: str
+) -> None:
+    class Rules(DataFrameModel):
+        n: pst.LongType = Field(ge=1, le=1)
+
+        @pa.check("n")
+        @classmethod
+        @row_predicate
+        def explodes(cls, rows: DataFrame) -> Any:
+            raise KeyError("no such thing")
+
+        @pa.check("n")
+        @classmethod
+        @row_predicate
+        def divides(cls, rows: DataFrame) -> Any:
+            return F.lit(1) / (F.col("n") - 2) > 0
+
+    schema = Rules.to_schema()
+    checks = [_sql("good", "SELECT * FROM {this} WHERE n > 5"), _sql("bad", bad)]
+    rows = spark_session.createDataFrame([(2,)], "n bigint")
+    verdicts = _verdicts(rows, Asked(schema, compile_schema(schema), 3), Asked(None, checks, 2))
+    assert set(verdicts.broken) == {"bad", "explodes__n", "divides__n"}
+    assert {name: outcome.passed for name, outcome in verdicts.outcomes.items()} == {
+        "schema": True,
+        "not_null__n": True,
+        "ge__n": True,
+        "le__n": False,
+        "good": True,
+    }
+    assert verdicts.outcomes["le__n"].examples == ({"n": "2"},)
+
+
+def test_a_lost_connection_is_not_asked_again_for_each(spark_session: SparkSession) -> None:
+    tries: list[int] = []
+
+    def lost(frame: DataFrame) -> list[Row]:
+        tries.append(1)
+        raise SparkConnectGrpcException("unavailable")
+
+    schema = EveryKind.to_schema()
+    compiled = [c for c in compile_schema(schema) if isinstance(c, RowConstraint)]
+    verdicts = _verdicts(
+        spark_session.createDataFrame([KEEPS_ALL], DDL), Asked(schema, compiled, 3), collect=lost
+    )
+    assert len(tries) == 1
+    assert set(verdicts.broken) == {one.name for one in compiled}
+    assert not verdicts.outcomes
+
+
+def _sql(name: str, text: str) -> SqlConstraint:
+    return SqlConstraint(name=name, columns=(), text=text, sql=text)
 
 
 def test_the_session_keeps_its_settings(spark_session: SparkSession) -> None:

@@ -16,7 +16,8 @@ from pandera.pyspark import DataFrameModel, Field
 from pyspark.sql import SparkSession
 
 from branchlake_dagster.checks.constraints.compiler import compile_schema
-from branchlake_dagster.checks.evaluation.judge import judge
+from branchlake_dagster.checks.evaluation.judge import Asked, judge
+from branchlake_dagster.checks.evaluation.rows import FrameRows
 
 
 class Observed(DataFrameModel):
@@ -56,7 +57,7 @@ def main(remote: str, namespace: str, size: int) -> None:
             ours, theirs = [], []
             for _ in range(3):
                 start = time.perf_counter()
-                judge(rows, schema, constraints, examples=5)
+                judge(FrameRows(rows), [Asked(schema, constraints, 5)], view="branchlake_timing")
                 ours.append(round(time.perf_counter() - start, 2))
                 start = time.perf_counter()
                 schema.validate(rows)

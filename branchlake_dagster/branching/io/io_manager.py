@@ -30,6 +30,7 @@ from branchlake_dagster.branching.io import (
     spark_frames,
 )
 from branchlake_dagster.branching.io.preview import preview
+from branchlake_dagster.branching.io.stored_rows import StoredRows, wants_stored_rows
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.resources.read_set import merging
 from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
@@ -152,9 +153,15 @@ class NessieBranchIOManager(ConfigurableIOManager):
                 ) from error
             provenance.report_read(context, spec, ref)
             selection = self._input_selection(context, spec, definition, table.schema())
+            if wants_stored_rows(context.dagster_type):
+                return StoredRows(table, selection, ref, lambda: self._frame(spec, table.schema(), selection))
             if spark:
                 return spark_frames.read(self.spark.own_session(), spec, table.schema(), selection)
             return arrow_frames.read(table, kind, selection)
+
+    def _frame(self, spec: TableSpec, schema: Schema, selection: Selection | None) -> DataFrame:
+        with self._fenced():
+            return spark_frames.read(self.spark.own_session(), spec, schema, selection)
 
     # -- writing ---------------------------------------------------------------------------------------
 

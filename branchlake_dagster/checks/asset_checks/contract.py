@@ -1,36 +1,29 @@
 """A pandera PySpark model attached to an asset, as Dagster asset checks."""
 
-# No `from __future__ import annotations`: Dagster reads the annotations of the compute function.
-from collections.abc import Collection, Iterator
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import dagster as dg
 from pandera.pyspark import DataFrameModel
-from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame
 
-from branchlake_dagster.checks.asset_checks.report import asset_check_result, branch_of, words_of
 from branchlake_dagster.checks.asset_checks.specs import (
     CheckedAsset,
     asset_key,
     check_specs,
     checked_partitions,
 )
+from branchlake_dagster.checks.asset_checks.step import Declared, check_step
 from branchlake_dagster.checks.constraints.compiler import compile_schema
-from branchlake_dagster.checks.constraints.model import (
-    CheckFailedToRun,
-    Constraint,
-    ContractError,
-    PanderaConstraint,
-    SchemaConstraint,
-    require_examples,
-)
-from branchlake_dagster.checks.evaluation.judge import judge
+from branchlake_dagster.checks.constraints.model import ContractError, require_examples
+from branchlake_dagster.checks.evaluation.judge import Asked
 
 
 def pandera_checks(
     asset: CheckedAsset,
-    model: "type[DataFrameModel[Any]]",
+    model: type[DataFrameModel[Any]],
     *,
     partitions_def: dg.PartitionsDefinition[str] | None = None,
     warn: Collection[str] = (),
@@ -82,57 +75,28 @@ def pandera_checks(
         )
     schema = model.to_schema()
     prefix = f"{name_prefix}_" if name_prefix else ""
-    constraints = {f"{prefix}{constraint.name}": constraint for constraint in compile_schema(schema)}
-    unknown = sorted(set(warn) - set(constraints))
+    constraints = [replace(one, name=f"{prefix}{one.name}") for one in compile_schema(schema)]
+    names = [one.name for one in constraints]
+    unknown = sorted(set(warn) - set(names))
     if unknown:
         raise ContractError(
             f"warn names {', '.join(unknown)}, which {model.__name__} does not have.",
-            hint=f"It has {', '.join(constraints)}.",
+            hint=f"It has {', '.join(names)}.",
         )
-    warned = {name for name, constraint in constraints.items() if constraint.warn} | set(warn)
+    warned = {one.name for one in constraints if one.warn} | set(warn)
     key = asset_key(asset)
     specs = check_specs(
         asset,
-        {name: constraint.text for name, constraint in constraints.items()},
+        {one.name: one.text for one in constraints},
         checked_partitions(asset, partitions_def, whole_table=whole_table),
     )
 
-    @dg.multi_asset_check(
-        name=f"{key.to_python_identifier()}__{prefix}contract",
+    part = Declared(f"contract {model.__name__}", Asked(schema, constraints, examples), frozenset(warned))
+    return check_step(
+        f"{key.to_python_identifier()}__{prefix}contract",
+        key,
+        specs,
+        [part],
         description=f"Contract {model.__name__} on {key.to_user_string()}, in one Spark job.",
-        specs=specs,
-        ins={"rows": dg.AssetIn(key)},
-        compute_kind="pandera",
-        can_subset=True,
+        kind="pandera",
     )
-    def contract(context: dg.AssetCheckExecutionContext, rows: DataFrame) -> Iterator[dg.AssetCheckResult]:
-        selected = {check.name for check in context.selected_asset_check_keys}
-        wanted = {name: constraint for name, constraint in constraints.items() if name in selected}
-        try:
-            branch = branch_of(rows)
-            outcomes = judge(rows, schema, list(wanted.values()), examples=examples)
-        except PySparkException as error:
-            raise CheckFailedToRun(
-                f"Contract {model.__name__} on {key.to_user_string()} could not be evaluated: "
-                f"{words_of(error)}",
-                hint="Nothing is known about these rows, so the run will not be published.",
-            ) from error
-        for name, constraint in wanted.items():
-            yield asset_check_result(
-                name,
-                constraint.text,
-                outcomes[constraint.name],
-                warn=name in warned,
-                evaluation=_evaluation(constraint),
-                branch=branch,
-            )
-
-    return contract
-
-
-def _evaluation(constraint: Constraint) -> str:
-    if isinstance(constraint, SchemaConstraint):
-        return "from the schema, no rows read"
-    if isinstance(constraint, PanderaConstraint):
-        return "by pandera itself, a query of its own, no counts"
-    return "in the contract's one Spark job"

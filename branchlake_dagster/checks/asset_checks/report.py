@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from pyspark.errors import PySparkException
     from pyspark.sql import DataFrame
 
+PROVED_BY = "branchlake/proved_by"
+"""In a check's metadata: `metadata` when no row was read for it."""
 _SHOWN_COLUMNS = 12
 _BRANCH_CONF = "spark.sql.catalog.nessie.ref"
 
@@ -36,7 +38,7 @@ def asset_check_result(
 
     Severity is WARN for `warn`, else ERROR. Metadata: `constraint`, `evaluation`, and where known
     `branch`, `failing_rows` and `total_rows` (counts), `failing_ratio` (0..1), `examples` (a table of at
-    most 12 columns), `note`.
+    most 12 columns), `note`; with a proof `branchlake/proved_by` and the files and rows that were looked at.
     """
     metadata: dict[str, dg.MetadataValue] = {
         "constraint": dg.MetadataValue.text(text),
@@ -52,6 +54,10 @@ def asset_check_result(
         metadata["failing_ratio"] = dg.MetadataValue.float(outcome.failing / outcome.total)
     if outcome.examples:
         metadata["examples"] = _table(outcome.examples)
+    if outcome.proof is not None:
+        metadata[PROVED_BY] = dg.MetadataValue.text("metadata")
+        metadata["branchlake/proved_by_files"] = dg.MetadataValue.int(outcome.proof.files)
+        metadata["branchlake/proved_by_rows"] = dg.MetadataValue.int(outcome.proof.rows)
     if outcome.note:
         metadata["note"] = dg.MetadataValue.text(outcome.note)
     return dg.AssetCheckResult(

@@ -1,38 +1,26 @@
 """Checks written in SQL: the rows a query returns are the failures."""
 
-# No `from __future__ import annotations`: Dagster reads the annotations of the compute function.
+from __future__ import annotations
+
 import re
 from typing import Literal
 
 import dagster as dg
-from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame
-from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
-from branchlake_dagster.checks.asset_checks.report import asset_check_result, branch_of, words_of
 from branchlake_dagster.checks.asset_checks.specs import (
     CheckedAsset,
     asset_key,
     check_specs,
     checked_partitions,
 )
-from branchlake_dagster.checks.constraints.model import (
-    CheckFailedToRun,
-    ContractError,
-    Outcome,
-    RowConstraint,
-    require_examples,
-)
-from branchlake_dagster.checks.evaluation.evaluate import Collect, collect_rows, evaluate
-
-THIS = "{this}"
-"""Stands for the checked rows in the text of a SQL check."""
+from branchlake_dagster.checks.asset_checks.step import Declared, check_step
+from branchlake_dagster.checks.constraints.model import ContractError, SqlConstraint, require_examples
+from branchlake_dagster.checks.evaluation.judge import Asked
+from branchlake_dagster.checks.evaluation.returned import THIS
 
 _QUERY = re.compile(
     r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*(select|with|from|values|table)\b", re.IGNORECASE | re.DOTALL
 )
-
-_RETURNED = RowConstraint(name="returned", columns=(), text="", holds=lambda _: F.lit(False), typed=False)
 
 
 def sql_check(
@@ -101,61 +89,16 @@ def sql_check(
         )
     text = description or " ".join(sql.split())
     specs = check_specs(asset, {name: text}, checked_partitions(asset, partitions_def, whole_table=False))
-
-    @dg.multi_asset_check(
-        name=f"{key.to_python_identifier()}__sql_{name}",
+    check = SqlConstraint(name=name, columns=(), text=text, warn=severity == "warn", sql=sql)
+    return check_step(
+        f"{key.to_python_identifier()}__sql_{name}",
+        key,
+        specs,
+        [
+            Declared(
+                f"SQL check {name}", Asked(None, [check], examples), frozenset({name} if check.warn else ())
+            )
+        ],
         description=f"SQL check {name} on {key.to_user_string()}: rows returned are failures.",
-        specs=specs,
-        ins={"rows": dg.AssetIn(key)},
-        compute_kind="sql",
+        kind="sql",
     )
-    def failures(context: dg.AssetCheckExecutionContext, rows: DataFrame) -> dg.AssetCheckResult:
-        # Two checks of a run may share a session, so the view is named after both asset and check.
-        view = f"branchlake_this_{key.to_python_identifier()}_{name}"  # letters, digits and _ only
-        try:
-            outcome = returned_rows(rows, sql, view=view, examples=examples)
-            branch = branch_of(rows)
-        except PySparkException as error:
-            raise CheckFailedToRun(
-                f"SQL check {name} on {key.to_user_string()} could not be evaluated: {words_of(error)}",
-                run_id=context.run.run_id,
-                hint="Correct the query; until then there is no verdict and the run is not published.",
-            ) from error
-        return asset_check_result(
-            name, text, outcome, warn=severity == "warn", evaluation=sql.strip(), branch=branch
-        )
-
-    return failures
-
-
-def returned_rows(
-    rows: DataFrame, sql: str, *, view: str, examples: int, collect: Collect = collect_rows
-) -> Outcome:
-    """How many rows `sql` returns, and `examples` of them, with one call of `collect`.
-
-    `view` is the name under which `rows` is visible meanwhile. Raises Spark's own errors.
-    """
-    rows.createOrReplaceTempView(view)
-    try:
-        # As a subquery the text can only be a query: Spark's grammar has no INSERT or DROP there.
-        query = f"SELECT * FROM (\n{sql.strip().rstrip(';').replace(THIS, view)}\n) AS failures"  # noqa: S608
-        frame = rows.sparkSession.sql(query)
-        names = _apart(frame.columns)
-        found = evaluate(frame.toDF(*names), [_RETURNED], examples=examples, collect=collect)["returned"]
-    finally:
-        rows.sparkSession.catalog.dropTempView(view)
-    return Outcome(passed=found.passed, failing=found.failing, examples=found.examples)
-
-
-def _apart(columns: list[str]) -> list[str]:
-    """The column names, numbered where one repeats: `a.*, b.*` is a natural way to show a failure."""
-    names: list[str] = []
-    taken: set[str] = set()
-    for column in columns:
-        name, count = column, 1
-        while name.lower() in taken:  # Spark resolves names without regard to case
-            count += 1
-            name = f"{column}_{count}"
-        taken.add(name.lower())
-        names.append(name)
-    return names

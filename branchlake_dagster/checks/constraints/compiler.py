@@ -28,6 +28,7 @@ from branchlake_dagster.checks.constraints.model import (
     UniqueConstraint,
 )
 from branchlake_dagster.checks.constraints.predicate import predicate_of
+from branchlake_dagster.checks.constraints.promises import NotNull
 from branchlake_dagster.library_internals.pandera import builtin_of
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def _not_null(column: str, *, optional: bool) -> RowConstraint:
         optional=optional,
         holds=lambda _: quoted(column).isNotNull(),
         typed=False,
+        promise=NotNull(),
     )
 
 
@@ -130,7 +132,7 @@ def _column_check(schema: DataFrameSchema, name: str, column: ColumnSchema, chec
         return _through_pandera(
             f"{check.name}__{name}", alone, _text(check, name), warn=check.raise_warning, columns=(name,)
         )
-    short, text, condition = built
+    short, (text, condition, promise) = built
     return RowConstraint(
         name=f"{short}__{name}",
         columns=(name,),
@@ -138,6 +140,7 @@ def _column_check(schema: DataFrameSchema, name: str, column: ColumnSchema, chec
         warn=check.raise_warning,
         optional=not column.required,
         holds=_on_column(name, condition),
+        promise=promise,
     )
 
 

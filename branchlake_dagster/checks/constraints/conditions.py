@@ -17,6 +17,17 @@ from pyspark.sql import Column
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
 from branchlake_dagster.checks.constraints.model import ContractError
+from branchlake_dagster.checks.constraints.promises import (
+    Among,
+    Both,
+    Compared,
+    EndsWith,
+    Length,
+    NotAmong,
+    Promise,
+    Sign,
+    StartsWith,
+)
 
 _ORDERED = (pst.NumericType, pst.DateType, pst.TimestampType, pst.TimestampNTZType)
 _LISTED = (*_ORDERED, pst.StringType, pst.BinaryType)
@@ -25,9 +36,11 @@ _TEXT = (pst.StringType,)
 
 Arguments = Mapping[str, Any]
 Condition = Callable[[Column], Column]
+Built = tuple[str, Condition, Promise | None]
+"""The text, the Spark condition, and what it promises where that has a form of its own."""
 
 
-def _in_range(args: Arguments) -> tuple[str, Condition]:
+def _in_range(args: Arguments) -> Built:
     low, high = args["min_value"], args["max_value"]
     include_low, include_high = args.get("include_min", True), args.get("include_max", True)
 
@@ -36,7 +49,9 @@ def _in_range(args: Arguments) -> tuple[str, Condition]:
         below: Column = value <= high if include_high else value < high
         return above & below
 
-    return f"in {'[' if include_low else '('}{low}, {high}{']' if include_high else ')'}", condition
+    text = f"in {'[' if include_low else '('}{low}, {high}{']' if include_high else ')'}"
+    ends = Compared(">=" if include_low else ">", low), Compared("<=" if include_high else "<", high)
+    return text, condition, Both(*ends)
 
 
 def _members(values: Any) -> list[Any]:
@@ -44,14 +59,14 @@ def _members(values: Any) -> list[Any]:
     return sorted(values, key=lambda value: (type(value).__name__, str(value)))
 
 
-def _isin(args: Arguments) -> tuple[str, Condition]:
+def _isin(args: Arguments) -> Built:
     allowed = _members(args["allowed_values"])
-    return f"in {allowed}", lambda value: value.isin(allowed)
+    return f"in {allowed}", lambda value: value.isin(allowed), Among(tuple(allowed))
 
 
-def _notin(args: Arguments) -> tuple[str, Condition]:
+def _notin(args: Arguments) -> Built:
     forbidden = _members(args["forbidden_values"])
-    return f"not in {forbidden}", lambda value: ~value.isin(forbidden)
+    return f"not in {forbidden}", lambda value: ~value.isin(forbidden), NotAmong(tuple(forbidden))
 
 
 def _pattern(args: Arguments) -> str:
@@ -59,45 +74,57 @@ def _pattern(args: Arguments) -> str:
     return pattern.pattern if isinstance(pattern, re.Pattern) else str(pattern)
 
 
-def _str_matches(args: Arguments) -> tuple[str, Condition]:
+def _str_matches(args: Arguments) -> Built:
     pattern = _pattern(args)
     anchored = pattern if pattern.startswith("^") else f"^{pattern}"
-    return f"matches {anchored!r}", lambda value: value.rlike(anchored)
+    return f"matches {anchored!r}", lambda value: value.rlike(anchored), None
 
 
-def _str_contains(args: Arguments) -> tuple[str, Condition]:
+def _str_contains(args: Arguments) -> Built:
     pattern = _pattern(args)
-    return f"contains {pattern!r}", lambda value: value.rlike(pattern)
+    return f"contains {pattern!r}", lambda value: value.rlike(pattern), None
 
 
-def _str_length(args: Arguments) -> tuple[str, Condition]:
+def _str_length(args: Arguments) -> Built:
     exact: int | None = args.get("exact_value")
     low: int | None = args.get("min_value")
     high: int | None = args.get("max_value")
     if exact is not None:
-        return f"has length {exact}", lambda value: F.length(value) == exact
+        return f"has length {exact}", lambda value: F.length(value) == exact, Length(exact, exact)
     if low is not None and high is not None:
-        return f"has length {low} to {high}", lambda value: F.length(value).between(low, high)
+        return (
+            f"has length {low} to {high}",
+            lambda value: F.length(value).between(low, high),
+            Length(low, high),
+        )
     if low is not None:
-        return f"has length at least {low}", lambda value: F.length(value) >= low
+        return f"has length at least {low}", lambda value: F.length(value) >= low, Length(low, None)
     if high is not None:
-        return f"has length at most {high}", lambda value: F.length(value) <= high
+        return f"has length at most {high}", lambda value: F.length(value) <= high, Length(None, high)
     raise ContractError("str_length needs min_value, max_value or exact_value.")
 
 
 def _compare(
-    sign: str, argument: str, condition: Callable[[Column, Any], Column]
-) -> Callable[[Arguments], tuple[str, Condition]]:
-    def build(args: Arguments) -> tuple[str, Condition]:
+    sign: Sign, argument: str, condition: Callable[[Column, Any], Column]
+) -> Callable[[Arguments], Built]:
+    def build(args: Arguments) -> Built:
         bound = args[argument]
-        return f"{sign} {bound}", lambda value: condition(value, bound)
+        return f"{sign} {bound}", lambda value: condition(value, bound), Compared(sign, bound)
 
     return build
 
 
-_BUILDERS: dict[
-    str, tuple[str, tuple[type[pst.DataType], ...], Callable[[Arguments], tuple[str, Condition]]]
-] = {
+def _str_startswith(args: Arguments) -> Built:
+    prefix = args["string"]
+    return f"starts with {prefix}", lambda value: value.startswith(prefix), StartsWith(prefix)
+
+
+def _str_endswith(args: Arguments) -> Built:
+    suffix = args["string"]
+    return f"ends with {suffix}", lambda value: value.endswith(suffix), EndsWith(suffix)
+
+
+_BUILDERS: dict[str, tuple[str, tuple[type[pst.DataType], ...], Callable[[Arguments], Built]]] = {
     "equal_to": ("eq", _EQUAL, _compare("=", "value", lambda value, bound: value == bound)),
     "not_equal_to": ("ne", _EQUAL, _compare("!=", "value", lambda value, bound: value != bound)),
     "greater_than": ("gt", _ORDERED, _compare(">", "min_value", lambda value, bound: value > bound)),
@@ -117,24 +144,16 @@ _BUILDERS: dict[
     "notin": ("notin", _LISTED, _notin),
     "str_matches": ("str_matches", _TEXT, _str_matches),
     "str_contains": ("str_contains", _TEXT, _str_contains),
-    "str_startswith": (
-        "str_startswith",
-        _TEXT,
-        _compare("starts with", "string", lambda value, bound: value.startswith(bound)),
-    ),
-    "str_endswith": (
-        "str_endswith",
-        _TEXT,
-        _compare("ends with", "string", lambda value, bound: value.endswith(bound)),
-    ),
+    "str_startswith": ("str_startswith", _TEXT, _str_startswith),
+    "str_endswith": ("str_endswith", _TEXT, _str_endswith),
     "str_length": ("str_length", _TEXT, _str_length),
 }
 
 
 def builtin_condition(
     check: str, arguments: Arguments, column: str, dtype: pst.DataType | None
-) -> tuple[str, str, Condition] | None:
-    """Short name, text and condition of pandera's built-in `check` on `column`; None when it has none.
+) -> tuple[str, Built] | None:
+    """Short name, text, condition and promise of pandera's built-in `check` on `column`; None for others.
 
     `dtype` is the contract's type of the column, None when it names no type. Raises `ContractError` when
     the check means nothing for that type: pandera raises a bare TypeError at run time instead, which
@@ -148,5 +167,5 @@ def builtin_condition(
             f"Check {short} on column {column!r} cannot apply to type {dtype.simpleString()}.",
             hint="Use a check for this type, or write the rule with @row_predicate.",
         )
-    text, condition = build(arguments)
-    return short, f"{column} {text}", condition
+    text, condition, promise = build(arguments)
+    return short, (f"{column} {text}", condition, promise)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from branchlake_dagster.checks.constraints.promises import Promise
 from branchlake_dagster.errors import BranchlakeError, Terminal
 
 if TYPE_CHECKING:
@@ -53,11 +54,13 @@ class RowConstraint(Constraint):
 
     `holds` builds the Spark condition that a good row satisfies. A null condition counts as satisfied,
     as in SQL `CHECK` and in pandera's PySpark backend. `typed` is True when the condition only makes
-    sense while its columns have the contract's types.
+    sense while its columns have the contract's types. `promise` says the same about its one column where it
+    has a form that file metadata can be held against.
     """
 
     holds: Callable[[DataFrame], Column]
     typed: bool = True
+    promise: Promise | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +76,41 @@ class PanderaConstraint(Constraint):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SqlConstraint(Constraint):
+    """No row comes back from `sql`, a query in which `{this}` stands for the rows under judgement."""
+
+    sql: str
+
+
+Example = Mapping[str, str | None]
+"""A failing row: column name to printed value; None is null."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was looked at instead of rows: data files, and the rows that they hold.
+
+    The files hold all rows of the selection, and may hold others and deleted ones.
+    """
+
+    files: int
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What the evaluation of one constraint found.
 
-    `failing` and `total` are row counts, None where they are not known; `examples` are failing rows as
-    column name to printed value (None is null); `note` says what a count cannot.
+    `failing` and `total` are row counts, None where they are not known; `examples` are failing rows;
+    `note` says what a count cannot; `proof` says that file metadata was enough.
     """
 
     passed: bool
     failing: int | None = None
     total: int | None = None
-    examples: tuple[Mapping[str, str | None], ...] = ()
+    examples: tuple[Example, ...] = ()
     note: str | None = None
+    proof: Proof | None = None
 
 
 def require_examples(examples: int) -> int:

@@ -1,11 +1,16 @@
-"""All constraints of a contract against one frame: what needs no rows, the one job, the fallback."""
+"""All constraints and SQL checks of an asset: what needs no rows, the one job, the fallbacks.
+
+Each gets its own verdict: what cannot be evaluated is found by dividing the one job, and leaves the others
+theirs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pyspark.errors import AnalysisException
+from pyspark.errors import AnalysisException, PySparkException
 
 from branchlake_dagster.checks.constraints.model import (
     Constraint,
@@ -13,59 +18,107 @@ from branchlake_dagster.checks.constraints.model import (
     PanderaConstraint,
     RowConstraint,
     SchemaConstraint,
+    SqlConstraint,
     UniqueConstraint,
+    require_examples,
 )
-from branchlake_dagster.checks.evaluation.evaluate import Collect, collect_rows, evaluate
+from branchlake_dagster.checks.evaluation.counting import Collect, Count, Countable, collect_rows, count
+from branchlake_dagster.checks.evaluation.examples import ANY_ROW, examples_of
 from branchlake_dagster.checks.evaluation.fallback import validate
+from branchlake_dagster.checks.evaluation.returned import THIS, returned
 from branchlake_dagster.checks.evaluation.shape import schema_outcome, wrong_types
 
 if TYPE_CHECKING:
     from pandera.api.pyspark.container import DataFrameSchema
     from pyspark.sql import DataFrame
+    from pyspark.sql.types import StructType
+
+    from branchlake_dagster.checks.constraints.model import Example
+    from branchlake_dagster.checks.evaluation.rows import Rows
+
+_NO_ANSWER = frozenset({"SparkConnectGrpcException", "SparkConnectException", "RetriesExceeded"})
+"""Errors of the connection, by their very class: what is asked has no part in them."""
 
 
-def judge(
-    rows: DataFrame,
-    schema: DataFrameSchema,
-    constraints: Sequence[Constraint],
-    *,
-    examples: int,
-    collect: Collect = collect_rows,
-) -> dict[str, Outcome]:
-    """The outcome of each of `constraints`, compiled from `schema`, by name.
+@dataclass(frozen=True)
+class Asked:
+    """Constraints that are judged together, by the contract they come from, and `examples` to show of each.
 
-    One call of `collect` for all that compile (none when nothing is left to read), then pandera for the
-    rest. A constraint on a missing or wrongly typed column fails and says so, instead of taking the
-    verdicts of all others with it.
+    `schema` None: SQL checks, which belong to no contract.
     """
-    actual = rows.schema
-    wrong = wrong_types(schema, actual)
-    outcomes: dict[str, Outcome] = {}
-    compiled: list[RowConstraint | UniqueConstraint] = []
-    for constraint in constraints:
-        if isinstance(constraint, SchemaConstraint):
-            outcomes[constraint.name] = schema_outcome(constraint.schema, actual)
-        elif isinstance(constraint, RowConstraint | UniqueConstraint):
-            early = _without_reading(rows, constraint, actual.names, wrong)
+
+    schema: DataFrameSchema | None
+    constraints: Sequence[Constraint]
+    examples: int
+
+    def __post_init__(self) -> None:
+        require_examples(self.examples)
+
+
+@dataclass
+class Verdicts:
+    """By name: what was found, and why nothing could be. What was asked is in one of them."""
+
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    broken: dict[str, Exception] = field(default_factory=dict)
+
+
+def judge(rows: Rows, asked: Sequence[Asked], *, view: str, collect: Collect = collect_rows) -> Verdicts:
+    """The verdicts on all that is asked; names occur once.
+
+    In this order: the schema, what `rows` know without being read, one call of `collect` for all that can
+    be counted (none when nothing is left, then Spark is not even opened), one more for examples where
+    something fails, and pandera for the rest. `view` is what `{this}` is called in the session meanwhile. A
+    constraint on a missing or wrongly typed column fails and says so.
+    """
+    verdicts = Verdicts()
+    countable: dict[str, Countable] = {}
+    examples: dict[str, int] = {}
+    for part in asked:
+        examples |= dict.fromkeys((one.name for one in part.constraints), part.examples)
+        countable |= _without_reading(rows, part, verdicts)
+    if countable:
+        _in_one_job(rows.frame, countable, examples, verdicts, view=view, collect=collect)
+    for part in asked:
+        for constraint in part.constraints:
+            if isinstance(constraint, PanderaConstraint):
+                try:
+                    verdicts.outcomes[constraint.name] = validate(rows.frame, constraint)
+                except Exception as error:  # noqa: BLE001 - it is the check's own code that raised it
+                    verdicts.broken[constraint.name] = error
+    return verdicts
+
+
+def _without_reading(rows: Rows, part: Asked, verdicts: Verdicts) -> dict[str, Countable]:
+    """Judge what needs no rows; the rest by name."""
+    rest: dict[str, Countable] = {}
+    wrong = wrong_types(part.schema, rows.schema) if part.schema is not None else {}
+    for one in part.constraints:
+        if isinstance(one, SchemaConstraint):
+            verdicts.outcomes[one.name] = schema_outcome(one.schema, rows.schema)
+        elif isinstance(one, SqlConstraint):
+            rest[one.name] = one
+        elif isinstance(one, RowConstraint | UniqueConstraint):
+            try:
+                early = _from_schema(rows, one, rows.schema, wrong) or rows.proved(one)
+            except Exception as error:  # noqa: BLE001 - a rule's own code may raise anything
+                verdicts.broken[one.name] = error
+                continue
             if early is None:
-                compiled.append(constraint)
+                rest[one.name] = one
             else:
-                outcomes[constraint.name] = early
-    if compiled:
-        outcomes |= evaluate(rows, compiled, examples=examples, collect=collect)
-    for constraint in constraints:
-        if isinstance(constraint, PanderaConstraint):
-            outcomes[constraint.name] = validate(rows, constraint)
-    return outcomes
+                verdicts.outcomes[one.name] = early
+    return rest
 
 
-def _without_reading(
-    rows: DataFrame,
+def _from_schema(
+    rows: Rows,
     constraint: RowConstraint | UniqueConstraint,
-    names: Sequence[str],
+    schema: StructType,
     wrong: Mapping[str, str],
 ) -> Outcome | None:
     """The outcome when it can be told from the schema, else None."""
+    names = schema.names
     missing = [column for column in constraint.columns if column not in names]
     if missing and constraint.optional:
         return Outcome(passed=True, note=f"optional column {', '.join(missing)} is absent")
@@ -83,7 +136,7 @@ def _without_reading(
         # Nobody knows which columns a rule on whole rows reads. Its analysis (some ms, no job) tells
         # whether it can run, before it fails the one job for every other constraint.
         try:
-            _ = rows.select(constraint.holds(rows)).schema
+            _ = rows.frame.select(constraint.holds(rows.frame)).schema
         except AnalysisException as error:
             return _not_evaluated(str(error).partition("\n")[0])
     return None
@@ -91,3 +144,88 @@ def _without_reading(
 
 def _not_evaluated(why: str) -> Outcome:
     return Outcome(passed=False, note=f"not evaluated: {why}")
+
+
+def _in_one_job(
+    frame: DataFrame,
+    wanted: Mapping[str, Countable],
+    examples: Mapping[str, int],
+    verdicts: Verdicts,
+    *,
+    view: str,
+    collect: Collect,
+) -> None:
+    """Count all of `wanted`, then show rows of what fails."""
+    uses_view = any(isinstance(one, SqlConstraint) and THIS in one.sql for one in wanted.values())
+    if uses_view:
+        frame.createOrReplaceTempView(view)
+    try:
+        counts = _divided(
+            list(wanted.values()),
+            lambda some: count(frame, some, view=view, collect=collect),
+            verdicts.broken,
+        )
+        failing = [one for one in wanted.values() if one.name in counts and counts[one.name].failing]
+        shown, why = _shown(frame, failing, examples, view=view, collect=collect)
+    finally:
+        if uses_view:
+            frame.sparkSession.catalog.dropTempView(view)
+    for name, found in counts.items():
+        verdicts.outcomes[name] = replace(_outcome(found), examples=shown.get(name, ()), note=why.get(name))
+
+
+def _outcome(found: Count) -> Outcome:
+    return Outcome(passed=found.failing == 0, failing=found.failing, total=found.total)
+
+
+def _divided(
+    wanted: Sequence[Countable],
+    ask: Callable[[Sequence[Countable]], dict[str, Count]],
+    broken: dict[str, Exception],
+) -> dict[str, Count]:
+    """The counts of all that can be counted; the others are `broken`, each with its own error.
+
+    One that Spark refuses, or that fails on some row, is found by halves: a few queries more.
+    """
+    try:
+        return ask(wanted)
+    except Exception as error:  # noqa: BLE001 - a rule's own code may raise anything
+        if len(wanted) == 1 or type(error).__name__ in _NO_ANSWER:
+            broken |= dict.fromkeys((one.name for one in wanted), error)
+            return {}
+        middle = len(wanted) // 2
+        return _divided(wanted[:middle], ask, broken) | _divided(wanted[middle:], ask, broken)
+
+
+def _shown(
+    frame: DataFrame,
+    failing: Sequence[Countable],
+    examples: Mapping[str, int],
+    *,
+    view: str,
+    collect: Collect,
+) -> tuple[dict[str, tuple[Example, ...]], dict[str, str]]:
+    """Rows of each of `failing`, and where there are none why. The verdicts stand whatever happens here."""
+    shown: dict[str, tuple[Example, ...]] = {}
+    why: dict[str, str] = {}
+    promises = [one for one in failing if not isinstance(one, SqlConstraint)]
+    if promises:
+        most = max(examples[one.name] for one in promises)
+        try:
+            found = examples_of(frame, promises, examples=most, collect=collect)
+            shown |= {name: rows[: examples[name]] for name, rows in found.items()}
+        except PySparkException as error:
+            why |= dict.fromkeys((one.name for one in promises), _no_examples(error))
+    for one in failing:
+        if isinstance(one, SqlConstraint):
+            try:
+                bad = returned(frame, one, view)
+                found = examples_of(bad, [ANY_ROW], examples=examples[one.name], collect=collect)
+                shown[one.name] = found[ANY_ROW.name]
+            except PySparkException as error:
+                why[one.name] = _no_examples(error)
+    return shown, why
+
+
+def _no_examples(error: PySparkException) -> str:
+    return f"no examples: {str(error).strip().splitlines()[0]}"

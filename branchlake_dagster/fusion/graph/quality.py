@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dagster as dg
 
-from branchlake_dagster import pandera_checks, sql_check
+from branchlake_dagster import join_checks, pandera_checks, sql_check
 from branchlake_dagster.fusion import contracts
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE, ELEMENT_SETS, REJECTED_RECORDS
 from branchlake_dagster.fusion.assets.conjunctions import CONJUNCTION_CANDIDATES
@@ -54,55 +54,57 @@ def _unique(
     )
 
 
-fusion_checks: list[dg.AssetChecksDefinition] = [
-    pandera_checks(ELEMENT_SETS, contracts.ElementSet, partitions_def=gp_snapshots),
-    _unique(ELEMENT_SETS, "snapshot_id, sat_no", gp_snapshots),
-    sql_check(
-        ELEMENT_SETS,
-        "rejected_share",
-        _REJECTED_SHARE,
-        partitions_def=gp_snapshots,
-        description=f"At most {MAX_REJECTED_SHARE:.0%} of a snapshot's records were rejected.",
-    ),
-    pandera_checks(REJECTED_RECORDS, contracts.RejectedRecord, partitions_def=gp_snapshots),
-    pandera_checks(CATALOGUE, contracts.ElementSet, whole_table=True),
-    sql_check(
-        CATALOGUE,
-        "no_duplicates",
-        "SELECT sat_no, count(*) AS copies FROM nessie.sda.catalogue GROUP BY sat_no HAVING count(*) > 1",
-        description="One current element set per object.",
-    ),
-    pandera_checks(SENSOR_OBSERVATIONS, contracts.SensorObservation, partitions_def=windows_by_kind),
-    pandera_checks(OBSERVATIONS, contracts.Observation, partitions_def=windows_by_kind),
-    _unique(OBSERVATIONS, "observation_id", windows_by_kind),
-    sql_check(
-        OBSERVATIONS,
-        "fields_of_kind",
-        _WRONG_FIELDS,
-        partitions_def=windows_by_kind,
-        description="Each kind has its own measurement and no other, above ground, within its window.",
-    ),
-    pandera_checks(FUSED_TRACKS, contracts.FusedTrack, partitions_def=windows),
-    _unique(FUSED_TRACKS, "window_start, sat_no", windows),
-    sql_check(
-        FUSED_TRACKS,
-        "residuals",
-        f"SELECT sat_no, chi2_per_dof FROM {{this}} WHERE chi2_per_dof > {MAX_CHI2_PER_DOF}",  # noqa: S608
-        severity="warn",
-        partitions_def=windows,
-        description="Residuals agree with the stated noise; if not, a manoeuvre or a wrong object.",
-    ),
-    pandera_checks(CONJUNCTION_CANDIDATES, contracts.ConjunctionCandidate, partitions_def=windows),
-    sql_check(
-        CONJUNCTION_CANDIDATES,
-        "ordered_and_unique",
-        """
+fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
+    [
+        pandera_checks(ELEMENT_SETS, contracts.ElementSet, partitions_def=gp_snapshots),
+        _unique(ELEMENT_SETS, "snapshot_id, sat_no", gp_snapshots),
+        sql_check(
+            ELEMENT_SETS,
+            "rejected_share",
+            _REJECTED_SHARE,
+            partitions_def=gp_snapshots,
+            description=f"At most {MAX_REJECTED_SHARE:.0%} of a snapshot's records were rejected.",
+        ),
+        pandera_checks(REJECTED_RECORDS, contracts.RejectedRecord, partitions_def=gp_snapshots),
+        pandera_checks(CATALOGUE, contracts.ElementSet, whole_table=True),
+        sql_check(
+            CATALOGUE,
+            "no_duplicates",
+            "SELECT sat_no, count(*) AS copies FROM nessie.sda.catalogue GROUP BY sat_no HAVING count(*) > 1",
+            description="One current element set per object.",
+        ),
+        pandera_checks(SENSOR_OBSERVATIONS, contracts.SensorObservation, partitions_def=windows_by_kind),
+        pandera_checks(OBSERVATIONS, contracts.Observation, partitions_def=windows_by_kind),
+        _unique(OBSERVATIONS, "observation_id", windows_by_kind),
+        sql_check(
+            OBSERVATIONS,
+            "fields_of_kind",
+            _WRONG_FIELDS,
+            partitions_def=windows_by_kind,
+            description="Each kind has its own measurement and no other, above ground, within its window.",
+        ),
+        pandera_checks(FUSED_TRACKS, contracts.FusedTrack, partitions_def=windows),
+        _unique(FUSED_TRACKS, "window_start, sat_no", windows),
+        sql_check(
+            FUSED_TRACKS,
+            "residuals",
+            f"SELECT sat_no, chi2_per_dof FROM {{this}} WHERE chi2_per_dof > {MAX_CHI2_PER_DOF}",  # noqa: S608
+            severity="warn",
+            partitions_def=windows,
+            description="Residuals agree with the stated noise; if not, a manoeuvre or a wrong object.",
+        ),
+        pandera_checks(CONJUNCTION_CANDIDATES, contracts.ConjunctionCandidate, partitions_def=windows),
+        sql_check(
+            CONJUNCTION_CANDIDATES,
+            "ordered_and_unique",
+            """
         SELECT sat1_object_designator, sat2_object_designator, tca, count(*) AS copies FROM {this}
         GROUP BY sat1_object_designator, sat2_object_designator, tca
         HAVING count(*) > 1 OR sat1_object_designator >= sat2_object_designator
         """,
-        partitions_def=windows,
-        description="Each encounter once, the smaller catalogue number first.",
-    ),
-]
+            partitions_def=windows,
+            description="Each encounter once, the smaller catalogue number first.",
+        ),
+    ]
+)
 """All asset checks of the graph."""

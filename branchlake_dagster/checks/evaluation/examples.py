@@ -1,9 +1,8 @@
-"""A whole contract in one Spark job.
+"""A few failing rows of each constraint that is known to fail, in one Spark job.
 
-Two one-pass branches under one `UNION ALL`, fetched by one `collect`: an aggregation with a failing-row
-count and one failing row per constraint, and a sample of failing rows cut off by `LIMIT`. Uniqueness adds
-a grouping by its key to the same query. Memory is bounded everywhere: the aggregation holds one row per
-constraint, the sample `examples` rows per constraint.
+Two one-pass branches under one `UNION ALL`: one failing row per constraint by an aggregation, and a sample
+of failing rows cut off by `LIMIT`. Keys that repeat add a grouping to the same query. Memory is bounded
+everywhere: the aggregation holds one row per constraint, the sample `examples` rows per constraint.
 
 Why not the obvious forms (1,000,000 rows, 20 constraints, 2 cores, 2026-11-21): `collect_list` keeps every
 failing row of a bad table in memory; `max_by(x, y, k)` is not in Spark 4.1; five minima per constraint
@@ -13,7 +12,7 @@ instead of one took 11-14 s where this takes 3-5 s, when all rows fail.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pyspark.sql.types as pst
@@ -21,17 +20,15 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 
 from branchlake_dagster.checks.constraints.compiler import quoted
 from branchlake_dagster.checks.constraints.model import (
-    Outcome,
+    Example,
     RowConstraint,
     UniqueConstraint,
     require_examples,
 )
+from branchlake_dagster.checks.evaluation.counting import Collect, collect_rows, fails
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, Row
-
-Collect = Callable[["DataFrame"], "list[Row]"]
-Compiled = RowConstraint | UniqueConstraint
+    from pyspark.sql import Column, DataFrame
 
 VALUE_CHARS = 80
 """Longest printed value in an example row, in characters; longer ones are cut."""
@@ -39,60 +36,48 @@ VALUE_CHARS = 80
 EXAMPLE_COLUMNS = 32
 """Most columns carried per example row: those the contract speaks of first."""
 
-_ADAPTIVE = "spark.sql.adaptive.enabled"
 _FLAG = "branchlake_flag_"
 _CELLS = "branchlake_cells"
 _WEIGHT = "branchlake_weight"
 
-
-def collect_rows(frame: DataFrame) -> list[Row]:
-    """Fetch `frame` as one Spark job: the only place where an evaluation makes Spark work.
-
-    Adaptive execution is off meanwhile. It would submit each shuffle of the query as a job of its own
-    (counted: 3 jobs, more with a uniqueness constraint, instead of 1) to replan what ends in a few rows.
-    """
-    conf = frame.sparkSession.conf
-    before = conf.get(_ADAPTIVE) or "true"
-    conf.set(_ADAPTIVE, "false")
-    try:
-        return frame.collect()
-    finally:
-        conf.set(_ADAPTIVE, before)
+ANY_ROW = RowConstraint(name="returned", columns=(), text="", holds=lambda _: F.lit(False), typed=False)
+"""What every row fails: for rows that are failures already."""
 
 
-def evaluate(
-    rows: DataFrame, constraints: Sequence[Compiled], *, examples: int, collect: Collect = collect_rows
-) -> dict[str, Outcome]:
-    """The outcome of each constraint by name, with exactly one call of `collect`.
+def examples_of(
+    rows: DataFrame,
+    constraints: Sequence[RowConstraint | UniqueConstraint],
+    *,
+    examples: int,
+    collect: Collect = collect_rows,
+) -> dict[str, tuple[Example, ...]]:
+    """Failing rows of each constraint by name, at most `examples`, with exactly one call of `collect`.
 
-    All columns of the constraints must exist in `rows`. Counts are exact. At most `examples` rows are
-    shown per constraint, at least one when any fails. For a uniqueness constraint the failing rows are
-    all rows that share their key, and an example is a key with its number of rows.
+    At least one row for each that any row fails. For a uniqueness constraint an example is a key with its
+    number of rows.
     """
     require_examples(examples)
     rules = [constraint for constraint in constraints if isinstance(constraint, RowConstraint)]
     keys = [constraint for constraint in constraints if isinstance(constraint, UniqueConstraint)]
     shown = _example_columns(rows, rules)
-    query = _summary(_flagged(rows, rules, shown), len(rules), examples)
-    for part, key in enumerate(keys, start=1):
-        query = query.unionByName(_repeated(rows, key, examples, part=part))
+    parts = _failing(_flagged(rows, rules, shown), len(rules), examples) if rules else []
+    parts += [_repeated(rows, key, examples, part=part) for part, key in enumerate(keys, start=1)]
+    query = parts[0]
+    for part in parts[1:]:
+        query = query.unionByName(part)
     found = collect(query)
-    summaries = {row["part"]: row for row in found if row["failing"] is not None}
-    total = int(summaries[0]["total"])
-    outcomes: dict[str, Outcome] = {}
+    firsts = {row["part"]: row["first"] for row in found if row["first"] is not None}
+    shows: dict[str, tuple[Example, ...]] = {}
     for index, rule in enumerate(rules):
         order = [*(c for c in shown if c in rule.columns), *(c for c in shown if c not in rule.columns)]
-        failing = int(summaries[0]["failing"][index])
-        cells = [summaries[0]["first"][index]] if failing else []
+        cells = [firsts[0][index]] if firsts[0][index] is not None else []
         cells += [row["cells"] for row in found if row["flags"] is not None and row["flags"][index]]
-        outcomes[rule.name] = _outcome(failing, total, _records(cells, shown, order)[:examples])
-    for part, key in enumerate(keys, start=1):
+        shows[rule.name] = tuple(_records(cells, shown, order)[:examples])
+    for number, key in enumerate(keys, start=1):
         labels = [*key.columns, "rows"]
-        cells = [one for one in summaries[part]["first"] if one is not None]
-        outcomes[key.name] = _outcome(
-            int(summaries[part]["failing"][0]), total, _records(cells, labels, labels)
-        )
-    return outcomes
+        cells = [one for one in firsts[number] if one is not None]
+        shows[key.name] = tuple(_records(cells, labels, labels))
+    return shows
 
 
 def _example_columns(rows: DataFrame, rules: Sequence[RowConstraint]) -> list[str]:
@@ -111,8 +96,7 @@ def _printed(column: str, dtype: pst.DataType) -> Column:
 
 def _flagged(rows: DataFrame, rules: Sequence[RowConstraint], shown: Sequence[str]) -> DataFrame:
     """One boolean per rule (True: the row fails it), and the row's printed values if it fails any."""
-    # A null condition is not a failure: ~null is null, and null counts as satisfied.
-    flags = [F.coalesce(~rule.holds(rows), F.lit(False)) for rule in rules]
+    flags = [fails(rows, rule) == 1 for rule in rules]
     any_fails = F.lit(False)
     for flag in flags:
         any_fails = any_fails | flag
@@ -125,35 +109,31 @@ def _flagged(rows: DataFrame, rules: Sequence[RowConstraint], shown: Sequence[st
 
 
 def _repeated(rows: DataFrame, key: UniqueConstraint, examples: int, *, part: int) -> DataFrame:
-    """One row in the form of `_summary`: the rows that share their key, and up to `examples` such keys.
+    """One row in the form of `_failing`: up to `examples` keys that repeat.
 
-    The keys shown are the smallest of each of `examples` hash buckets: bounded, the same every time, and
-    the grouping, which costs a shuffle of the key columns, is read once.
+    They are the smallest of each of `examples` hash buckets: bounded, the same every time, and the
+    grouping, which costs a shuffle of the key columns, is read once.
     """
     schema = rows.schema
     groups = rows.groupBy(*[quoted(column) for column in key.columns]).agg(F.count(F.lit(1)).alias(_WEIGHT))
     printed = [_printed(column, schema[column].dataType) for column in key.columns]
     keys = groups.where(F.col(_WEIGHT) > 1).select(
-        F.array(*printed, F.col(_WEIGHT).cast("string")).alias(_CELLS), _WEIGHT
+        F.array(*printed, F.col(_WEIGHT).cast("string")).alias(_CELLS)
     )
     bucket = F.pmod(F.xxhash64(_CELLS), F.lit(examples))
     return keys.agg(
         F.lit(part).alias("part"),
-        F.lit(None).cast("bigint").alias("total"),
-        F.array(F.coalesce(F.sum(_WEIGHT), F.lit(0))).alias("failing"),
         F.array(*[F.min(F.when(bucket == index, F.col(_CELLS))) for index in range(examples)]).alias("first"),
         F.lit(None).cast("array<boolean>").alias("flags"),
         F.lit(None).cast("array<string>").alias("cells"),
     )
 
 
-def _summary(flagged: DataFrame, rules: int, examples: int) -> DataFrame:
-    """Rows `(part, total, failing, first, flags, cells)`: one with the counts, then the sample."""
+def _failing(flagged: DataFrame, rules: int, examples: int) -> list[DataFrame]:
+    """Rows `(part, first, flags, cells)`: one with a failing row per rule, then the sample."""
     flags = [F.col(f"{_FLAG}{index}") for index in range(rules)]
-    counts = flagged.agg(
+    first = flagged.agg(
         F.lit(0).alias("part"),
-        F.count(F.lit(1)).alias("total"),
-        F.array(*[F.count_if(flag) for flag in flags]).cast("array<bigint>").alias("failing"),
         # The smallest failing row: one is certain to be shown, and it is the same one every time.
         F.array(*[F.min(F.when(flag, F.col(_CELLS))) for flag in flags])
         .cast("array<array<string>>")
@@ -161,28 +141,21 @@ def _summary(flagged: DataFrame, rules: int, examples: int) -> DataFrame:
         F.lit(None).cast("array<boolean>").alias("flags"),
         F.lit(None).cast("array<string>").alias("cells"),
     )
-    if not rules:
-        return counts
     sample = flagged.where(F.col(_CELLS).isNotNull()).limit(examples * rules)
-    return counts.unionByName(
+    return [
+        first,
         sample.select(
             F.lit(0).alias("part"),
-            F.lit(None).cast("bigint").alias("total"),
-            F.lit(None).cast("array<bigint>").alias("failing"),
             F.lit(None).cast("array<array<string>>").alias("first"),
             F.array(*flags).alias("flags"),
             F.col(_CELLS).alias("cells"),
-        )
-    )
+        ),
+    ]
 
 
 def _records(
     cells: Sequence[Sequence[str | None]], labels: Sequence[str], order: Sequence[str]
-) -> list[Mapping[str, str | None]]:
+) -> list[Example]:
     """Each of `cells` once, under its labels: the smallest failing row is often in the sample too."""
     records = [dict(zip(labels, values, strict=True)) for values in dict.fromkeys(map(tuple, cells))]
     return [{name: record[name] for name in order} for record in records]
-
-
-def _outcome(failing: int, total: int, examples: Sequence[Mapping[str, str | None]]) -> Outcome:
-    return Outcome(passed=failing == 0, failing=failing, total=total, examples=tuple(examples))

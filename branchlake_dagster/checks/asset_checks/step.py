@@ -1,0 +1,150 @@
+"""One Dagster step for several declarations on the same rows: read once, counted in one job."""
+
+# No `from __future__ import annotations`: Dagster reads the annotations of the compute function.
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import dagster as dg
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame
+
+from branchlake_dagster.branching.io.stored_rows import StoredRows
+from branchlake_dagster.checks.asset_checks.report import asset_check_result, branch_of, words_of
+from branchlake_dagster.checks.constraints.model import (
+    CheckFailedToRun,
+    Constraint,
+    Outcome,
+    PanderaConstraint,
+    SchemaConstraint,
+    SqlConstraint,
+)
+from branchlake_dagster.checks.evaluation.judge import Asked, Verdicts, judge
+from branchlake_dagster.checks.evaluation.rows import FrameRows, Rows
+from branchlake_dagster.checks.proof.stored import TableRows
+
+
+@dataclass(frozen=True)
+class Declared:
+    """One declaration: `what` it is called in errors, what it asks, and which names only warn."""
+
+    what: str
+    asked: Asked
+    warned: frozenset[str]
+
+    def only(self, names: Iterable[str]) -> "Declared":
+        """The same for some of its checks."""
+        wanted = set(names)
+        constraints = [one for one in self.asked.constraints if one.name in wanted]
+        return replace(self, asked=replace(self.asked, constraints=constraints))
+
+
+_declared: WeakKeyDictionary[Any, tuple[Declared, ...]] = WeakKeyDictionary()
+"""What each of our steps asks, by its op: Dagster copies definitions, and keeps the op."""
+
+
+def declared_in(checks: dg.AssetChecksDefinition) -> tuple[Declared, ...]:
+    """What `checks` ask; nothing where they are not made here."""
+    names = [spec.name for spec in checks.check_specs]
+    return tuple(one.only(names) for one in _declared.get(checks.node_def, ()))
+
+
+def check_step(
+    name: str,
+    key: dg.AssetKey,
+    specs: Sequence[dg.AssetCheckSpec],
+    declared: Sequence[Declared],
+    *,
+    description: str,
+    kind: str,
+) -> dg.AssetChecksDefinition:
+    """The step `name` that gives every check in `specs` its verdict.
+
+    What cannot be evaluated is told at the end, when all others have theirs: CheckFailedToRun.
+    """
+
+    @dg.multi_asset_check(
+        name=name,
+        description=description,
+        specs=specs,
+        ins={"rows": dg.AssetIn(key)},
+        compute_kind=kind,
+        can_subset=True,
+    )
+    def checks(context: dg.AssetCheckExecutionContext, rows: StoredRows) -> Iterator[dg.AssetCheckResult]:
+        selected = {check.name for check in context.selected_asset_check_keys}
+        parts = [part for one in declared if (part := one.only(selected)).asked.constraints]
+        yield from _results(rows, parts, key, view=f"branchlake_this_{name}", run_id=context.run.run_id)
+
+    _declared[checks.node_def] = tuple(declared)
+    return checks
+
+
+def _results(
+    given: DataFrame | StoredRows, parts: Sequence[Declared], key: dg.AssetKey, *, view: str, run_id: str
+) -> Iterator[dg.AssetCheckResult]:
+    rows: Rows = TableRows(given) if isinstance(given, StoredRows) else FrameRows(given)
+    try:
+        branch = given.ref if isinstance(given, StoredRows) else branch_of(given)
+        verdicts = judge(rows, [part.asked for part in parts], view=view)
+    except PySparkException as error:
+        what = " and ".join(part.what for part in parts)
+        raise _not_run(f"{what} on {key.to_user_string()}", error, run_id) from error
+    for part in parts:
+        for one in part.asked.constraints:
+            if one.name in verdicts.outcomes:
+                yield asset_check_result(
+                    one.name,
+                    one.text,
+                    verdicts.outcomes[one.name],
+                    warn=one.name in part.warned,
+                    evaluation=_evaluation(one, verdicts.outcomes[one.name]),
+                    branch=branch,
+                )
+    if verdicts.broken:
+        raise _broken(verdicts, parts, key, run_id)
+
+
+def _broken(verdicts: Verdicts, parts: Sequence[Declared], key: dg.AssetKey, run_id: str) -> CheckFailedToRun:
+    """One error that tells what could not be evaluated; a cause that several share is told once."""
+    told: dict[str, list[str]] = {}
+    for part in parts:
+        for one in part.asked.constraints:
+            if one.name in verdicts.broken:
+                error = verdicts.broken[one.name]
+                words = words_of(error) if isinstance(error, PySparkException) else _words(error)
+                what = part.what if isinstance(one, SqlConstraint) else f"{one.name} of {part.what}"
+                told.setdefault(words, []).append(what)
+    where = key.to_user_string()
+    texts = [f"{', '.join(what)} on {where} could not be evaluated: {words}" for words, what in told.items()]
+    failure = CheckFailedToRun("\n".join(texts), run_id=run_id, hint=_HINT)
+    failure.__cause__ = next(iter(verdicts.broken.values()))
+    return failure
+
+
+_HINT = "Nothing is known about them, so the run will not be published. All other checks have their verdict."
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _not_run(what: str, error: PySparkException, run_id: str) -> CheckFailedToRun:
+    return CheckFailedToRun(
+        f"{what} could not be evaluated: {words_of(error)}",
+        run_id=run_id,
+        hint="Nothing is known about these rows, so the run will not be published.",
+    )
+
+
+def _evaluation(constraint: Constraint, outcome: Outcome) -> str:
+    if outcome.proof is not None:
+        return "from the metadata of the data files, no rows read"
+    if isinstance(constraint, SchemaConstraint):
+        return "from the schema, no rows read"
+    if isinstance(constraint, PanderaConstraint):
+        return "by pandera itself, a query of its own, no counts"
+    if isinstance(constraint, SqlConstraint):
+        return constraint.sql.strip()
+    return "in the one Spark job of the asset's checks"

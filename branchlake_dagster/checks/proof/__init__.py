@@ -1,0 +1,1 @@
+"""Promises that file metadata proves: no row is read, and nothing is assumed where metadata is silent."""

@@ -1,0 +1,127 @@
+"""What metadata proves is true of every row: on random tables, against all of their rows."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyiceberg.catalog.sql import SqlCatalog
+from pyiceberg.expressions import AlwaysTrue, BooleanExpression
+from pyiceberg.manifest import DataFile
+from pyiceberg.partitioning import PartitionSpec
+from pyiceberg.types import NestedField
+
+from branchlake_dagster.branching.io.stored_rows import StoredRows
+from branchlake_dagster.branching.table.selection import Selection, TimeRange, Values, to_iceberg
+from branchlake_dagster.checks.constraints.model import RowConstraint, UniqueConstraint
+from branchlake_dagster.checks.proof import stored as stored_module
+from branchlake_dagster.checks.proof.facts import Facts, facts
+from branchlake_dagster.checks.proof.stored import TableRows
+from branchlake_dagster_tests.checks.proof.tables import NOON, catalog, keeps, random_promises, random_table
+
+SELECTIONS = [
+    None,
+    None,
+    Selection(((Values("p", ("a",)),),)),
+    Selection(((TimeRange("at", NOON.replace(hour=0), NOON.replace(hour=23)),),)),
+    Selection(()),
+]
+
+
+def _no_spark() -> Any:
+    raise AssertionError("Spark was asked for")
+
+
+def found_wrong(made: SqlCatalog, seed: int) -> tuple[list[str], Counter[str]]:
+    """What is proved of a random table and not true of a row, and how often each kind was proved."""
+    rng = random.Random(f"table {seed}")
+    table = random_table(made, rng, f"t{seed}")
+    wrong: list[str] = []
+    proved: Counter[str] = Counter()
+    for selection in rng.sample(SELECTIONS, 2):
+        rows = TableRows(StoredRows(table, selection, "main", _no_spark))
+        row_filter: BooleanExpression = (
+            AlwaysTrue() if selection is None else to_iceberg(selection, table.schema())
+        )
+        truth = table.scan(row_filter=row_filter).to_arrow()
+        for column in table.schema().column_names:
+            values = truth.column(column).to_pylist()
+            for promise in random_promises(rng, column):
+                constraint = RowConstraint(
+                    name="r",
+                    columns=(column,),
+                    text="",
+                    holds=lambda _: None,
+                    promise=promise,  # type: ignore[arg-type,return-value]
+                )
+                outcome = rows.proved(constraint)
+                proved["asked"] += 1
+                if outcome is None:
+                    continue
+                proved[type(promise).__name__] += bool(values)
+                bad = [value for value in values if not keeps(promise, value)]
+                if bad or not outcome.passed or outcome.total not in (None, len(values)):
+                    wrong.append(f"seed {seed}: {column} {promise} {outcome}: {str(bad[:3])[:100]}")
+                proved["with a total"] += bool(values) and outcome.total is not None
+        key = rows.proved(UniqueConstraint(name="u", columns=("i",), text=""))
+        proved["unique"] += key is not None and len(truth) == 1
+        if key is not None and len(truth) > 1:
+            wrong.append(f"seed {seed}: unique")
+    return wrong, proved
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> SqlCatalog:
+    return catalog(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_proved_is_true(made: SqlCatalog) -> None:
+    proved: Counter[str] = Counter()
+    for seed in range(40):
+        wrong, found = found_wrong(made, seed)
+        assert not wrong
+        proved += found
+    kinds = ("NotNull", "Compared", "Both", "Among", "NotAmong", "StartsWith", "EndsWith", "Length", "unique")
+    assert all(proved[kind] >= 5 for kind in kinds), proved
+    assert proved["with a total"] > 50
+
+
+class _OneRowGroup:
+    """A file that claims to have one."""
+
+    split_offsets = (4,)
+
+    def __init__(self, file: DataFile) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def _without_nan(file: DataFile, field: NestedField, spec: PartitionSpec) -> Facts:
+    return replace(facts(file, field, spec), no_nan=True)
+
+
+def _missing_is_none(file: DataFile, field: NestedField, spec: PartitionSpec) -> Facts:
+    nulls = (file.null_value_counts or {}).get(field.field_id, 0)
+    return replace(facts(file, field, spec), no_null=nulls == 0)
+
+
+def _whole_bounds(file: DataFile, field: NestedField, spec: PartitionSpec) -> Facts:
+    return facts(_OneRowGroup(file), field, spec)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("planted", [_without_nan, _missing_is_none, _whole_bounds])
+@pytest.mark.filterwarnings("ignore")
+def test_the_property_finds_what_is_easily_forgotten(
+    made: SqlCatalog, monkeypatch: pytest.MonkeyPatch, planted: Callable[..., Facts]
+) -> None:
+    """NaN outside of the bounds, counts that are missing, row groups without bounds."""
+    monkeypatch.setattr(stored_module, "facts", planted)
+    assert any(found_wrong(made, seed)[0] for seed in range(40))
