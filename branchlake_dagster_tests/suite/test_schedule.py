@@ -9,7 +9,7 @@ from branchlake_dagster_tests.suite.schedule import FOLDER, LONGEST, SPREAD, mod
 TESTS = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("module", [*LONGEST, *SPREAD])
+@pytest.mark.parametrize("module", [*LONGEST, *sorted(SPREAD)])
 def test_the_modules_that_are_named_are_there(module: str) -> None:
     assert (TESTS / module).is_file()
 
@@ -21,6 +21,6 @@ def test_a_module_goes_to_one_worker_and_a_long_one_to_several() -> None:
     assert scope_of(f"{FOLDER}{spread}::test_a") != scope_of(f"{FOLDER}{spread}::test_b")
 
 
-@pytest.mark.parametrize("module", SPREAD)
+@pytest.mark.parametrize("module", sorted(SPREAD))
 def test_what_is_spread_makes_nothing_for_the_module(module: str) -> None:
     assert 'scope="module"' not in (TESTS / module).read_text()

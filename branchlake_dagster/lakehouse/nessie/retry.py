@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt
-
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Transient
 from branchlake_dagster.lakehouse.nessie.errors import (
     NessieAlreadyExists,
@@ -39,34 +37,20 @@ class RetryPolicy:
         NessieOutcomeUnknown is raised even when the last failure was a harmless refused connection: telling
         the caller "certainly nothing happened" would make it publish twice or delete files that are in use.
         """
-        lost: list[NessieOutcomeUnknown] = []
-
-        def once() -> T:
+        lost: NessieOutcomeUnknown | None = None
+        # A plain loop: nearly every call succeeds at once, and a retrying library's state costs as much CPU
+        # as the request.
+        for delay in (*self.delays_s, None):
             try:
-                return attempt(bool(lost))
-            except NessieOutcomeUnknown as failure:
-                lost.append(failure)
-                raise
-
-        def again(failure: BaseException) -> bool:
-            passing = isinstance(failure, Transient | NotNessie)
-            return passing or (repeatable and isinstance(failure, OutcomeUnknown))
-
-        delays = (*self.delays_s, 0.0)  # tenacity asks for the wait first, then whether to stop
-
-        def delay(state: RetryCallState) -> float:
-            return delays[state.attempt_number - 1]
-
-        retrying = Retrying(
-            retry=retry_if_exception(again),
-            stop=stop_after_attempt(len(delays)),
-            wait=delay,
-            sleep=sleep,
-            reraise=True,
-        )
-        try:
-            return retrying(once)
-        except BranchlakeError as failure:
-            if not lost or lost[0] is failure or isinstance(failure, _SETTLED):
-                raise
-            raise lost[0] from failure
+                return attempt(lost is not None)
+            except BranchlakeError as failure:
+                if lost is None and isinstance(failure, NessieOutcomeUnknown):
+                    lost = failure
+                passing = isinstance(failure, Transient | NotNessie)
+                again = passing or (repeatable and isinstance(failure, OutcomeUnknown))
+                if delay is None or not again:
+                    if lost is None or lost is failure or isinstance(failure, _SETTLED):
+                        raise
+                    raise lost from failure
+            sleep(delay)
+        raise AssertionError  # the last delay is None
