@@ -20,15 +20,8 @@ from pyiceberg.table import CreateTableTransaction, Table
 from pyspark.sql import DataFrame
 
 from branchlake_dagster.branching.errors import TableMissing, UnsupportedType
-from branchlake_dagster.branching.io import (
-    arrow_frames,
-    earlier_attempts,
-    frame_conversion,
-    long_keys,
-    op_values,
-    partition_row_counts,
-    spark_frames,
-)
+from branchlake_dagster.branching.frames import arrow_frames, frame_conversion, spark_frames
+from branchlake_dagster.branching.io import earlier_attempts, long_keys, op_values, partition_row_counts
 from branchlake_dagster.branching.io.preview import preview
 from branchlake_dagster.branching.io.stored_rows import StoredRows, wants_stored_rows
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource

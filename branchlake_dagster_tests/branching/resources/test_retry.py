@@ -366,7 +366,7 @@ def test_rows_that_others_rewrote_since_cannot_be_undone(lakehouse: Lakehouse, n
 
 def test_a_commit_that_arrives_after_all_is_taken_out(lakehouse: Lakehouse, namespace: str) -> None:
     """The reply was lost, nothing was there yet when the second attempt looked; then it came."""
-    from branchlake_dagster.branching.io import arrow_frames
+    from branchlake_dagster.branching.frames import arrow_frames
 
     real = arrow_frames.write
     lost: list[Any] = []

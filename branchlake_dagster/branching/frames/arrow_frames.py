@@ -14,7 +14,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 
 from branchlake_dagster.branching.errors import PartitionMismatch
-from branchlake_dagster.branching.io.wording import must_be
+from branchlake_dagster.branching.frames.wording import must_be
 from branchlake_dagster.branching.table.selection import Selection, rows_outside, to_iceberg
 from branchlake_dagster.branching.table.spec import TableSpec
 from branchlake_dagster.library_internals.pyiceberg import transaction_on

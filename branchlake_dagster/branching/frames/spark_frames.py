@@ -20,7 +20,7 @@ from branchlake_dagster.branching.errors import (
     PartitionMismatch,
     UpsertKeyInvalid,
 )
-from branchlake_dagster.branching.io.wording import must_be
+from branchlake_dagster.branching.frames.wording import must_be
 from branchlake_dagster.branching.table.selection import Selection, to_sql
 from branchlake_dagster.branching.table.spec import TableSpec
 from branchlake_dagster.lakehouse.spark.quoting import quoted
