@@ -72,6 +72,8 @@ def test_the_templates_project_loads_and_has_the_machinery(project: Path) -> Non
     assert "All definitions loaded successfully" in dg_says(project, "check", "defs")
     told = dg_says(project, "list", "defs", "--json")
     assert keys(told, "assets") == {"shop/prices"}
+    (asset,) = json.loads(told)["assets"]
+    assert (asset["owners"], sorted(asset["kinds"])) == ([{"team": "shop"}], ["iceberg", "polars"])
     assert keys(told, "sensors") == {"publication_sensor", "dead_writer_sensor"}
     assert keys(told, "resources") == {"io_manager", "lakehouse", "spark"}
 
@@ -79,7 +81,7 @@ def test_the_templates_project_loads_and_has_the_machinery(project: Path) -> Non
 def test_a_mistake_in_an_asset_fails_the_check_by_name(project: Path) -> None:
     asset = project / "src" / "my_shop" / "defs" / "prices.py"
     right = asset.read_text()
-    asset.write_text(right.replace(', metadata=table_metadata(partition_by="day")', ""))
+    asset.write_text(right.replace('table_metadata(partition_by="day") | ', ""))
     try:
         told = dg_says(project, "check", "defs", expect=1)
     finally:
