@@ -12,6 +12,7 @@ import dagster as dg
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.wording import named
 
 __all__ = ["BranchlakeComponent"]
 
@@ -54,7 +55,7 @@ class BranchlakeComponent(dg.Component, dg.Model, dg.Resolvable):
         unknown = sorted(set(self.settings) - set(Settings.model_fields))
         if unknown:
             raise ConfigurationError(
-                f"The lake's defs.yaml has the unknown setting {', '.join(unknown)}.",
+                f"The lake's defs.yaml has the {named('unknown setting', unknown)}.",
                 hint=f"There are {', '.join(sorted(Settings.model_fields))}.",
             )
         return branchlake_definitions(

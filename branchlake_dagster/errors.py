@@ -13,6 +13,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from branchlake_dagster.wording import agree
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -124,7 +126,7 @@ class BranchlakeError(Exception):
     def __str__(self) -> str:
         fields = (
             ("table", self.table),
-            ("partitions", some(self.partitions)),
+            (agree(len(self.partitions), "partition", "partitions"), some(self.partitions)),
             ("branch", self.branch),
             ("run", self.run_id),
         )

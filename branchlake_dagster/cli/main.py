@@ -31,7 +31,7 @@ class _Commands(click.Group):
             told = "; ".join(
                 f"BRANCHLAKE_{'.'.join(map(str, e['loc'])).upper()}: {e['msg']}" for e in error.errors()
             )
-            raise click.ClickException(f"A setting is wrong: {told}.") from error
+            raise click.ClickException(f"A setting is wrong: {told.rstrip('.')}.") from error
         except OSError as error:
             if error.errno == 28:
                 raise click.ClickException(

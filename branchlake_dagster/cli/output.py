@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from branchlake_dagster.query.connection import is_number
+from branchlake_dagster.wording import counted
 
 if TYPE_CHECKING:
     from branchlake_dagster.query import QueryResult
@@ -40,7 +41,7 @@ def table(result: QueryResult, most: int, output: Path | None) -> None:
         seen = file is sys.stdout and file.isatty()
         console = Console(file=file) if seen else Console(file=file, width=_WIDE)
         console.print(shown)
-    rows = f"The first {count:,} rows; --rows 0 shows all." if more else f"{count:,} row{'s' * (count != 1)}."
+    rows = f"The first {count:,} rows; --rows 0 shows all." if more else f"{counted(count, 'row')}."
     click.echo(f"{rows} Read at {result.where.told}.", err=True)
 
 

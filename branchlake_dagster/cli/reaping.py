@@ -11,6 +11,7 @@ from rich.table import Table
 
 from branchlake_dagster.branching.reaping.rules import Reaping
 from branchlake_dagster.branching.sweeping.sweeper import Sweeping
+from branchlake_dagster.wording import counted
 
 _WIDE = 200
 """Columns when nobody watches: a line per branch, for grep."""
@@ -35,7 +36,9 @@ def show(reaped: Sequence[Reaping], swept: Sequence[Sweeping], *, dry_run: bool)
             table.add_row(tag.tag, decision, str(tag.files), f"{tag.size / 1e6:.1f} MB", tag.reason)
         console.print(table)
         freed = sum(tag.size for tag in swept)
-        console.print(f"{sum(tag.files for tag in swept)} files, {freed / 1e6:.1f} MB {would}freed.")
+        console.print(
+            f"{counted(sum(tag.files for tag in swept), 'file')}, {freed / 1e6:.1f} MB {would}freed."
+        )
 
 
 def _age(age: timedelta | None) -> str:

@@ -16,6 +16,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile.trouble import give_up, retry, set_aside
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.wording import counted
 
 
 @contextmanager
@@ -45,7 +46,7 @@ def show(found: list[dict[str, Any]]) -> None:
     if not found:
         console.print("No run is set aside.")
         return
-    table = Table("run", "branch", "attempts", "reason", title=f"{len(found)} runs set aside")
+    table = Table("run", "branch", "attempts", "reason", title=f"{counted(len(found), 'run')} set aside")
     for one in found:
         table.add_row(one["run_id"], one["branch"], str(one["attempts"]), one["reason"])
     console.print(table)

@@ -26,6 +26,7 @@ from branchlake_dagster.lakehouse.web_page import nessie_page
 from branchlake_dagster.publication.ledger.publications import publications
 from branchlake_dagster.publication.reconcile.reconciler import RUN_BRANCHES
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.wording import agree, counted, named
 
 _LAST = 5
 _NAMED = 20
@@ -126,8 +127,10 @@ def show(found: dict[str, Any], console: Console | None = None) -> None:
     console.print(f"{'main':14} {found['main'][:16]}")
     _show_branches(console, found["branches"])
     if found["discarded"]:
-        hours = found["discard_grace_h"]
-        console.print(f"{len(found['discarded'])} discarded; a retry can continue them for {hours:g} h:")
+        hours, count = found["discard_grace_h"], len(found["discarded"])
+        them = agree(count, "it", "them")
+        told = f"{counted(count, 'discarded run')}; a retry can continue {them} for {hours:g} h:"
+        console.print(told)
         for name in found["discarded"][:_NAMED]:
             console.print(f"  {name}", soft_wrap=True)
         if (more := len(found["discarded"]) - _NAMED) > 0:
@@ -137,16 +140,17 @@ def show(found: dict[str, Any], console: Console | None = None) -> None:
 
 
 def _show_branches(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    title = f"{len(rows)} run branches"
+    title = counted(len(rows), "run branch", "run branches")
     table = Table("run branch", "state", "age", "commits", "heartbeat", title=title)
     if console.width < _ROOMY:
         console.print(title)
     for row in rows:
         age = "?" if row["age_s"] is None else f"{row['age_s'] // 60} min {row['age_s'] % 60} s"
-        of = f", of instance {', '.join(row['instances'])}" if row["instances"] else ""
+        of = f", of {named('instance', row['instances'])}" if row["instances"] else ""
         state, commits = row["state"] + of, str(row["commits"])
+        ahead = "commits unknown" if row["commits"] is None else counted(row["commits"], "commit")
         if console.width < _ROOMY:
-            told = f"{state}, {age} old, {commits} commits, heartbeat {row['heartbeat']}"
+            told = f"{state}, {age} old, {ahead}, heartbeat {row['heartbeat']}"
             console.print(f"  {row['branch']}\n    {told}", soft_wrap=True, highlight=False)
         table.add_row(row["branch"], state, age, commits, row["heartbeat"])
     if console.width >= _ROOMY:

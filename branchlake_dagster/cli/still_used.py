@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.wording import counted
 
 _RECENT_S = 90.0
 """Dagster's daemon beats every 30 s."""
@@ -30,7 +31,7 @@ def still_used(settings: Settings) -> str | None:
     ages = [time.time() - beat for beat in beats]
     if not ages or min(ages) > _RECENT_S:
         return None
-    runs = f" Its {running} running run{'s' * (running != 1)} will fail." if running else ""
+    runs = f" Its {counted(running, 'running run')} will fail." if running else ""
     return (
         f"A Dagster daemon works on this lake (its last sign of life is {min(ages):.0f} s old).{runs}"
         " Its publication sensor and its runs start the servers again within seconds: end `dagster dev` first"

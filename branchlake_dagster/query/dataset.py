@@ -92,7 +92,7 @@ class IcebergDataset(ds.Dataset):  # type: ignore[misc]  # PyArrow has no types
                 self._planned = list(self._table.scan().plan_files())
             except ValueError as error:  # what PyIceberg cannot read, such as equality deletes
                 raise QueryFailed(
-                    f"The table cannot be read here: {error}.",
+                    f"The table cannot be read here: {str(error).rstrip('.')}.",
                     table=".".join(self._table.name()),
                     hint="Read it with Spark or Trino, or compact it.",
                 ) from error

@@ -26,7 +26,7 @@ def test_every_error_survives_pickling(cls: type[errors.BranchlakeError]) -> Non
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is cls
     assert vars(copy) == vars(error)
-    assert str(copy) == str(error) == "It broke. [table a.t, partitions p1, branch run-1, run 1] Do that."
+    assert str(copy) == str(error) == "It broke. [table a.t, partition p1, branch run-1, run 1] Do that."
 
 
 def test_long_partition_lists_are_cut() -> None:

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from branchlake_dagster.branching.errors import ColumnUnsupported
 from branchlake_dagster.branching.table.types import stored_schema
+from branchlake_dagster.wording import agree, named
 
 _TO_ARROW: dict[type, Callable[[Any], pa.Table]] = {
     pa.Table: lambda frame: frame,
@@ -43,10 +44,11 @@ def to_arrow(frame: Any, like: pa.Schema | None, *, table: str) -> pa.Table:
 def _no_objects(frame: pl.DataFrame, table: str) -> None:
     """Polars hands Python objects to Arrow as the addresses they have in memory."""
     if objects := [name for name, kind in frame.schema.items() if kind == pl.Object]:
+        hold = agree(len(objects), "holds", "hold")
         raise ColumnUnsupported(
-            f"Column {', '.join(objects)} holds Python objects, which the lake cannot store.",
+            f"{named('Column', objects)} {hold} Python objects, which the lake cannot store.",
             table=table,
-            hint="Cast it to text, numbers, time stamps or structs.",
+            hint="Cast to text, numbers, time stamps or structs.",
         )
 
 

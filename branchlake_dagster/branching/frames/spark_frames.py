@@ -24,6 +24,7 @@ from branchlake_dagster.branching.frames.wording import must_be
 from branchlake_dagster.branching.table.selection import Selection, to_sql
 from branchlake_dagster.branching.table.spec import TableSpec
 from branchlake_dagster.lakehouse.spark.quoting import quoted
+from branchlake_dagster.wording import named
 
 _SNAPSHOT_PROPERTY = "snapshot-property."
 _SESSION_PROPERTY = "spark.sql.iceberg.snapshot-property."
@@ -158,7 +159,7 @@ def check_keys(spec: TableSpec, columns: list[str]) -> None:
     """Raise UpsertKeyInvalid when a key is no column."""
     absent = [key for key in spec.keys if key not in columns]
     if absent:
-        raise UpsertKeyInvalid(f"The frame lacks key column {', '.join(absent)}.", table=spec.name)
+        raise UpsertKeyInvalid(f"The frame lacks {named('key column', absent)}.", table=spec.name)
 
 
 @contextmanager

@@ -7,14 +7,16 @@ from pyiceberg.types import TimestampType
 
 from branchlake_dagster.branching.table.selection import Selection, Values
 from branchlake_dagster.errors import some
+from branchlake_dagster.wording import agree
 
 
 def must_be(selection: Selection, schema: Schema) -> str:
     """Which rows a frame for the selection may have, and how their time stamps are read."""
     naive = [one for one in selection.columns() if isinstance(schema.find_type(one), TimestampType)]
+    have, are = agree(len(naive), "has", "have"), agree(len(naive), "it is", "they are")
     rule = (
-        f" {', '.join(naive)} has no time zone, so it is read as the clock of UTC: convert local times in the"
-        " asset, or give them their zone."
+        f" {', '.join(naive)} {have} no time zone, so {are} read as the clock of UTC: convert local times in"
+        " the asset, or give them their zone."
     )
     return f"Its rows must be those where {rows_of(selection)}.{rule if naive else ''}"
 

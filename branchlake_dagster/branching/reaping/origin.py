@@ -17,6 +17,7 @@ from branchlake_dagster.branching.table.provenance import PREFIX
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import IcebergTable, LogEntry, Put, Reference
+from branchlake_dagster.wording import named
 
 INSTANCE = f"{PREFIX}instance"
 """The property of a commit, or the entry of a snapshot's summary, that names the instance."""
@@ -42,7 +43,7 @@ class Origin:
 
     def __str__(self) -> str:
         if self.maker is Maker.ELSEWHERE:
-            return f"it belongs to Dagster instance {', '.join(self.by)}"
+            return f"it belongs to {named('Dagster instance', self.by)}"
         return "nothing says which Dagster instance made it"
 
 

@@ -33,6 +33,7 @@ from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import Reference
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX
+from branchlake_dagster.wording import agree, counted
 
 TAGS = tags(DISCARDED_PREFIX, SWEEPING_PREFIX)
 """Nessie's filter for the tags that the sweeper looks at."""
@@ -58,7 +59,7 @@ class Sweeping:
     size: int = 0
 
     def __str__(self) -> str:
-        freed = f", {self.files} files, {self.size / 1e6:.1f} MB" if self.files else ""
+        freed = f", {counted(self.files, 'file')}, {self.size / 1e6:.1f} MB" if self.files else ""
         return f"{self.tag}: {'swept' if self.done else 'kept'}, {self.reason}{freed}"
 
 
@@ -215,9 +216,9 @@ class Sweeper:
         if plan.held_by:
             reason = f"the rest is needed by {', '.join(plan.held_by[:5])}"
         if plan.foreign:
-            reason += f"; {plan.foreign} files outside of the tables' folders stay"
+            reason += "; " + _files(plan.foreign, "outside of the tables' folders")
         if plan.borrowed:
-            reason += f"; {plan.borrowed} files that the run did not write stay"
+            reason += "; " + _files(plan.borrowed, "that the run did not write")
         if not strangers:
             if not dry_run:
                 self._drop(due.tag)
@@ -234,3 +235,7 @@ class Sweeper:
             self._files.delete(location)
         except OSError as error:
             raise FilesNotDeleted(f"{location} could not be deleted: {type(error).__name__}.") from error
+
+
+def _files(number: int, which: str) -> str:
+    return f"{counted(number, 'file')} {which} {agree(number, 'stays', 'stay')}"

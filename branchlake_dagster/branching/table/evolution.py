@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from branchlake_dagster.branching.errors import SchemaMismatch
 from branchlake_dagster.branching.table.types import in_words
+from branchlake_dagster.wording import named
 
 _MOST_DIGITS = 38
 _WIDER = {(pa.int32(), pa.int64()), (pa.float32(), pa.float64())}
@@ -46,9 +47,9 @@ def changes(table: pa.Schema, frame: pa.Schema, *, name: str, widen: bool) -> li
     """
     if missing := [column for column in table.names if column not in frame.names]:
         raise SchemaMismatch(
-            f"The frame lacks column {', '.join(missing)}.",
+            f"The frame lacks {named('column', missing)}.",
             table=name,
-            hint="Write the column (nulls are fine), or drop it from the table on purpose.",
+            hint="Write it (nulls are fine), or drop it from the table on purpose.",
         )
     comparison = _Comparison(name, widen)
     return list(comparison.fields((), list(table), list(frame)))
@@ -79,9 +80,9 @@ class _Comparison:
             names = {field.name for field in frame}
             if missing := [field.name for field in table if field.name not in names]:
                 raise SchemaMismatch(
-                    f"The frame lacks field {', '.join('.'.join((*path, one)) for one in missing)}.",
+                    f"The frame lacks {named('field', ['.'.join((*path, one)) for one in missing])}.",
                     table=self.name,
-                    hint="Write the field (nulls are fine), or drop it from the table on purpose.",
+                    hint="Write it (nulls are fine), or drop it from the table on purpose.",
                 )
             yield from self.fields(path, list(table), list(frame))
         elif pa.types.is_list(table) and pa.types.is_list(frame):

@@ -10,6 +10,7 @@ from pyiceberg.table import Table
 from branchlake_dagster.branching.errors import ColumnUnsupported, SchemaMismatch
 from branchlake_dagster.branching.table.evolution import Added, changes
 from branchlake_dagster.branching.table.types import has_type, iceberg_type, stored_schema
+from branchlake_dagster.wording import named
 
 
 def arrow_schema(schema: Schema, *, name: str) -> pa.Schema:
@@ -26,8 +27,10 @@ def without_untyped(schema: pa.Schema, needed: tuple[str, ...], *, name: str) ->
     untyped = [column.name for column in schema if pa.types.is_null(column.type)]
     hint = "Give it a type in the asset (a pandas dtype, an Arrow, Polars or Spark schema)."
     if lost := [column for column in untyped if column in needed]:
+        are, has, it = ("is", "it has", "it") if len(lost) == 1 else ("are", "they have", "them")
         raise SchemaMismatch(
-            f"Column {', '.join(lost)} is null in all rows, so it has no type, and the table is made by it.",
+            f"{named('Column', lost)} {are} null in all rows, so {has} no type, and the table is made by"
+            f" {it}.",
             table=name,
             hint=hint,
         )

@@ -17,6 +17,7 @@ from branchlake_dagster.cli.doctor.examination import Examination
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.extras import require
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.wording import counted
 
 
 def dagster(found: Examination, settings: Settings) -> None:
@@ -54,7 +55,7 @@ def _storage(home: Path) -> str:
     with _postgres_errors(home), DagsterInstance.from_config(str(home)) as instance:
         runs = instance.get_runs_count()
         storages = {type(one).__name__ for one in (instance.run_storage, instance.event_log_storage)}
-        return f"{' and '.join(sorted(storages))}, {runs} runs"
+        return f"{' and '.join(sorted(storages))}, {counted(runs, 'run')}"
 
 
 @contextmanager
@@ -70,7 +71,9 @@ def _postgres_errors(home: Path) -> Iterator[None]:
         yield
     except DagsterPostgresException as error:
         cause = error.__cause__ or error.__context__ or error
-        raise ConfigurationError(f"The database does not answer: {str(cause).splitlines()[0]}") from error
+        raise ConfigurationError(
+            f"The database does not answer: {str(cause).splitlines()[0].rstrip('.')}."
+        ) from error
 
 
 def _text(home: Path) -> str:

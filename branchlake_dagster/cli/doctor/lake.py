@@ -26,6 +26,7 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.wording import counted
 
 _UP = "Start it with `branchlake up`."
 _PATIENCE = {"s3.connect-timeout": "5", "s3.request-timeout": "10"}
@@ -162,7 +163,7 @@ def warehouse(found: Examination, settings: Settings, scratch: Scratch) -> Itera
         files: Any = io.fs_by_scheme(scheme, netloc)
         listed = files.get_file_info(FileSelector(root, allow_not_found=True))
         opened.append((files, root, io.parse_location(scratch.folder, io.properties)[2]))
-        return f"{settings.warehouse_uri}, {len(listed)} entries"
+        return f"{settings.warehouse_uri}, {counted(len(listed), 'entry', 'entries')}"
 
     def write_and_read() -> str:
         files, _, folder = opened[0]

@@ -15,6 +15,7 @@ from branchlake_dagster.lakehouse.embedded.jars import ICEBERG_SPARK
 from branchlake_dagster.lakehouse.embedded.servers import Endpoints
 from branchlake_dagster.lakehouse.spark.session import connect_url, open_session
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.wording import counted
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -127,4 +128,4 @@ def _written(session: SparkSession, scratch: Names) -> str:
             raise ConfigurationError(
                 f"A row was not written within {_WRITE_S:.0f} s: has the cluster a worker with free cores?"
             ) from None
-    return f"wrote and read {rows} row on {scratch.branch}"
+    return f"wrote and read {counted(rows, 'row')} on {scratch.branch}"

@@ -53,7 +53,7 @@ def gp_ingest(context: dg.AssetExecutionContext, gp: GpSource) -> Iterator[dg.Ou
     file = gp.read(snapshot)
     parsed = read_catalogue(file.content, file.source)
     context.log.info(
-        f"{file.source}: {parsed.elements.height} element sets, {parsed.rejected.height} rejected records"
+        f"{file.source}: element sets {parsed.elements.height}, rejected records {parsed.rejected.height}."
     )
     key = pl.lit(snapshot).alias("snapshot_id")
     yield dg.Output(

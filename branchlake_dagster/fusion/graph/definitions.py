@@ -124,7 +124,7 @@ def gp_snapshot_files(context: dg.SensorEvaluationContext, gp: GpSource) -> dg.S
     known = set(context.instance.get_dynamic_partitions("gp_snapshots"))
     new = [name for name in wanted if name not in known]
     if not new:
-        return dg.SkipReason(f"All {len(wanted)} GP snapshots are registered.")
+        return dg.SkipReason(f"No new GP snapshot; {len(wanted):,} registered already.")
     return dg.SensorResult(dynamic_partitions_requests=[gp_snapshots.build_add_request(new)])
 
 

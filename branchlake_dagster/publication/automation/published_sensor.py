@@ -34,6 +34,7 @@ from branchlake_dagster.lakehouse.nessie.model import LogEntry
 from branchlake_dagster.library_internals.dagster import CoercibleToAssetKey, ExecutableDefinition
 from branchlake_dagster.publication.automation.written import written_on
 from branchlake_dagster.publication.ledger.publications import Publication, publications_in
+from branchlake_dagster.wording import counted
 
 AFTER_PUBLICATION_TAG = "branchlake/after_publication"
 """On a requested run: the commit on `main` that it follows."""
@@ -157,12 +158,16 @@ def published_sensor(
                 told += [found] if isinstance(found, str) else []
         for line in told:
             context.log.info(line)
-        why = " ".join(told) or f"{len(step.entries)} commits on main since, none of them for these assets."
+        why = " ".join(told) or _nothing(len(step.entries))
         return SensorResult(
             run_requests=requests, cursor=step.cursor, skip_reason=None if requests else SkipReason(why)
         )
 
     return follow
+
+
+def _nothing(commits: int) -> str:
+    return f"{counted(commits, 'commit')} on main since, none for these assets."
 
 
 def _keys(

@@ -205,7 +205,7 @@ def _files_of(candidate: Candidate) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise TableFilesMissing(
-            f"A file of the table is gone: {error}.",
+            f"A file of the table is gone: {str(error).rstrip('.')}.",
             table=", ".join(candidate.tables),
             branch=candidate.branch,
             run_id=candidate.run_id,
@@ -213,7 +213,8 @@ def _files_of(candidate: Candidate) -> Iterator[None]:
         ) from error
     except OSError as error:
         raise TableFilesUnreadable(
-            f"Files of the table could not be read or written: {type(error).__name__}: {error}.",
+            "Files of the table could not be read or written:"
+            f" {type(error).__name__}: {str(error).rstrip('.')}.",
             table=", ".join(candidate.tables),
             branch=candidate.branch,
             run_id=candidate.run_id,

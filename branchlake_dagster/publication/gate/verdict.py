@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from branchlake_dagster.publication.gate.evidence import CheckName, Evaluation, RunEvidence
+from branchlake_dagster.wording import named
 
 
 class Decision(StrEnum):
@@ -112,7 +113,7 @@ def _left_out(evidence: RunEvidence) -> Iterator[str]:
 def _untold(evidence: RunEvidence) -> Iterator[str]:
     if evidence.serializable and evidence.untold:
         yield (
-            f"serializable asset {', '.join(sorted(evidence.serializable))} may have read more than is known:"
+            f"{named('serializable asset', sorted(evidence.serializable))} may have read more than is known:"
             f" {', '.join(sorted(evidence.untold))}"
         )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, DiffEntry, IcebergTable, Reference
 from branchlake_dagster.publication.ledger.publications import Publication
+from branchlake_dagster.wording import named
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,8 @@ class Refused:
     def reason(self) -> str:
         """The tables, partitions and who changed them meanwhile."""
         tables = "; ".join(f"{table}: {why}" for table, why in self.conflicts.items())
-        where = f" (partitions {', '.join(self.partitions)})" if self.partitions else ""
-        who = f", published by run {', '.join(self.runs)}" if self.runs else ""
+        where = f" ({named('partition', self.partitions)})" if self.partitions else ""
+        who = f", published by {named('run', self.runs)}" if self.runs else ""
         return f"main changed meanwhile. {tables}{where}{who}"
 
 

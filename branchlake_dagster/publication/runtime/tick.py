@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from branchlake_dagster.publication.reconcile.outcome import CheckRun, Outcome, PublicationAction
+from branchlake_dagster.wording import agree
 
 _EXAMPLES = 10
 _LONGEST = 300
@@ -42,12 +43,18 @@ class Tick:
     def message(self) -> str:
         """All of it in at most a few thousand characters."""
         others = {
-            PublicationAction.WAITING: "wait or are at work",
-            PublicationAction.KEPT: "are kept for debugging",
-            PublicationAction.UNKNOWN_RUN: "belong to no run of this Dagster",
-            PublicationAction.SET_ASIDE: "are set aside (`branchlake set-aside`)",
+            PublicationAction.WAITING: ("waits or is at work", "wait or are at work"),
+            PublicationAction.KEPT: ("is kept for debugging", "are kept for debugging"),
+            PublicationAction.UNKNOWN_RUN: (
+                "belongs to no run of this Dagster",
+                "belong to no run of this Dagster",
+            ),
+            PublicationAction.SET_ASIDE: (
+                "is set aside (`branchlake set-aside`)",
+                "are set aside (`branchlake set-aside`)",
+            ),
         }
-        counted = [f"{count} {others[one]}" for one in others if (count := self.counts[one])]
+        counted = [f"{count} {agree(count, *others[one])}" for one in others if (count := self.counts[one])]
         more = self._told() - len(self.examples)
         told = [*self.examples, *([f"and {more} more, in the log"] if more else [])]
         rest = f"Of the other branches {', '.join(counted)}." if counted else ""

@@ -16,6 +16,7 @@ from branchlake_dagster.branching.table.spec import (
 )
 from branchlake_dagster.errors import ConfigurationError, some
 from branchlake_dagster.library_internals.dagster import AssetGraph, io_manager_key_of
+from branchlake_dagster.wording import agree, named
 
 
 def validate(
@@ -90,5 +91,6 @@ def _dimensions(spec: TableSpec, definition: Any) -> str | None:
     if unknown := columns - names:
         return f"its partitions have no dimension {some(tuple(sorted(unknown)))}; they have {listed}."
     if missing := names - columns:
-        return f"its dimension {some(tuple(sorted(missing)))} has no column; name it in partition_by."
+        have, it = agree(len(missing), "has", "have"), agree(len(missing), "it", "them")
+        return f"its {named('dimension', sorted(missing))} {have} no column; name {it} in partition_by."
     return None

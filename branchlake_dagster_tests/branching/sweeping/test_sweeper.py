@@ -379,7 +379,7 @@ def test_files_outside_of_the_tables_folder_are_not_ours(lake: Lake, tmp_path: P
     lake.table(branch).add_files([f"file://{own}"])
     lake.discard(branch)
     (done,) = lake.sweep()
-    assert "1 files outside of the tables' folders stay" in done.reason
+    assert "1 file outside of the tables' folders stays" in done.reason
     assert own.exists()
 
 

@@ -141,7 +141,7 @@ def test_it_starts_at_the_present_and_requests_one_run_per_publication_in_order(
     assert [request.tags["branchlake/after_run"] for request in requests] == ["a", "b"]
     assert {request.job_name for request in requests} == {"report_job"}
     requests, why = shop.tick(sensor)
-    assert (requests, why) == ([], "0 commits on main since, none of them for these assets.")
+    assert (requests, why) == ([], "0 commits on main since, none for these assets.")
 
 
 def test_the_publications_of_one_commit_are_requests_of_their_own(shop: Shop) -> None:
@@ -156,7 +156,7 @@ def test_a_commit_that_is_no_publication_launches_nothing(shop: Shop) -> None:
     sensor = follow()
     shop.tick(sensor)
     shop.touch()
-    assert shop.tick(sensor) == ([], "1 commits on main since, none of them for these assets.")
+    assert shop.tick(sensor) == ([], "1 commit on main since, none for these assets.")
 
 
 def test_a_tick_that_is_repeated_asks_for_the_same_runs(shop: Shop) -> None:

@@ -235,7 +235,7 @@ def test_the_same_partition_twice_is_refused_by_name(bench: Workbench) -> None:
     refused = bench.refused(two)
     assert refused.reason() == (
         f"main changed meanwhile. {bench.namespace}.t: both sides replaced the same files"
-        f" (partitions day=a), published by run {one.run_id}"
+        f" (partition day=a), published by run {one.run_id}"
     )
     assert bench.rows() == [("a", 10), ("b", 2)]
 

@@ -178,7 +178,7 @@ def test_days_of_another_time_zone(lakehouse: Lakehouse, namespace: str) -> None
             w.written("2026-08-06", row(5, 30, 22)),
         )
         w.published(one)
-        assert "partitions 2026-08-05" in w.refused(two).detail
+        assert "partition 2026-08-05" in w.refused(two).detail
         w.published(three)
         assert w.main() == [1, 10, 11, 30]
 
