@@ -127,7 +127,8 @@ def _unexplained(evidence: RunEvidence) -> list[str]:
 
 
 def _sentence(name: CheckName, partition: str | None, result: Evaluation) -> str:
-    told = f": {result.description}" if result.description else ""
+    # Descriptions end as sentences do; reasons are joined to one.
+    told = f": {result.description.rstrip('.')}" if result.description else ""
     return f"check {_label(name, partition)} failed{told}"
 
 

@@ -87,6 +87,13 @@ def test_a_failed_check_of_severity_error_blocks_and_tells_its_description() -> 
     assert told.summary() == "blocked (0/1 checks): check good on lake/a failed: 2 rows"
 
 
+def test_reasons_that_are_sentences_are_joined_to_one() -> None:
+    other = (A, "other")
+    told = verdict(evaluations={(CHECK, None): result(False, told="2 rows."), (other, None): result(False)})
+    failed = "check good on lake/a failed: 2 rows; check other on lake/a failed"
+    assert told.summary() == f"blocked (0/2 checks): {failed}"
+
+
 def test_a_failed_check_of_severity_warn_passes_with_a_warning() -> None:
     told = verdict(evaluations={(CHECK, None): result(False, blocks=False, told="2 rows")})
     assert told == Verdict(Decision.PASSED_WITH_WARNINGS, (), ("check good on lake/a failed: 2 rows",), 0, 1)
