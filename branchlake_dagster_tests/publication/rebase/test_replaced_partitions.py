@@ -103,7 +103,7 @@ def test_one_week_written_twice_is_published_once(
         w.published(one)
         detail = w.refused(two).detail
         assert one in detail
-        assert f"partitions {WEEK}" in detail or "same files" in detail
+        assert f"partition {WEEK}" in detail or "same files" in detail
         assert w.main() == [0, 10]
 
 
@@ -120,7 +120,7 @@ def test_a_week_replaced_with_no_rows_is_replaced(
         w.published(first)
         detail = w.refused(second).detail
         assert "both sides replaced the same partitions" in detail
-        assert f"partitions {WEEK}" in detail
+        assert f"partition {WEEK}" in detail
         assert w.main() == ([0] if empty_first else [0, 10])
 
 
@@ -187,7 +187,7 @@ def test_both_create_the_table(lakehouse: Lakehouse, namespace: str) -> None:
     with world(lakehouse, namespace, "arrow") as w:
         one, two, three = w.written(WEEK, row(4, 10)), w.written(WEEK), w.written(NEXT_WEEK, row(9, 20))
         w.published(one)
-        assert f"partitions {WEEK}" in w.refused(two).detail
+        assert f"partition {WEEK}" in w.refused(two).detail
         w.published(three)
         assert w.main() == [10, 20]
 
