@@ -18,6 +18,7 @@ from branchlake_dagster.publication.reconcile.assess import NO_TABLE, Assessed
 from branchlake_dagster.publication.reconcile.main_view import MainView
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.report import RunReport, report_outcome
+from branchlake_dagster.wording import agree, counted
 
 _STATUS = {
     PublicationAction.BLOCKED: Status.BLOCKED,
@@ -85,7 +86,7 @@ class Finisher:
         detail = f"{', '.join(tables)} as {done.hash[:12]}{by_hand}, {one.verdict.summary()}{again}"
         left = self._announce(one, until, Status.PUBLISHED, publication=done)
         if left:
-            detail += f"; {left} partitions are told by the next ticks"
+            detail += f"; {counted(left, 'partition')} {agree(left, 'is', 'are')} told by the next ticks"
         else:
             finish_branch(self._client, one.branch, keep_data=True)
         return self._outcome(one, PublicationAction.PUBLISHED, detail, done.hash, tables)

@@ -20,6 +20,7 @@ from branchlake_dagster.publication.commit.publication_branch import Prepared, P
 from branchlake_dagster.publication.gate.evidence import RunEvidence, collect
 from branchlake_dagster.publication.ledger.candidate import Candidate, NeedsChecks, Published, Refused
 from branchlake_dagster.publication.reconcile.outcome import CheckRun
+from branchlake_dagster.wording import agree, counted
 
 ATTEMPTS = 3
 """How often a run that died without a verdict is asked for again."""
@@ -124,7 +125,7 @@ class Recheck:
             )
             if all((check, None) in found.evaluations for check in wanted):
                 failed = [
-                    f"{check} on {asset}: {result.description or 'failed'}"
+                    f"{check} on {asset}: {(result.description or 'failed').rstrip('.')}"
                     for asset, check in wanted
                     if not (result := found.evaluations[(asset, check), None]).passed and result.blocks
                 ]
@@ -165,7 +166,9 @@ class Recheck:
         if len(members) == 1:
             return _all(members, Refused(dict.fromkeys(prepared.tables, why)))
         older = dict(list(members.items())[: len(members) // 2])
-        waits = Waits(f"together with others its checks failed; {len(older)} of them are tried without it")
+        waits = Waits(
+            f"together with others its checks failed; {len(older)} of them {agree(len(older), 'is', 'are')} tried without it"
+        )
         return {**_all(members, waits), **self.prepare(older)}
 
     def _ask(
@@ -173,7 +176,9 @@ class Recheck:
     ) -> dict[str, Answer]:
         run = _check_run(prepared, members, _checks(members.values(), prepared), attempt)
         first, *others = prepared.members
-        waits = Waits(f"waits for its checks on {prepared.branch}, together with {len(others)} others")
+        waits = Waits(
+            f"waits for its checks on {prepared.branch}, together with {counted(len(others), 'other')}"
+        )
         return {first: Waits(str(run), run), **dict.fromkeys(others, waits)}
 
 

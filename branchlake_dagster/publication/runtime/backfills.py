@@ -21,6 +21,7 @@ from branchlake_dagster.library_internals.dagster import (
     fail_backfill,
     succeeded_backfills,
 )
+from branchlake_dagster.wording import agree, counted
 
 _EVERY = timedelta(seconds=30)
 _LONGEST = timedelta(days=14)
@@ -60,5 +61,5 @@ def _fail_unpublished(
     if not missing:
         return None
     fail_backfill(instance, backfill, graph, missing)
-    parts = "1 partition of it is" if len(missing) == 1 else f"{len(missing)} partitions of it are"
+    parts = f"{counted(len(missing), 'partition')} of it {agree(len(missing), 'is', 'are')}"
     return f"Backfill {backfill.backfill_id}: {parts} not on main, so it is shown as failed."
