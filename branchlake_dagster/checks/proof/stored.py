@@ -22,6 +22,7 @@ from branchlake_dagster.checks.constraints.model import (
 )
 from branchlake_dagster.checks.constraints.promises import Among, Both, Compared, Promise
 from branchlake_dagster.checks.proof.facts import Facts, facts
+from branchlake_dagster.checks.proof.footers import Footers
 from branchlake_dagster.checks.proof.prove import proves
 from branchlake_dagster.checks.proof.schema import spark_schema
 from branchlake_dagster.checks.proof.small import keeps, unique
@@ -54,6 +55,7 @@ class TableRows:
     def __init__(self, stored: StoredRows, columns: Iterable[str] = ()) -> None:
         self._stored = stored
         self._columns = frozenset(columns)
+        self._footers = Footers(stored.table.io, most=SMALL_FILES)
         self._facts: dict[int, list[Facts]] = {}
 
     @cached_property
@@ -149,7 +151,7 @@ class TableRows:
         if field.field_id not in self._facts:
             specs = self._stored.table.specs()
             self._facts[field.field_id] = [
-                facts(file, field, specs[file.spec_id]) for file in self._files or ()
+                facts(file, field, specs[file.spec_id], self._footers.bound_all) for file in self._files or ()
             ]
         return self._facts[field.field_id]
 

@@ -98,29 +98,17 @@ def test_what_is_proved_is_true(made: SqlCatalog) -> None:
     assert proved["with a total"] > 50
 
 
-class _OneRowGroup:
-    """A file that claims to have one."""
-
-    split_offsets = (4,)
-
-    def __init__(self, file: DataFile) -> None:
-        self._file = file
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-
-def _without_nan(file: DataFile, field: NestedField, spec: PartitionSpec) -> Facts:
+def _without_nan(file: DataFile, field: NestedField, spec: PartitionSpec, *_: Any) -> Facts:
     return replace(facts(file, field, spec), no_nan=True)
 
 
-def _missing_is_none(file: DataFile, field: NestedField, spec: PartitionSpec) -> Facts:
+def _missing_is_none(file: DataFile, field: NestedField, spec: PartitionSpec, *_: Any) -> Facts:
     nulls = (file.null_value_counts or {}).get(field.field_id, 0)
     return replace(facts(file, field, spec), no_null=nulls == 0)
 
 
-def _whole_bounds(file: DataFile, field: NestedField, spec: PartitionSpec) -> Facts:
-    return facts(_OneRowGroup(file), field, spec)  # type: ignore[arg-type]
+def _whole_bounds(file: DataFile, field: NestedField, spec: PartitionSpec, *_: Any) -> Facts:
+    return facts(file, field, spec, lambda *_: True)
 
 
 @pytest.mark.parametrize("planted", [_without_nan, _missing_is_none, _whole_bounds])
