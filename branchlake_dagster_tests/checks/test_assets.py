@@ -226,6 +226,22 @@ def _joined() -> list[dg.AssetChecksDefinition]:
     )
 
 
+def test_descriptions_say_what_is_promised_and_what_a_failure_does() -> None:
+    told = {
+        spec.name: spec.description
+        for checks in (
+            pandera_checks(values, Values, warn=["ge__v"]),
+            sql_check(values, "rare", "select * from {this}", severity="warn", description="Few rows."),
+        )
+        for spec in checks.check_specs
+    }
+    assert told["not_null__v"] == (
+        "v is not null. ERROR: a failure blocks the publication of the run's branch, and main keeps what it has."
+    )
+    assert told["ge__v"] == "v >= 0. WARN: a failure is published with a warning."
+    assert told["rare"] == "Few rows. WARN: a failure is published with a warning."
+
+
 PARTITIONED = {"schema", "not_null__v", "ge__v", "isin__w", "in_pairs", "none_bad"}
 WHOLE = {"all_schema", "all_not_null__v", "all_ge__v", "all_isin__w"}
 

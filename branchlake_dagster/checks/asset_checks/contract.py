@@ -89,6 +89,7 @@ def pandera_checks(
         asset,
         {one.name: one.text for one in constraints},
         checked_partitions(asset, partitions_def, whole_table=whole_table),
+        warned=warned,
     )
 
     part = Declared(f"contract {model.__name__}", Asked(schema, constraints, examples), frozenset(warned))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 PROVED_BY = "branchlake/proved_by"
-"""In a check's metadata: `metadata` when no row was read for it."""
+"""In a check's metadata: `metadata` when no row was read for it, `rows` when few were, without Spark."""
 _SHOWN_COLUMNS = 12
 _BRANCH_CONF = "spark.sql.catalog.nessie.ref"
 
@@ -55,7 +55,7 @@ def asset_check_result(
     if outcome.examples:
         metadata["examples"] = _table(outcome.examples)
     if outcome.proof is not None:
-        metadata[PROVED_BY] = dg.MetadataValue.text("metadata")
+        metadata[PROVED_BY] = dg.MetadataValue.text(outcome.proof.by)
         metadata["branchlake/proved_by_files"] = dg.MetadataValue.int(outcome.proof.files)
         metadata["branchlake/proved_by_rows"] = dg.MetadataValue.int(outcome.proof.rows)
     if outcome.note:

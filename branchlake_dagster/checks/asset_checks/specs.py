@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import dagster as dg
 
@@ -42,15 +42,23 @@ def checked_partitions(
     return partitions_def
 
 
+_CONSEQUENCES = {
+    False: "ERROR: a failure blocks the publication of the run's branch, and main keeps what it has.",
+    True: "WARN: a failure is published with a warning.",
+}
+
+
 def check_specs(
     asset: CheckedAsset,
-    descriptions: Mapping[str, str],
+    promises: Mapping[str, str],
     partitions_def: dg.PartitionsDefinition[str] | None,
+    *,
+    warned: Collection[str],
 ) -> list[dg.AssetCheckSpec]:
-    """One non-blocking spec per name in `descriptions`.
+    """One non-blocking spec per name in `promises`, which says the promise and what its failure does.
 
     Never `blocking`: the gate is at publication, and a failed check must not keep the other steps of a
-    run from giving their evidence.
+    run from giving their evidence. Dagster's page calls such a check non-blocking, and means the steps.
     """
     with warnings.catch_warnings():
         # Partitioned checks are a preview in Dagster 1.13; our tests hold what we need of them.
@@ -59,9 +67,9 @@ def check_specs(
             dg.AssetCheckSpec(
                 name,
                 asset=asset_key(asset),
-                description=description,
+                description=f"{promise.rstrip('.')}. {_CONSEQUENCES[name in warned]}",
                 partitions_def=partitions_def,
                 metadata={CHECK_SCOPE: "table" if partitions_def is None else "rows"},
             )
-            for name, description in descriptions.items()
+            for name, promise in promises.items()
         ]

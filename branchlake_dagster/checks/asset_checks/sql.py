@@ -88,17 +88,15 @@ def sql_check(
             hint="Write {this} for the rows of the run, or nessie.<namespace>.<table> for a whole table.",
         )
     text = description or " ".join(sql.split())
-    specs = check_specs(asset, {name: text}, checked_partitions(asset, partitions_def, whole_table=False))
-    check = SqlConstraint(name=name, columns=(), text=text, warn=severity == "warn", sql=sql)
+    warned = frozenset({name} if severity == "warn" else ())
+    partitions = checked_partitions(asset, partitions_def, whole_table=False)
+    specs = check_specs(asset, {name: text}, partitions, warned=warned)
+    check = SqlConstraint(name=name, columns=(), text=text, sql=sql)
     return check_step(
         f"{key.to_python_identifier()}__sql_{name}",
         key,
         specs,
-        [
-            Declared(
-                f"SQL check {name}", Asked(None, [check], examples), frozenset({name} if check.warn else ())
-            )
-        ],
+        [Declared(f"SQL check {name}", Asked(None, [check], examples), warned)],
         description=f"SQL check {name} on {key.to_user_string()}: rows returned are failures.",
         kind="sql",
     )

@@ -84,7 +84,8 @@ def check_step(
 def _results(
     given: DataFrame | StoredRows, parts: Sequence[Declared], key: dg.AssetKey, *, view: str, run_id: str
 ) -> Iterator[dg.AssetCheckResult]:
-    rows: Rows = TableRows(given) if isinstance(given, StoredRows) else FrameRows(given)
+    spoken = {column for part in parts for one in part.asked.constraints for column in one.columns}
+    rows: Rows = TableRows(given, spoken) if isinstance(given, StoredRows) else FrameRows(given)
     try:
         branch = given.ref if isinstance(given, StoredRows) else branch_of(given)
         verdicts = judge(rows, [part.asked for part in parts], view=view)
@@ -138,9 +139,15 @@ def _not_run(what: str, error: PySparkException, run_id: str) -> CheckFailedToRu
     )
 
 
+_PROOFS = {
+    "metadata": "from the metadata of the data files, no rows read",
+    "rows": "on the few rows there are, read without Spark",
+}
+
+
 def _evaluation(constraint: Constraint, outcome: Outcome) -> str:
     if outcome.proof is not None:
-        return "from the metadata of the data files, no rows read"
+        return _PROOFS[outcome.proof.by]
     if isinstance(constraint, SchemaConstraint):
         return "from the schema, no rows read"
     if isinstance(constraint, PanderaConstraint):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from branchlake_dagster.checks.constraints.promises import Promise
 from branchlake_dagster.errors import BranchlakeError, Terminal
@@ -88,11 +88,13 @@ Example = Mapping[str, str | None]
 
 @dataclass(frozen=True)
 class Proof:
-    """What was looked at instead of rows: data files, and the rows that they hold.
+    """What was looked at without Spark: data files, and rows.
 
-    The files hold all rows of the selection, and may hold others and deleted ones.
+    By `metadata`: the rows that the files hold, those of the selection among them, others and deleted ones
+    perhaps too. By `rows`: those of the selection, which were read.
     """
 
+    by: Literal["metadata", "rows"]
     files: int
     rows: int
 
@@ -102,7 +104,7 @@ class Outcome:
     """What the evaluation of one constraint found.
 
     `failing` and `total` are row counts, None where they are not known; `examples` are failing rows;
-    `note` says what a count cannot; `proof` says that file metadata was enough.
+    `note` says what a count cannot; `proof` says that Spark was not needed.
     """
 
     passed: bool

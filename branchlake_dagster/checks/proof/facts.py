@@ -5,7 +5,7 @@ Everything here errs on the side of knowing less. The cases, each with a test:
 - A count that is missing says nothing: metrics may be off, the column younger than the file.
 - Bounds of text may be cut: they are bounds still, and equal ones leave room for one value only.
 - PyIceberg 0.12 leaves out of a text column's bounds the row groups for which Arrow wrote none (a value of
-  over 4 kB). So they count only where the file is known to have one row group.
+  over 4 kB). So they count where the file has one row group, or its footer knows bounds of all of them.
 - Bounds of floating point numbers leave NaN out, so the number of NaN has to be known as well.
 - A bound may be stored in the type that the column had when the file was written.
 - A value of an identity partition is that of every row of the file, whatever is written in the file.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -65,8 +66,17 @@ class Facts:
     high: Any = None
 
 
-def facts(file: DataFile, field: ice.NestedField, spec: PartitionSpec) -> Facts:
-    """The facts on a top-level column; `spec` is the one that the file was written with."""
+def facts(
+    file: DataFile,
+    field: ice.NestedField,
+    spec: PartitionSpec,
+    bound_all: Callable[[DataFile, int], bool] = lambda *_: False,
+) -> Facts:
+    """The facts on a top-level column; `spec` is the one that the file was written with.
+
+    `bound_all` is asked about a text column, by field id, in a file of several row groups: whether each of
+    them has bounds.
+    """
     kind = field.field_type
     if not isinstance(kind, ice.PrimitiveType):
         return Facts()
@@ -77,13 +87,18 @@ def facts(file: DataFile, field: ice.NestedField, spec: PartitionSpec) -> Facts:
     values = (file.value_counts or {}).get(number)
     nulls = (file.null_value_counts or {}).get(number)
     counted = values is not None and values == file.record_count and nulls is not None
+    low, high = (file.lower_bounds or {}).get(number), (file.upper_bounds or {}).get(number)
+    if isinstance(kind, ice.StringType) and (low is not None or high is not None):
+        one_group = len(file.split_offsets or ()) == 1
+        if not one_group and not bound_all(file, number):
+            low = high = None
     floating = isinstance(kind, ice.FloatType | ice.DoubleType)
     return Facts(
         no_null=counted and nulls == 0,
         all_null=counted and nulls == values,
         no_nan=not floating or (file.nan_value_counts or {}).get(number) == 0,
-        low=_bound((file.lower_bounds or {}).get(number), kind, file),
-        high=_bound((file.upper_bounds or {}).get(number), kind, file),
+        low=_bound(low, kind),
+        high=_bound(high, kind),
     )
 
 
@@ -96,14 +111,12 @@ def _constant(value: Any, kind: ice.PrimitiveType) -> Facts:
     return Facts(no_null=True, no_nan=True, low=value, high=value)
 
 
-def _bound(stored: bytes | None, kind: ice.PrimitiveType, file: DataFile) -> Any:
+def _bound(stored: bytes | None, kind: ice.PrimitiveType) -> Any:
     """A bound as a value; None when it is missing or cannot be relied upon."""
     if stored is None or type(kind) not in _VALUES:
         return None
     widths = _WIDTHS.get(type(kind))
     if widths is not None and len(stored) not in widths:
-        return None
-    if isinstance(kind, ice.StringType) and len(file.split_offsets or ()) != 1:
         return None
     try:
         value = from_bytes(kind, stored)

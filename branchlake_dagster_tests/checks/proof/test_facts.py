@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import struct
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pyiceberg import types as ice
 from pyiceberg.conversions import to_bytes
+from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.transforms import BucketTransform, IdentityTransform, Transform
@@ -16,6 +20,7 @@ from pyiceberg.typedef import Record
 
 from branchlake_dagster.checks.constraints.promises import Among, Compared, NotAmong, NotNull, StartsWith
 from branchlake_dagster.checks.proof.facts import Facts, facts
+from branchlake_dagster.checks.proof.footers import Footers
 from branchlake_dagster.checks.proof.prove import proves
 
 PLAIN = PartitionSpec()
@@ -112,8 +117,35 @@ def test_cut_texts_are_bounds_and_no_values() -> None:
     open_end = _facts(TEXT, lower_bounds={1: b"ab"})
     assert not proves(open_end, StartsWith("a"), TEXT)
     assert _facts(TEXT, lower_bounds={1: b"\xff"}).low is None
-    for offsets in ([4, 900], [], None):
-        assert _facts(TEXT, **_bounds(TEXT, "a", "a"), split_offsets=offsets).low is None
+
+
+@pytest.mark.parametrize("offsets", [[4, 900], [], None])
+def test_texts_of_several_row_groups_ask_the_footer(offsets: list[int] | None) -> None:
+    file = _file(**_bounds(TEXT, "a", "a"), split_offsets=offsets)
+    field = ice.NestedField(1, "c", TEXT, required=False)
+    assert facts(file, field, PLAIN).low is None
+    assert facts(file, field, PLAIN, lambda *_: False).low is None
+    assert facts(file, field, PLAIN, lambda *_: True).low == "a"
+
+
+def test_footers_know_which_row_groups_have_bounds(tmp_path: Path) -> None:
+    """Arrow writes none for a row group with a value of over 4 kB; only nulls need none."""
+    schema = pa.schema(
+        [
+            pa.field(name, pa.string(), metadata={"PARQUET:field_id": str(number)})
+            for number, name in enumerate("ab", start=1)
+        ]
+    )
+    path = tmp_path / "f.parquet"
+    rows = {"a": ["x", "y", None, None], "b": ["x", "y", "z" * 5000, "y"]}
+    pq.write_table(pa.table(rows, schema=schema), path, row_group_size=2)
+    file = _file(file_path=f"file://{path}")
+    footers = Footers(PyArrowFileIO(), most=1)
+    assert footers.bound_all(file, 1)
+    assert not footers.bound_all(file, 2)
+    assert not footers.bound_all(file, 3)
+    assert not footers.bound_all(_file(file_path=f"file://{path}.other"), 1)  # one is enough here
+    assert not Footers(PyArrowFileIO(), most=1).bound_all(_file(file_path="file:///gone.parquet"), 1)
 
 
 def test_an_identity_partition_is_the_value_whatever_the_file_says() -> None:

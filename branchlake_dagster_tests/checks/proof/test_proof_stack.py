@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import pyspark.sql.types as pst
@@ -140,7 +141,7 @@ def test_what_is_proved_of_sparks_tables_is_true(
     frame = spark_session.table(table)
     if selection is not None:
         frame = frame.filter(to_sql(selection, stored.schema()))
-    rows = TableRows(StoredRows(stored, selection, "main", lambda: frame))
+    rows = TableRows(StoredRows(stored, selection, "main", lambda: frame), VALUES)
     asked = [
         _constraint(f"{column}_{number}_{again}", column, promise)
         for column in VALUES
@@ -148,14 +149,19 @@ def test_what_is_proved_of_sparks_tables_is_true(
         for number, promise in enumerate(random_promises(rng, column))
     ]
     found = {one.name: outcome for one in asked if (outcome := rows.proved(one)) is not None}
-    counted = count(frame, [one for one in asked if one.name in found], view="none")
+    keys = [
+        UniqueConstraint(name=f"u{number}", columns=columns, text="")
+        for number, columns in enumerate([("i",), ("day", "at"), ("l", "s", "m"), ("d", "i")])
+    ]
+    found |= {one.name: outcome for one in keys if (outcome := rows.proved(one)) is not None}
+    counted = count(frame, [one for one in [*asked, *keys] if one.name in found], view="none")
     for name, outcome in found.items():
-        assert counted[name].failing == 0, next(one.promise for one in asked if one.name == name)
+        assert counted[name].failing == 0, next(one for one in [*asked, *keys] if one.name == name)
         assert outcome.total in (None, counted[name].total)
         assert outcome.proof is not None
         assert outcome.proof.rows >= (counted[name].total or 0)
-    assert len(found) > 20
-    assert rows.proved(UniqueConstraint(name="u", columns=("i",), text="")) is None
+    by = Counter(outcome.proof.by for outcome in found.values() if outcome.proof)
+    assert by["metadata"] > 20
     spark_session.sql(f"DROP TABLE {table}")
     spark_session.sql(f"DROP NAMESPACE nessie.{namespace}")
 
