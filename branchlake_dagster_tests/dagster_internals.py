@@ -6,7 +6,7 @@ from dagster._core.definitions.job_base import InMemoryJob
 from dagster._core.definitions.reconstruct import ReconstructableRepository
 from dagster._core.execution.api import create_execution_plan, execute_run
 from dagster._core.execution.plan.state import KnownExecutionState
-from dagster._core.launcher.base import WorkerStatus
+from dagster._core.launcher.base import LaunchRunContext, WorkerStatus
 from dagster._core.origin import RepositoryPythonOrigin
 from dagster._core.remote_origin import (
     RegisteredCodeLocationOrigin,
@@ -29,6 +29,7 @@ __all__ = [
     "InMemoryJob",
     "InstigatorState",
     "KnownExecutionState",
+    "LaunchRunContext",
     "PythonFileTarget",
     "ReconstructableRepository",
     "RegisteredCodeLocationOrigin",

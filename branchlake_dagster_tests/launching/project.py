@@ -29,7 +29,7 @@ def tell(context: dg.OpExecutionContext) -> None:
     context.instance.add_run_tags(context.run_id, {name: str(value) for name, value in facts.items()})
 
 
-@dg.op(config_schema={"release": str})
+@dg.op(config_schema={"release": dg.Field(str, default_value=os.environ.get("LAUNCH_TEST_RELEASE", ""))})
 def wait(context: dg.OpExecutionContext) -> None:
     """Until the file is there."""
     Path(context.op_config["release"] + ".waiting").write_text(str(os.getpid()))

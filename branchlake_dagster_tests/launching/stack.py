@@ -16,6 +16,7 @@ import psutil
 from branchlake_dagster.launching.launcher import WarmRunLauncher
 from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
 from branchlake_dagster_tests.dagster_internals import (
+    LaunchRunContext,
     PythonFileTarget,
     WorkspaceProcessContext,
     execute_run_monitoring_iteration,
@@ -88,6 +89,10 @@ class Stack:
 
     def start(self, run_id: str) -> None:
         self.instance.launch_run(run_id, self._context.create_request_context())
+
+    def context(self, run_id: str) -> LaunchRunContext:
+        """As Dagster gives it to a launcher."""
+        return LaunchRunContext(self.run(run_id), self._context.create_request_context())
 
     def waiting(self, release: Path) -> tuple[str, WorkerProcess]:
         """A run that is in the middle of its step until `release` exists, and its process."""

@@ -228,15 +228,21 @@ def test_the_setting_chooses_dagsters_launcher(warm: Stack, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("what", "value"), [("sys.executable", "/another/python"), ("sys.platform", "darwin")]
+    ("what", "value", "reason"),
+    [
+        ("launcher.sys.executable", "/another/python", "it runs with another Python"),
+        ("launcher.sys.platform", "darwin", "cannot be forked safely"),
+        ("launcher.shares_our_environment", lambda _: False, "not started by this Dagster"),
+    ],
 )
-def test_where_a_fork_is_not_possible_dagster_starts_the_run(
-    warm: Stack, monkeypatch: pytest.MonkeyPatch, what: str, value: str
+def test_where_a_fork_is_not_possible_it_says_why(
+    warm: Stack, monkeypatch: pytest.MonkeyPatch, what: str, value: object, reason: str
 ) -> None:
-    monkeypatch.setattr(f"branchlake_dagster.launching.launcher.{what}", value)
-    run = warm.launch("telling")
-    monkeypatch.undo()
-    assert WORKER_TAG not in warm.finished(run).tags
+    run_id = warm.create("telling")
+    monkeypatch.setattr(f"branchlake_dagster.launching.{what}", value)
+    found = warm.launcher._load(warm.context(run_id))
+    assert isinstance(found, str)
+    assert reason in found
 
 
 def test_templates_end_with_their_launcher_and_after_their_runs(

@@ -1,7 +1,5 @@
 """Assets of fifty partitions with the same rows: ours and a plain IO manager's, as fifty runs and as one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import dagster as dg
