@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,13 @@ from branchlake_dagster.library_internals.dagster_launching import (
     load_repository,
     preload_execution,
 )
+
+_LATE = {
+    "branchlake_dagster.lakehouse.nessie": ("branchlake_dagster.lakehouse.nessie.pynessie_parts",),
+    "pyiceberg": ("pyiceberg.io.pyarrow",),
+    "pyspark.sql": ("pyspark.sql.connect.session", "grpc_status.rpc_status"),
+}
+"""By what is imported: what follows late, with the first calls of a run. That is half a second each time."""
 
 _OPEN_FILES = Path("/proc/self/fd")
 
@@ -49,11 +57,20 @@ def load(order: Mapping[str, Any]) -> dict[Path, Stamp | None]:
     inject_secrets(instance_ref, order["location"])
     load_repository(deserialize_value(order["origin"], RepositoryPythonOrigin), order["load_data"])
     preload_execution(instance_ref)
+    _preload_late()
     if others := [one.name for one in threading.enumerate() if one is not threading.main_thread()]:
         raise NotForkable(f"importing the code started threads: {', '.join(others)}")
     if opened := _connections() - before:
         raise NotForkable(f"importing the code opened {len(opened)} network connections")
     return imported_sources(list(sys.modules.values()), began_ns=began, ended_ns=time.time_ns())
+
+
+def _preload_late() -> None:
+    for imported, modules in _LATE.items():
+        if imported in sys.modules:
+            for module in modules:
+                with contextlib.suppress(ImportError):  # an extra that is not installed
+                    import_module(module)
 
 
 def _connections() -> set[str]:
