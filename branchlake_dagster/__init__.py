@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.checks.constraints.predicate import row_predicate
     from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+    from branchlake_dagster.launching.launcher import WarmRunLauncher
     from branchlake_dagster.publication.automation.conditions import (
         awaiting_verdict,
         on_publication,
@@ -50,6 +51,7 @@ __all__ = [
     "Settings",
     "Terminal",
     "Transient",
+    "WarmRunLauncher",
     "awaiting_verdict",
     "branchlake_definitions",
     "column_metadata",
@@ -79,6 +81,7 @@ _HOMES = {
     "checks.constraints.predicate": ("row_predicate",),
     "errors": ("BranchlakeError", "OutcomeUnknown", "Terminal", "Transient"),
     "lakehouse.lakehouse": ("Lakehouse",),
+    "launching.launcher": ("WarmRunLauncher",),
     "publication.automation.conditions": (
         "awaiting_verdict",
         "on_publication",

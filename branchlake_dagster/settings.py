@@ -77,6 +77,11 @@ class Settings(BaseSettings):
     )
     startup_timeout_s: float = Field(90.0, gt=0, description="How long an embedded server may take to start.")
 
+    run_launcher: Literal["warm", "dagster"] = Field(
+        "warm",
+        description="How WarmRunLauncher starts runs: forked from a warm process, or in Dagster's own way.",
+    )
+
     default_namespace: str = Field(
         "lake", pattern=r"^\w+$", description="Iceberg namespace of assets without a key prefix."
     )

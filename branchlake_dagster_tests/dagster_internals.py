@@ -1,5 +1,6 @@
 """What the tests use of Dagster beyond its public interface: retries of in-memory jobs, daemons' insides."""
 
+from dagster._core.code_pointer import FileCodePointer
 from dagster._core.definitions.asset_daemon_cursor import AssetDaemonCursor
 from dagster._core.definitions.assets.graph.asset_graph_subset import AssetGraphSubset
 from dagster._core.definitions.job_base import InMemoryJob
@@ -8,6 +9,8 @@ from dagster._core.execution.api import create_execution_plan, execute_run
 from dagster._core.execution.asset_backfill import AssetBackfillData
 from dagster._core.execution.backfill import BulkActionStatus, PartitionBackfill
 from dagster._core.execution.plan.state import KnownExecutionState
+from dagster._core.launcher.base import LaunchRunContext, WorkerStatus
+from dagster._core.origin import RepositoryPythonOrigin
 from dagster._core.remote_origin import (
     RegisteredCodeLocationOrigin,
     RemoteJobOrigin,
@@ -16,6 +19,9 @@ from dagster._core.remote_origin import (
 from dagster._core.scheduler.instigation import InstigatorState
 from dagster._core.storage.partition_status_cache import get_and_update_asset_status_cache_value
 from dagster._core.test_utils import create_run_for_test
+from dagster._core.workspace.context import WorkspaceProcessContext
+from dagster._core.workspace.load_target import PythonFileTarget
+from dagster._daemon.monitoring.run_monitoring import execute_run_monitoring_iteration
 from dagster._daemon.types import DaemonHeartbeat
 
 __all__ = [
@@ -26,17 +32,24 @@ __all__ = [
     "AssetGraphSubset",
     "BulkActionStatus",
     "DaemonHeartbeat",
+    "FileCodePointer",
     "InMemoryJob",
     "InstigatorState",
     "KnownExecutionState",
+    "LaunchRunContext",
     "PartitionBackfill",
+    "PythonFileTarget",
     "ReconstructableRepository",
     "RegisteredCodeLocationOrigin",
     "RemoteJobOrigin",
     "RemoteRepositoryOrigin",
+    "RepositoryPythonOrigin",
+    "WorkerStatus",
+    "WorkspaceProcessContext",
     "create_execution_plan",
     "create_run_for_test",
     "execute_run",
+    "execute_run_monitoring_iteration",
     "get_and_update_asset_status_cache_value",
 ]
 

@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "extras": {"errors"},
     "settings": {"errors"},
     "lakehouse": _BASE,
+    "launching": {*_BASE, "lakehouse"},
     "branching": {*_BASE, "lakehouse"},
     "publication": {*_BASE, "lakehouse", "branching"},
     "checks": {*_BASE, "lakehouse", "branching", "publication"},

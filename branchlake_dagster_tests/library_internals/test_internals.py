@@ -10,17 +10,34 @@ from pathlib import Path
 import pytest
 
 from branchlake_dagster.library_internals import dagster as dagster_internals
+from branchlake_dagster.library_internals import dagster_launching as launching_internals
 from branchlake_dagster.library_internals import pandera as pandera_internals
 
 ROOT = Path(__file__).parents[2]
 ONE = ROOT / "branchlake_dagster" / "library_internals"
 
 USED = [
+    ("dagster", "DefaultRunLauncher.launch_run", "context"),
+    ("dagster", "DefaultRunLauncher.terminate", "run_id"),
+    ("dagster", "DagsterInstance.code_server_process_startup_timeout", ""),
+    ("dagster._api.get_server_id", "sync_get_server_id", "api_client"),
+    (
+        "dagster._cli.api",
+        "_execute_run_command_body",
+        "run_id instance write_stream_fn set_exit_code_on_failure",
+    ),
     ("dagster._core.asset_graph_view.entity_subset", "EntitySubset", ""),
     ("dagster._core.asset_graph_view.timing_metadata", "TimingMetadata", ""),
     ("dagster._core.definitions.assets.graph.base_asset_graph", "BaseAssetGraph", ""),
     ("dagster._core.definitions.events", "AssetKeyPartitionKey", "asset_key partition_key"),
     ("dagster._core.definitions.reconstruct", "ReconstructableJob", "repository"),
+    (
+        "dagster._core.definitions.reconstruct",
+        "ReconstructableRepository.with_repository_load_data",
+        "metadata",
+    ),
+    ("dagster._core.definitions.repository_definition", "RepositoryDefinition.load_all_definitions", ""),
+    ("dagster._core.definitions.repository_definition", "RepositoryLoadData", ""),
     ("dagster._core.events", "EngineEventData", "metadata"),
     ("dagster._core.events", "StepMaterializationData", "materialization"),
     ("dagster._core.events", "AssetMaterializationPlannedData", "asset_key partition"),
@@ -39,6 +56,18 @@ USED = [
     ),
     ("dagster._core.execution.backfill", "BulkActionsFilter", "statuses created_after"),
     ("dagster._core.execution.context.compute", "current_execution_context", ""),
+    ("dagster._core.instance", "InstanceRef.secrets_loader", ""),
+    ("dagster._core.launcher.base", "CheckRunHealthResult", "status msg run_worker_id"),
+    ("dagster._core.launcher.base", "LaunchRunContext", "dagster_run workspace"),
+    ("dagster._core.origin", "RepositoryPythonOrigin", "executable_path code_pointer"),
+    ("dagster._core.remote_origin", "GrpcServerCodeLocationOrigin", "socket additional_metadata"),
+    ("dagster._core.remote_origin", "ManagedGrpcPythonEnvCodeLocationOrigin", ""),
+    ("dagster._core.remote_representation.code_location", "GrpcServerCodeLocation.origin", ""),
+    ("dagster._core.secrets.loader", "SecretsLoader.get_secrets_for_environment", "location_name"),
+    ("dagster._utils", "get_run_crash_explanation", "prefix exit_code"),
+    ("dagster._utils.env", "using_dagster_dev", ""),
+    ("dagster._utils.hosted_user_process", "recon_repository_from_origin", "origin"),
+    ("dagster._utils.interrupts", "capture_interrupts", ""),
     ("pyiceberg.catalog", "MetastoreCatalog._convert_schema_if_needed", "schema format_version"),
     ("pyiceberg.catalog", "MetastoreCatalog._parse_metadata_version", "metadata_location"),
     ("pyiceberg.catalog", "MetastoreCatalog._write_metadata", "metadata io metadata_path"),
@@ -96,10 +125,16 @@ def test_pandera_tells_its_own_checks_from_others() -> None:
     assert pandera_internals.method_of(own) is None
 
 
+def test_what_a_run_imports_late_is_where_it_was() -> None:
+    for module in launching_internals._FIRST_USED_BY_A_RUN:
+        import_module(module)
+
+
 def test_nothing_else_names_a_private_module() -> None:
     private = ("dagster" + "._", "import _Fast", "import _Overwrite")
     allowed = {
         ONE / "dagster.py",
+        ONE / "dagster_launching.py",
         ONE / "pyiceberg.py",
         ROOT / "branchlake_dagster_tests/dagster_internals.py",
     }

@@ -95,6 +95,7 @@ class LakeConfig(ConfigurableResource[Any]):
     spark_port: int | None = _field("spark_port")
     ivy_settings: str | None = _field("ivy_settings")
     startup_timeout_s: float | None = _field("startup_timeout_s")
+    run_launcher: str | None = _field("run_launcher")
     default_namespace: str | None = _field("default_namespace")
     require_checks: bool | None = _field("require_checks")
     widen_columns: bool | None = _field("widen_columns")

@@ -1,19 +1,12 @@
-"""A materialisation on its run's branch beside the same one by a plain IO manager on `main`.
-
-`python -m branchlake_dagster.cli.bench.materialise` runs it alone, in a state folder of its own.
-"""
+"""A materialisation on its run's branch beside the same one by a plain IO manager on `main`."""
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -28,7 +21,6 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
-from branchlake_dagster.settings import Settings
 
 SIZES = {"10": 10, "2m": 2_000_000}
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
@@ -72,6 +64,7 @@ def measure(
 
     `materialise_ratio_10` and `materialise_ratio_2m`: a run on its branch over the plain one, for frames of
     ten and of two million rows of five columns. `materialise_pass_ratio_…`: with the publisher's pass.
+    `pass_one_run_ms`: that pass for a run of ten rows, in milliseconds.
     Tables of its own in `lake`, whose Nessie runs. Each run is one of Dagster's, with its events.
     """
     found: dict[str, Any] = {}
@@ -85,6 +78,9 @@ def measure(
             ),
             f"materialise_plain_s_{name}": round(plain, 3),
         }
+        if name == "10":
+            passes = [pair.publication for pair in pairs]
+            found["pass_one_run_ms"] = round(1000 * statistics.median(passes), 1)
         say(f"{rows:,} rows: {found[f'materialise_ratio_{name}']} times the plain {plain:.2f} s")
     return found
 
@@ -126,10 +122,10 @@ def _pairs(lake: Lakehouse, rows: int, rounds: int) -> list[_Pair]:
                 run_id, on_branch = run(branched)
                 _, without = run(plain)
             began = time.perf_counter()
-            outcome = Reconciler.of(lake, instance, graph).run_one(run_id)
+            outcomes = list(Reconciler.of(lake, instance, graph).run())
             pairs.append(_Pair(without, on_branch, time.perf_counter() - began))
-            if outcome is None or outcome.action is not PublicationAction.PUBLISHED:
-                raise RuntimeError(f"A benchmark's publication failed: {outcome}")
+            if [one.action for one in outcomes if one.run_id == run_id] != [PublicationAction.PUBLISHED]:
+                raise RuntimeError(f"A benchmark's publication failed: {outcomes}")
     catalog = lake.catalog(MAIN)
     written = [_files(catalog.load_table((namespace, name))) for name in ("plain", "branched")]
     if written[0] != written[1]:
@@ -163,17 +159,3 @@ def _files(table: Any) -> list[int]:
 
 def _median(values: Iterable[float]) -> float:
     return round(statistics.median(values), 3)
-
-
-def main() -> None:
-    """Measure on servers of its own and print JSON."""
-    with tempfile.TemporaryDirectory(prefix="branchlake-bench-") as folder:
-        lake = Lakehouse(Settings(state_dir=Path(folder) / "state"))
-        try:
-            print(json.dumps(measure(lake, say=lambda text: print(text, file=sys.stderr)), indent=2))
-        finally:
-            lake.servers.down()
-
-
-if __name__ == "__main__":
-    main()

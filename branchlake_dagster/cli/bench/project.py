@@ -7,6 +7,7 @@ from pyspark.sql.types import LongType
 
 from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
 from branchlake_dagster.checks import pandera_checks
+from branchlake_dagster.cli.bench.daemon.parts import parts_definitions
 from branchlake_dagster.definitions import build_definitions
 from branchlake_dagster.settings import Settings
 
@@ -29,5 +30,6 @@ small_job = dg.define_asset_job("small_job", selection=dg.AssetSelection.assets(
 
 defs = dg.Definitions.merge(
     build_definitions(Settings()),
+    parts_definitions(Settings()),
     dg.Definitions(assets=[small], asset_checks=[pandera_checks(small, SmallContract)], jobs=[small_job]),
 )

@@ -45,7 +45,7 @@ class ProcessRecord:
     def alive(self) -> bool:
         """Whether this very process still runs."""
         started = started_s(self.pid)
-        return started is not None and abs(started - self.started_s) < _SAME_START_S
+        return started is not None and same_start(started, self.started_s)
 
     def save(self, path: Path) -> None:
         """Write the record in one step, so that a reader never sees half of it."""
@@ -60,6 +60,11 @@ class ProcessRecord:
             return cls(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):
             return None
+
+
+def same_start(one: float, other: float) -> bool:
+    """Whether two times of `started_s` are the start of one process."""
+    return abs(one - other) < _SAME_START_S
 
 
 def started_s(pid: int) -> float | None:

@@ -166,9 +166,8 @@ class Recheck:
         if len(members) == 1:
             return _all(members, Refused(dict.fromkeys(prepared.tables, why)))
         older = dict(list(members.items())[: len(members) // 2])
-        waits = Waits(
-            f"together with others its checks failed; {len(older)} of them {agree(len(older), 'is', 'are')} tried without it"
-        )
+        are = agree(len(older), "is", "are")
+        waits = Waits(f"together with others its checks failed; {len(older)} of them {are} tried without it")
         return {**_all(members, waits), **self.prepare(older)}
 
     def _ask(

@@ -1,0 +1,89 @@
+"""Assets of fifty partitions with the same rows: ours and a plain IO manager's, as fifty runs and as one."""
+
+from typing import Any
+
+import dagster as dg
+import pyarrow as pa
+from pyiceberg.exceptions import CommitFailedException
+from pyiceberg.expressions import In
+from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.transforms import IdentityTransform
+from pyiceberg.types import LongType, NestedField, StringType
+
+from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.settings import Settings
+from branchlake_dagster.waiting import holds_within
+
+PARTITIONS = tuple(f"p{number:02}" for number in range(50))
+ROWS = 1_000
+NAMESPACE = "parts"
+SCHEMA = Schema(NestedField(1, "part", StringType()), NestedField(2, "n", LongType()))
+LAYOUT = PartitionSpec(PartitionField(1, 1000, IdentityTransform(), "part"))
+
+_PLAIN = "plain_io_manager"
+_partitions = dg.StaticPartitionsDefinition([*PARTITIONS])
+_RETRY_S = 60.0
+
+
+class PlainIOManager(dg.IOManager):
+    """What one would write with PyIceberg alone: replaces partitions' rows on `main`, again on a conflict."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._lake = Lakehouse(settings)
+
+    def handle_output(self, context: dg.OutputContext, obj: pa.Table) -> None:
+        """Replace the rows of the run's partitions in the asset's table, which exists."""
+        catalog = self._lake.catalog(MAIN)
+        identifier = tuple(context.asset_key.path)
+        replaced = In("part", set(context.asset_partition_keys))
+
+        def written() -> bool:
+            try:
+                catalog.load_table(identifier).overwrite(obj, overwrite_filter=replaced)
+            except CommitFailedException:  # another run was faster
+                return False
+            return True
+
+        if not holds_within(_RETRY_S, written, every_s=0.05):
+            raise dg.Failure(f"{identifier} was changed by others for {_RETRY_S:.0f} s.")
+
+    def load_input(self, context: dg.InputContext) -> Any:
+        """Nobody reads it."""
+        raise NotImplementedError
+
+
+def _rows(context: dg.AssetExecutionContext) -> pa.Table:
+    keys = context.partition_keys
+    return pa.table({"part": [key for key in keys for _ in range(ROWS)], "n": [*range(ROWS)] * len(keys)})
+
+
+def _asset(name: str, *, plain: bool, one_run: bool) -> dg.AssetsDefinition:
+    @dg.asset(
+        key=[NAMESPACE, name],
+        group_name="bench",
+        partitions_def=_partitions,
+        backfill_policy=dg.BackfillPolicy.single_run() if one_run else dg.BackfillPolicy.multi_run(1),
+        metadata={} if plain else table_metadata(partition_by="part", require_checks=False),
+        io_manager_key=_PLAIN if plain else None,
+    )
+    def rows(context: dg.AssetExecutionContext) -> pa.Table:
+        return _rows(context)
+
+    return rows
+
+
+ASSETS = {
+    (plain, one_run): _asset(
+        f"{'plain' if plain else 'branched'}_{'one_run' if one_run else 'runs'}", plain=plain, one_run=one_run
+    )
+    for plain in (False, True)
+    for one_run in (False, True)
+}
+"""By whether its IO manager is the plain one, and whether a backfill of it is one run."""
+
+
+def parts_definitions(settings: Settings) -> dg.Definitions:
+    """The assets and the plain IO manager."""
+    return dg.Definitions(assets=[*ASSETS.values()], resources={_PLAIN: PlainIOManager(settings)})

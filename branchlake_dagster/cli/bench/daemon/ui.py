@@ -1,0 +1,66 @@
+"""Launching as the UI does, through its API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import requests
+
+from branchlake_dagster.errors import BranchlakeError, Terminal
+
+_LAUNCH = """
+mutation Launch($params: ExecutionParams!) {
+  launchRun(executionParams: $params) {
+    __typename
+    ... on LaunchRunSuccess { run { runId } }
+    ... on PythonError { message }
+    ... on RunConfigValidationInvalid { errors { message } }
+  }
+}
+"""
+_BACKFILL = """
+mutation Backfill($params: LaunchBackfillParams!) {
+  launchPartitionBackfill(backfillParams: $params) {
+    __typename
+    ... on LaunchBackfillSuccess { backfillId }
+    ... on PythonError { message }
+  }
+}
+"""
+
+
+class BenchFailed(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """A benchmark's run did not get where it should, so there is nothing to time."""
+
+
+def launch_run(url: str, module: str, job: str, *, tags: Mapping[str, str] | None = None) -> str:
+    """The id of a launched run of a job. Raises BenchFailed."""
+    params = {
+        "selector": {"repositoryLocationName": module, "repositoryName": "__repository__", "jobName": job},
+        "runConfigData": {},
+        "executionMetadata": {
+            "tags": [{"key": key, "value": value} for key, value in (tags or {}).items()],
+        },
+    }
+    result = _asked(url, _LAUNCH, "launchRun", params)
+    if result["__typename"] != "LaunchRunSuccess":
+        raise BenchFailed(f"{job} could not be launched: {result}")
+    return str(result["run"]["runId"])
+
+
+def launch_backfill(url: str, key: Sequence[str], partitions: Sequence[str]) -> str:
+    """The id of a launched backfill of an asset. Raises BenchFailed."""
+    params = {"assetSelection": [{"path": [*key]}], "partitionNames": [*partitions], "fromFailure": False}
+    result = _asked(url, _BACKFILL, "launchPartitionBackfill", params)
+    if result["__typename"] != "LaunchBackfillSuccess":
+        raise BenchFailed(f"The backfill of {'/'.join(key)} could not be launched: {result}")
+    return str(result["backfillId"])
+
+
+def _asked(url: str, query: str, field: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    reply = requests.post(
+        f"{url}/graphql", json={"query": query, "variables": {"params": params}}, timeout=60
+    ).json()
+    found: dict[str, Any] = (reply.get("data") or {}).get(field) or {"__typename": str(reply)}
+    return found

@@ -1,0 +1,164 @@
+"""`WarmRunLauncher`: Dagster's run launcher that forks runs from warm processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from typing import Any, Self
+
+from dagster import DagsterRun, DefaultRunLauncher
+
+from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
+from branchlake_dagster.launching.templates import Load, NoWorker, Templates
+from branchlake_dagster.library_internals.dagster_launching import (
+    CheckRunHealthResult,
+    ConfigurableClassData,
+    LaunchRunContext,
+    UserConfigSchema,
+    WorkerStatus,
+    code_location_of,
+    load_data_of,
+    serialize_value,
+    server_id_of,
+    shares_our_environment,
+)
+from branchlake_dagster.settings import Settings
+
+_log = logging.getLogger(__name__)
+
+
+class WarmRunLauncher(DefaultRunLauncher):
+    """Launches a run by forking a process that has imported the code location already.
+
+    A code location that Dagster serves from this machine and environment gets a warm process with its first
+    run; it is replaced when the location is reloaded or a source file changes. Runs of any other location,
+    and all runs with `BRANCHLAKE_RUN_LAUNCHER=dagster`, start as with Dagster's own launcher; so does a run
+    for which there is no warm process, with a line in its log.
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster import WarmRunLauncher
+
+            # In dagster.yaml:
+            # run_launcher:
+            #   module: branchlake_dagster
+            #   class: WarmRunLauncher
+    """
+
+    def __init__(self, inst_data: ConfigurableClassData | None = None) -> None:
+        super().__init__(inst_data)
+        self._templates = Templates()
+        self._told: set[tuple[str, str]] = set()
+
+    @classmethod
+    def config_type(cls) -> UserConfigSchema:
+        """No options."""
+        return {}
+
+    @classmethod
+    def from_config_value(cls, inst_data: ConfigurableClassData, config_value: Mapping[str, Any]) -> Self:
+        """As Dagster makes it."""
+        return cls(inst_data, **config_value)
+
+    def launch_run(self, context: LaunchRunContext) -> None:
+        """Start the run's process: forked where that is possible, else in Dagster's way."""
+        run = context.dagster_run
+        load = self._load(context)
+        if isinstance(load, str):
+            self._tell_once(run, load)
+        else:
+            try:
+                self._templates.launch(
+                    load, run.run_id, timeout_s=self._instance.code_server_process_startup_timeout
+                )
+            except NoWorker as error:
+                _log.warning("%s Run %s starts in Dagster's way.", error, run.run_id)
+                self._instance.report_engine_event(f"{error} The run starts in Dagster's way.", run)
+            else:
+                self._run_ids.add(run.run_id)
+                return
+        super().launch_run(context)
+
+    def terminate(self, run_id: str) -> bool:
+        """Interrupt the run's process, which then ends the run as canceled; True when that is under way."""
+        run = self._instance.get_run_by_id(run_id)
+        worker = WorkerProcess.of(run.tags.get(WORKER_TAG)) if run else None
+        if run is None or run.is_finished or worker is None:
+            return bool(super().terminate(run_id))  # type: ignore[no-untyped-call]  # untyped upstream
+        self._instance.report_run_canceling(run)
+        if not worker.here():
+            self._instance.report_engine_event(
+                f"Process {worker.pid} of the run is on another machine or in another container; end the run"
+                " from the Dagster daemon that launched it.",
+                run,
+            )
+            return False
+        try:
+            if worker.alive():
+                os.kill(worker.pid, signal.SIGINT)
+                return True
+        except ProcessLookupError:
+            pass  # it has ended since
+        if not (now := self._instance.get_run_by_id(run_id)) or now.is_finished:
+            return False
+        self._instance.report_run_canceled(run, f"Process {worker.pid} of the run is gone already.")
+        return True
+
+    @property
+    def supports_check_run_worker_health(self) -> bool:
+        """Dagster's run monitoring may ask."""
+        return True
+
+    def check_run_worker_health(self, run: DagsterRun) -> CheckRunHealthResult:
+        """Whether the process of a run that has started still runs."""
+        worker = WorkerProcess.of(run.tags.get(WORKER_TAG))
+        if worker is None or not worker.here():
+            # Launched in Dagster's way, or beyond our sight. Any answer but "running" would fail the run.
+            return CheckRunHealthResult(WorkerStatus.RUNNING, "Its process cannot be seen from here.")
+        if worker.alive():
+            return CheckRunHealthResult(WorkerStatus.RUNNING, run_worker_id=str(worker.pid))
+        return CheckRunHealthResult(
+            WorkerStatus.FAILED, f"Process {worker.pid} of the run is gone.", run_worker_id=str(worker.pid)
+        )
+
+    def warm_processes(self) -> dict[str, int]:
+        """The warm process of each code location that has one, by its process id."""
+        return self._templates.processes()
+
+    def dispose(self) -> None:
+        """Let the warm processes end, each with its last run."""
+        self._templates.close()
+        super().dispose()
+
+    def _load(self, context: LaunchRunContext) -> Load | str:
+        """What a process must have loaded to be forked for this run; or why it cannot be, in words."""
+        run = context.dagster_run
+        if Settings().run_launcher == "dagster":
+            return "BRANCHLAKE_RUN_LAUNCHER asks for it"
+        if sys.platform != "linux":
+            return f"on {sys.platform} a process that has imported libraries cannot be forked safely"
+        location = code_location_of(context)
+        if location is None or run.job_code_origin is None:
+            return "no code server serves it"
+        origin = run.job_code_origin.repository_origin
+        if not shares_our_environment(location):
+            return "its code server was not started by this Dagster, so it may have another environment"
+        if origin.executable_path != sys.executable:
+            return f"it runs with another Python, {origin.executable_path}"
+        return Load(
+            location=location.name,
+            server=server_id_of(location),
+            origin=serialize_value(origin),
+            load_data=load_data_of(self._instance, run),
+            instance=serialize_value(self._instance.get_ref()),
+        )
+
+    def _tell_once(self, run: DagsterRun, reason: str) -> None:
+        name = run.remote_job_origin.location_name if run.remote_job_origin else run.job_name
+        if (name, reason) not in self._told:
+            self._told.add((name, reason))
+            _log.info("Runs of %s start in Dagster's way: %s.", name, reason)

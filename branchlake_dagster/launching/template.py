@@ -1,0 +1,218 @@
+"""A warm process: it has loaded one code location, and forks a worker for each run it is asked for.
+
+Started by the launcher as `python -m branchlake_dagster.launching.template DESCRIPTOR`, with one end of a
+socket pair. It opens no storage and no connection and runs no thread, since a fork would share them. It ends
+when the launcher's end is closed (so also when that process dies) and its last worker has ended: it is the
+parent that learns how a worker ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from branchlake_dagster.launching.channel import ChannelClosed, receive, send
+from branchlake_dagster.launching.sources import Stamp, changed, imported_sources
+from branchlake_dagster.launching.worker import SETTLED, Run, execute, report_crash
+from branchlake_dagster.library_internals.dagster_launching import (
+    InstanceRef,
+    RepositoryPythonOrigin,
+    deserialize_value,
+    inject_secrets,
+    load_repository,
+    preload_execution,
+)
+
+_LATE = {
+    "branchlake_dagster.lakehouse.nessie": ("branchlake_dagster.lakehouse.nessie.pynessie_parts",),
+    "pyiceberg": ("pyiceberg.io.pyarrow",),
+    "pyspark.sql": ("pyspark.sql.connect.session", "grpc_status.rpc_status"),
+}
+"""By what is imported: what follows late, with the first calls of a run. That is half a second each time."""
+
+_OPEN_FILES = Path("/proc/self/fd")
+
+
+class NotForkable(Exception):  # noqa: N818 - says what the code location is
+    """The code location did on import what a fork must not inherit."""
+
+
+def load(order: Mapping[str, Any]) -> dict[Path, Stamp | None]:
+    """Import and build everything; gives the files it came from. Raises what they raise, or NotForkable."""
+    began = time.time_ns()
+    before = _connections()
+    instance_ref = deserialize_value(order["instance"], InstanceRef)
+    inject_secrets(instance_ref, order["location"])
+    load_repository(deserialize_value(order["origin"], RepositoryPythonOrigin), order["load_data"])
+    preload_execution(instance_ref)
+    _preload_late()
+    if others := [one.name for one in threading.enumerate() if one is not threading.main_thread()]:
+        raise NotForkable(f"importing the code started threads: {', '.join(others)}")
+    if opened := _connections() - before:
+        raise NotForkable(f"importing the code opened {len(opened)} network connections")
+    return imported_sources(list(sys.modules.values()), began_ns=began, ended_ns=time.time_ns())
+
+
+def _preload_late() -> None:
+    for imported, modules in _LATE.items():
+        if imported in sys.modules:
+            for module in modules:
+                with contextlib.suppress(ImportError):  # an extra that is not installed
+                    import_module(module)
+
+
+def _connections() -> set[str]:
+    found = set()
+    for entry in _OPEN_FILES.iterdir():
+        with contextlib.suppress(OSError):  # the listing's own is gone by now
+            target = str(entry.readlink())
+            if target.startswith("socket:"):
+                found.add(target)
+    return found
+
+
+class Template:
+    """Forks workers on request and watches them."""
+
+    def __init__(self, launcher: socket.socket, sources: Mapping[Path, Stamp | None]) -> None:
+        self._launcher: socket.socket | None = launcher
+        self._sources = sources
+        self._asked_to_end = False
+        self._children: dict[int, Run | None] = {}
+        """By process id: the run that it executes, or None of one that reports a crash."""
+        # Not epoll: its list lies in the kernel and would be shared with the forks.
+        self._selector = selectors.PollSelector()
+        self._selector.register(launcher, selectors.EVENT_READ)
+        self._woken, wake = socket.socketpair()
+        self._wake = wake
+        for end in (self._woken, wake):
+            end.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        signal.signal(signal.SIGCHLD, _only_wake_up)
+        signal.signal(signal.SIGTERM, self._on_term)
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+
+    def serve(self) -> Callable[[], int] | None:
+        """Until nobody needs it any more: then None. In a fork: what that has to do."""
+        while self._launcher is not None or self._children:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._woken:
+                    self._woken.recv(4096)
+                elif self._launcher is not None and (task := self._answer(self._launcher)):
+                    return task
+            if task := self._collect():
+                return task
+            if self._asked_to_end:
+                self._no_more_requests()
+        return None
+
+    def _answer(self, launcher: socket.socket) -> Callable[[], int] | None:
+        """One request of the launcher; the task of the worker when this is it."""
+        try:
+            request, reply = receive(launcher)
+        except ChannelClosed:
+            self._no_more_requests()
+            return None
+        if reply is None:
+            raise ValueError("A request brings the socket for its answer.")
+        if files := changed(self._sources):
+            _decline(reply, {"changed": [str(path) for path in files[:3]]})
+            return None
+        run = Run(request["run_id"], request["instance"])
+        try:
+            in_template = self._fork(run)
+        except OSError as error:
+            _decline(reply, {"failed": f"it could not be forked: {error}"})
+            return None
+        if in_template:
+            reply.close()
+            return None
+        return lambda: execute(run, reply)
+
+    def _collect(self) -> Callable[[], int] | None:
+        """Those that have ended; the task of the reporter when this is it."""
+        while self._children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return None
+            run = self._children.pop(pid, None)
+            code = os.waitstatus_to_exitcode(status)
+            if run is not None and code != SETTLED and not self._fork(None):
+                return lambda: report_crash(run, code)
+        return None
+
+    def _fork(self, run: Run | None) -> bool:
+        """True in the template, False in its fork, which has nothing of the template's open any more."""
+        # What was printed and not yet written would be written by both.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid:
+            self._children[pid] = run
+            return True
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        self._no_more_requests()
+        self._selector.close()
+        self._woken.close()
+        self._wake.close()
+        return False
+
+    def _no_more_requests(self) -> None:
+        if self._launcher is not None:
+            self._selector.unregister(self._launcher)
+            self._launcher.close()
+            self._launcher = None
+
+    def _on_term(self, *_: object) -> None:
+        """Asked to end: no new workers, but those that work are watched to their end."""
+        self._asked_to_end = True
+
+
+def _decline(reply: socket.socket, answer: dict[str, Any]) -> None:
+    with reply, contextlib.suppress(OSError):  # who asked may have given up
+        send(reply, answer)
+
+
+def _only_wake_up(*_: object) -> None:
+    """A signal without a handler does not end the wait."""
+
+
+def main(descriptor: int) -> int:
+    """The exit status, of the template and of each of its forks."""
+    launcher = socket.socket(fileno=descriptor)
+    launcher.set_inheritable(False)
+    # Ctrl-C reaches the whole terminal: workers are interrupted, their parent still has to see them end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        order, _ = receive(launcher)
+        sources = load(order)
+    except ChannelClosed:
+        return 0
+    except BaseException as error:  # noqa: BLE001 - whatever the code does, the launcher is told
+        traceback.print_exc()
+        send(launcher, {"failed": f"{type(error).__name__}: {error}"})
+        return 1
+    # What is there now stays for ever; the collector of a fork would otherwise touch, and so copy, all of it.
+    gc.collect()
+    gc.freeze()
+    send(launcher, {"ready": os.getpid()})
+    task = Template(launcher, sources).serve()
+    return task() if task else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

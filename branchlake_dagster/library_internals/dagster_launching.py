@@ -1,0 +1,153 @@
+"""What launching a run takes of Dagster 1.13 beyond what `import dagster` exports.
+
+The public interface of a run launcher is its base class alone: what it is given, which code location it came
+from, and how a run's process executes the run have no public names.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from dagster import DagsterInstance, DagsterRun, RepositoryDefinition
+from dagster._config.config_schema import UserConfigSchema
+from dagster._core.definitions.repository_definition import RepositoryLoadData
+from dagster._core.instance import InstanceRef
+from dagster._core.launcher.base import CheckRunHealthResult, LaunchRunContext, WorkerStatus
+from dagster._core.origin import RepositoryPythonOrigin
+from dagster._serdes import ConfigurableClass, ConfigurableClassData, deserialize_value, serialize_value
+from dagster._utils import get_run_crash_explanation
+from dagster._utils.hosted_user_process import recon_repository_from_origin
+from dagster._utils.interrupts import capture_interrupts
+
+if TYPE_CHECKING:
+    from dagster._core.remote_representation.code_location import GrpcServerCodeLocation
+
+__all__ = [
+    "CheckRunHealthResult",
+    "ConfigurableClass",
+    "ConfigurableClassData",
+    "GrpcServerCodeLocation",
+    "InstanceRef",
+    "LaunchRunContext",
+    "RepositoryPythonOrigin",
+    "UserConfigSchema",
+    "WorkerStatus",
+    "capture_interrupts",
+    "code_location_of",
+    "crash_text",
+    "deserialize_value",
+    "execute_run_here",
+    "inject_secrets",
+    "load_data_of",
+    "load_repository",
+    "preload_execution",
+    "serialize_value",
+    "server_id_of",
+    "shares_our_environment",
+]
+
+
+def code_location_of(context: LaunchRunContext) -> GrpcServerCodeLocation | None:
+    """The code location that a run comes from; None when it is not served by a process of its own."""
+    from dagster._core.remote_representation.code_location import GrpcServerCodeLocation
+
+    run = context.dagster_run
+    if context.workspace is None or run.remote_job_origin is None:
+        return None
+    found = context.workspace.get_code_location(run.remote_job_origin.location_name)
+    return found if isinstance(found, GrpcServerCodeLocation) else None
+
+
+def shares_our_environment(location: GrpcServerCodeLocation) -> bool:
+    """Whether Dagster itself started the code server, here and with the environment of this process.
+
+    It does so for a location that a workspace names by module or file, and `dagster dev` does it for its
+    daemon and web server, to whom it passes the socket together with what was loaded. A server that
+    somebody else started may have another environment, file system or machine.
+    """
+    from dagster._core.remote_origin import (
+        GrpcServerCodeLocationOrigin,
+        ManagedGrpcPythonEnvCodeLocationOrigin,
+    )
+    from dagster._utils.env import using_dagster_dev
+
+    origin = location.origin
+    if isinstance(origin, ManagedGrpcPythonEnvCodeLocationOrigin):
+        return True
+    return (
+        isinstance(origin, GrpcServerCodeLocationOrigin)
+        and bool(origin.socket)
+        and bool(origin.additional_metadata)
+        and using_dagster_dev()
+    )
+
+
+def server_id_of(location: GrpcServerCodeLocation) -> str:
+    """The name of the code server's present load: another one after each reload. Asks the server."""
+    from dagster._api.get_server_id import sync_get_server_id
+
+    return str(sync_get_server_id(location.client))
+
+
+def load_data_of(instance: DagsterInstance, run: DagsterRun) -> str | None:
+    """With what the code server tells the run's process to load the definitions, serialised.
+
+    The location's name, and for definitions that are computed while they load (assets of integrations,
+    components with state) what was computed.
+    """
+    if not run.has_repository_load_data or run.execution_plan_snapshot_id is None:
+        return None
+    data = instance.get_execution_plan_snapshot(run.execution_plan_snapshot_id).repository_load_data
+    return None if data is None else serialize_value(data)
+
+
+def inject_secrets(instance_ref: InstanceRef, location_name: str | None) -> None:
+    """Set the variables of Dagster's `.env` file, as a code server does, without opening its storage."""
+    loader = instance_ref.secrets_loader
+    if loader is not None:
+        os.environ.update(loader.get_secrets_for_environment(location_name))
+
+
+def load_repository(origin: RepositoryPythonOrigin, load_data: str | None) -> RepositoryDefinition:
+    """Import the code and build all its definitions; `execute_run_here` then finds them built."""
+    data = None if load_data is None else deserialize_value(load_data, RepositoryLoadData)
+    repository = recon_repository_from_origin(origin).with_repository_load_data(data).get_definition()
+    repository.load_all_definitions()
+    return repository
+
+
+_FIRST_USED_BY_A_RUN = (
+    "dagster._cli.api",
+    "dagster._core.execution.api",
+    "dagster._core.execution.plan.active",
+    "dagster._core.executor.in_process",
+    "dagster._core.instance.factory",
+    "dagster._core.storage.event_log.sqlite.sqlite_event_log",
+    "dagster._core.storage.migration",
+    "dagster._core.storage.runs.sqlite.sqlite_run_storage",
+    "dagster._core.storage.schedules.sqlite.sqlite_schedule_storage",
+    "dagster._core.system_config.composite_descent",
+    "sqlalchemy.dialects.sqlite",
+    "upath.implementations.local",
+)
+
+
+def preload_execution(instance_ref: InstanceRef) -> None:
+    """Import what Dagster itself imports late, with a run's first calls, and the classes of the instance."""
+    of_instance = [data.module_name for data in instance_ref if isinstance(data, ConfigurableClassData)]
+    for module in (*_FIRST_USED_BY_A_RUN, *of_instance):
+        import_module(module)
+
+
+def execute_run_here(instance: DagsterInstance, run_id: str) -> None:
+    """Execute a launched run in this process, as `dagster api execute_run` does; what fails is in its log."""
+    from dagster._cli.api import _execute_run_command_body
+
+    _execute_run_command_body(run_id, instance, lambda _: None, set_exit_code_on_failure=False)
+
+
+def crash_text(run_id: str, exit_code: int) -> str:
+    """How the process of a run ended, in Dagster's words; a negative code is a signal."""
+    return get_run_crash_explanation(f"Run execution process for {run_id}", exit_code)

@@ -1,0 +1,165 @@
+"""What the launcher is made of: messages, process identity, changed sources, templates that cannot be had."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+from dagster import DagsterInstance, DefaultRunLauncher
+
+from branchlake_dagster.lakehouse.embedded.process import started_s
+from branchlake_dagster.launching import templates as templates_module
+from branchlake_dagster.launching.channel import ChannelClosed, receive, send
+from branchlake_dagster.launching.process import WorkerProcess
+from branchlake_dagster.launching.sources import changed, imported_sources
+from branchlake_dagster.launching.templates import Load, NoWorker, Templates
+from branchlake_dagster.library_internals.dagster_launching import serialize_value
+from branchlake_dagster_tests.dagster_internals import FileCodePointer, RepositoryPythonOrigin
+
+
+def test_a_message_and_the_socket_with_it_arrive() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        mine, passed = socket.socketpair()
+        with mine, passed:
+            send(here, {"text": "x"}, passing=passed)
+            message, received = receive(there)
+        assert message == {"text": "x"}
+        assert received is not None
+        with received:
+            assert not os.get_inheritable(received.fileno())
+
+
+def test_a_closed_end_is_told() -> None:
+    here, there = socket.socketpair()
+    with there:
+        here.close()
+        with pytest.raises(ChannelClosed):
+            receive(there)
+
+
+def test_a_process_is_known_by_its_start() -> None:
+    this = WorkerProcess.this()
+    assert WorkerProcess.of(this.tag()) == this
+    assert this.here()
+    assert this.alive()
+    assert not replace(this, started_s=this.started_s - 1).alive(), "its pid was used again"
+    assert not replace(this, place="elsewhere").here()
+
+
+def test_a_process_that_nobody_collected_is_not_alive() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        started = started_s(process.pid)
+        assert started is not None
+        assert process.stdin is not None
+        worker = replace(WorkerProcess.this(), pid=process.pid, started_s=started)
+        assert worker.alive()
+        process.stdin.close()
+        deadline = time.monotonic() + 20
+        while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < deadline
+        assert not worker.alive()
+
+
+@pytest.mark.parametrize("tag", [None, "", "{}", "not JSON", '{"pid": 1}'])
+def test_a_tag_that_says_nothing_is_no_process(tag: str | None) -> None:
+    assert WorkerProcess.of(tag) is None
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> ModuleType:
+    found = ModuleType("mine")
+    path = tmp_path / "mine.py"
+    path.write_text("one = 1\n")
+    os.utime(path, ns=(1_000, 1_000))
+    found.__file__ = str(path)
+    return found
+
+
+def test_an_edited_or_deleted_file_is_changed(module: ModuleType) -> None:
+    path = Path(str(module.__file__))
+    known = imported_sources([module, pytest], began_ns=2_000, ended_ns=3_000)
+    assert list(known) == [path], "installed packages are not looked at"
+    assert changed(known) == []
+    path.write_text("two = 2\n")
+    assert changed(known) == [path]
+    path.unlink()
+    assert changed(known) == [path]
+
+
+def test_a_file_written_during_the_import_counts_as_changed(module: ModuleType) -> None:
+    assert changed(imported_sources([module], began_ns=500, ended_ns=3_000)) == [Path(str(module.__file__))]
+
+
+@pytest.fixture
+def loads(tmp_path: Path) -> Iterator[Load]:
+    """A load of `code.py`, which the test writes."""
+    with DagsterInstance.local_temp(str(tmp_path)) as instance:
+        pointer = FileCodePointer(str(tmp_path / "code.py"), "defs", str(tmp_path))
+        origin = RepositoryPythonOrigin(sys.executable, pointer)
+        yield Load("place", "server", serialize_value(origin), None, serialize_value(instance.get_ref()))
+
+
+DEFS = "import dagster as dg\ndefs = dg.Definitions()\n"
+NOT_FORKABLE = {
+    "raise ValueError('a bad start')": "ValueError: a bad start",
+    "raise SystemExit(3)": "SystemExit: 3",
+    "import threading; threading.Thread(target=threading.Event().wait, name='mine', daemon=True).start()": "threads: mine",
+    "import socket; pair = socket.socketpair()": "opened 2 network connections",
+    "import os; os.kill(os.getpid(), 9)": "did not get ready",
+}
+
+
+@pytest.mark.parametrize("code", NOT_FORKABLE)
+def test_code_that_cannot_be_forked_is_refused_in_words(code: str, loads: Load, tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text(DEFS + code)
+    templates = Templates()
+    with pytest.raises(NoWorker, match=NOT_FORKABLE[code]):
+        templates.launch(loads, "a run", timeout_s=60)
+    assert templates.processes() == {}
+
+
+def test_a_load_that_failed_is_tried_again_after_a_rest_or_a_reload(loads: Load, tmp_path: Path) -> None:
+    now = 0.0
+    attempts = tmp_path / "attempts"
+    (tmp_path / "code.py").write_text(f"open({str(attempts)!r}, 'a').write('x')\nraise ValueError\n")
+    templates = Templates(clock=lambda: now)
+
+    def tries(load: Load) -> int:
+        with pytest.raises(NoWorker):
+            templates.launch(load, "a run", timeout_s=60)
+        return len(attempts.read_text())
+
+    assert tries(loads) == 1
+    assert tries(loads) == 1
+    assert tries(replace(loads, server="reloaded")) == 2
+    now += 61
+    assert tries(replace(loads, server="reloaded")) == 3
+
+
+def test_a_process_that_does_not_get_ready_is_ended(
+    loads: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "code.py").write_text("import time; time.sleep(600)")
+    began: list[int] = []
+    start = templates_module._start
+    monkeypatch.setattr(templates_module, "_start", lambda end: began.append(start(end)) or began[-1])
+    with pytest.raises(NoWorker, match="did not get ready: timed out"):
+        Templates().launch(loads, "a run", timeout_s=0.5)
+    assert not psutil.pid_exists(began[0])
+
+
+def test_dagsters_launcher_is_what_ours_stands_on() -> None:
+    assert {"launch_run", "terminate", "join", "_run_ids"} <= {
+        *vars(DefaultRunLauncher),
+        *vars(DefaultRunLauncher()),
+    }
