@@ -38,7 +38,6 @@ from dagster._core.storage.tags import (
     PARENT_RUN_ID_TAG,
     ROOT_RUN_ID_TAG,
 )
-from dagster_shared.record import copy
 
 __all__ = [
     "ASSET_RESUME_RETRY_TAG",
@@ -138,7 +137,18 @@ def fail_backfill(
 
 def with_executor(definitions: Definitions, executor: ExecutorDefinition) -> Definitions:
     """The same definitions with another default executor. `Definitions.merge` refuses two of them."""
-    return copy(definitions, executor=executor)
+    return Definitions(
+        assets=definitions.assets,
+        asset_checks=definitions.asset_checks,
+        schedules=definitions.schedules,
+        sensors=definitions.sensors,
+        jobs=definitions.jobs,
+        resources=definitions.resources,
+        loggers=definitions.loggers,
+        metadata=definitions.metadata,
+        component_tree=definitions.component_tree,
+        executor=executor,
+    )
 
 
 def io_manager_key_of(graph: AssetGraph, key: AssetKey) -> str | None:

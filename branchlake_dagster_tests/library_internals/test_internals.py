@@ -46,7 +46,6 @@ USED = [
         "DagsterEvent.build_asset_materialization_planned_event",
         "job_name step_key asset_materialization_planned_data",
     ),
-    ("dagster_shared.record", "copy", "record"),
     ("dagster._core.execution.backfill", "PartitionBackfill.get_asset_backfill_data", "asset_graph"),
     ("dagster._core.execution.backfill", "PartitionBackfill.with_status", "status"),
     (
@@ -54,7 +53,7 @@ USED = [
         "PartitionBackfill.with_asset_backfill_data",
         "asset_backfill_data dynamic_partitions_store asset_graph",
     ),
-    ("dagster._core.execution.backfill", "BulkActionsFilter", "statuses created_after"),
+    ("dagster._core.execution.backfill", "BulkActionsFilter", ""),
     ("dagster._core.execution.context.compute", "current_execution_context", ""),
     ("dagster._core.instance", "InstanceRef.secrets_loader", ""),
     ("dagster._core.launcher.base", "CheckRunHealthResult", "status msg run_worker_id"),
