@@ -62,7 +62,6 @@ def _proved(one: Any) -> bool:
     return "branchlake/proved_by" in one.metadata
 
 
-@pytest.mark.integration
 def test_a_contract_that_metadata_proves_opens_no_spark(
     lakehouse: Lakehouse, namespace: str, sessions: list[str]
 ) -> None:
