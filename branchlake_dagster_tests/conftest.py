@@ -71,8 +71,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if lakes.worker:
         return
     lakes.end()
-    if not lakes.kept and exitstatus == pytest.ExitCode.OK:
-        shutil.rmtree(lakes.shared, ignore_errors=True)  # else the servers' logs stay
+    # The servers' logs stay when a test failed.
+    if not lakes.kept and (exitstatus == pytest.ExitCode.OK or not any(lakes.shared.iterdir())):
+        shutil.rmtree(lakes.shared, ignore_errors=True)
 
 
 # -- the tests -----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from branchlake_dagster.publication.reconcile.outcome import Outcome
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
 from branchlake_dagster.settings import Settings
+from branchlake_dagster_tests.suite.instances import new_instance
 
 
 @dataclass
@@ -99,5 +100,5 @@ def project(lake: Lakehouse, *parts: Any) -> Iterator[Project]:
         machinery,
         dg.Definitions(assets=assets, asset_checks=checks, executor=dg.in_process_executor),
     )
-    with dg.instance_for_test() as instance:
+    with new_instance() as instance:
         yield Project(lake, instance, merged)

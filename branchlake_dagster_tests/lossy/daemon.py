@@ -88,7 +88,7 @@ class Daemon:
         that are missing two minutes after the last run's end it is not waited any longer.
         """
         waiting = list(planned)
-        deadline = time.monotonic() + 180 + 15 * len(waiting)
+        deadline = time.monotonic() + 600 + 60 * len(waiting)
         since = next_word = time.monotonic()
         while True:
             now = self.runs()

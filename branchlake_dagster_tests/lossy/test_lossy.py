@@ -15,7 +15,7 @@ import pytest
 
 RUNS = int(os.environ.get("BRANCHLAKE_TEST_LOSSY_RUNS", "6"))
 SEED = int(os.environ.get("BRANCHLAKE_TEST_LOSSY_SEED") or time.time_ns() % 1_000_000)
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(420 + 15 * RUNS)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200 + 60 * RUNS)]
 
 
 def test_rows_are_exact_and_nothing_is_left_behind_a_lossy_network(

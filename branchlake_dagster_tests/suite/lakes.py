@@ -73,6 +73,8 @@ class Lakes:
 
 
 def _down(folder: Path) -> None:
+    if not (folder / "run").is_dir():
+        return  # nothing was started there
     EmbeddedServers(Settings(state_dir=folder)).down()
 
 

@@ -12,6 +12,7 @@ from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.branch.run_tags import OPENED_TAG, Place, opened
 from branchlake_dagster.library_internals.dagster import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG
 from branchlake_dagster_tests.dagster_internals import create_run_for_test
+from branchlake_dagster_tests.suite.instances import new_instance
 
 FAILED, RUNNING, SUCCESS = (
     dg.DagsterRunStatus.FAILURE,
@@ -22,7 +23,7 @@ FAILED, RUNNING, SUCCESS = (
 
 @pytest.fixture
 def instance() -> Iterator[dg.DagsterInstance]:
-    with dg.instance_for_test() as found:
+    with new_instance() as found:
         yield found
 
 

@@ -1,7 +1,7 @@
 """The code location of test_backfill_daemon.py."""
 
 import os
-import time
+from pathlib import Path
 
 import dagster as dg
 import polars as pl
@@ -9,6 +9,7 @@ import polars as pl
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
+from branchlake_dagster.waiting import holds_within
 
 NAMESPACE = os.environ.get("BRANCHLAKE_TEST_NAMESPACE", "backfill")
 PARTITIONS = [f"p{number:02}" for number in range(int(os.environ.get("BRANCHLAKE_TEST_PARTITIONS", "50")))]
@@ -23,10 +24,18 @@ def parts(context: dg.AssetExecutionContext) -> pl.DataFrame:
     return pl.DataFrame({"part": [context.partition_key] * 2, "n": [1, 2]})
 
 
+def _meet(run_id: str) -> None:
+    """Wait until two runs have their branches, so that both start from one `main`."""
+    folder = Path(os.environ["DAGSTER_HOME"], "met")
+    folder.mkdir(exist_ok=True)
+    (folder / run_id).touch()
+    assert holds_within(300, lambda: len([*folder.iterdir()]) >= 2, every_s=0.1)
+
+
 @dg.asset(key=[NAMESPACE, "sums"], metadata=table_metadata(write_mode="append"))
-def sums(lakehouse: LakehouseResource) -> pl.DataFrame:
+def sums(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> pl.DataFrame:
     lakehouse.open_branch()
-    time.sleep(8)  # so that two runs launched together start from one `main`
+    _meet(context.run_id)
     return pl.DataFrame({"n": [1]})
 
 

@@ -17,7 +17,7 @@ from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.dagster_internals import InstigatorState
 
-pytestmark = [pytest.mark.daemon, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.daemon, pytest.mark.timeout(1200)]
 
 SENSOR = "publication_automation_sensor"
 MODULE = "branchlake_dagster_tests.publication.automation.automation_project"
@@ -52,11 +52,11 @@ def launch(url: str, *path: str) -> str:
         "assetSelection": [{"path": list(path)}],
     }
     variables = {"params": {"selector": selector, "runConfigData": {}}}
-    reply = requests.post(f"{url}/graphql", json={"query": LAUNCH, "variables": variables}, timeout=60).json()
+    reply = requests.post(f"{url}/graphql", json={"query": LAUNCH, "variables": variables}, timeout=300).json()
     return str(reply["data"]["launchRun"]["run"]["runId"])
 
 
-def wait_for(what: Callable[[], Any], *, seconds: float = 90.0) -> Any:
+def wait_for(what: Callable[[], Any], *, seconds: float = 300.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -18,10 +18,11 @@ from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import published
 
-pytestmark = [pytest.mark.daemon, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.daemon, pytest.mark.timeout(1800)]
 
 MODULE = "branchlake_dagster_tests.publication.automation.backfill_project"
-PARTITIONS = 50
+PARTITIONS = 20
+"""Twice what runs at a time: those that make the table, and those that find it."""
 AT_A_TIME = 10
 BACKFILL = """
 mutation Backfill($params: LaunchBackfillParams!) {
@@ -37,27 +38,33 @@ mutation Launch($params: ExecutionParams!) {
 """
 
 
-@pytest.fixture
-def daemon(
-    lakehouse: Lakehouse, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def namespace() -> str:
+    return f"t{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture(scope="module")
+def daemon(lakehouse: Lakehouse, namespace: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One for both tests: its processes are what takes long to start."""
+    home = tmp_path_factory.mktemp("daemon")
     environment = {
         "BRANCHLAKE_STATE_DIR": str(lakehouse.settings.state_dir),
         "BRANCHLAKE_TEST_NAMESPACE": namespace,
         "BRANCHLAKE_TEST_PARTITIONS": str(PARTITIONS),
     }
-    for name, value in {**environment, "DAGSTER_HOME": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
-    dagster_home(lakehouse.settings)
-    with (tmp_path / "dagster.yaml").open("a") as config:
-        config.write(f"\nconcurrency:\n  runs:\n    max_concurrent_runs: {AT_A_TIME}\n")
-    with dagster_dev(MODULE, home=tmp_path, environment=environment) as url:
-        yield url
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name, value in {**environment, "DAGSTER_HOME": str(home)}.items():
+            monkeypatch.setenv(name, value)
+        dagster_home(lakehouse.settings)
+        with (home / "dagster.yaml").open("a") as config:
+            config.write(f"\nconcurrency:\n  runs:\n    max_concurrent_runs: {AT_A_TIME}\n")
+        with dagster_dev(MODULE, home=home, environment=environment) as url:
+            yield url
 
 
 def graphql(url: str, query: str, **params: Any) -> Any:
     variables = {"params": params}
-    reply = requests.post(f"{url}/graphql", json={"query": query, "variables": variables}, timeout=60).json()
+    reply = requests.post(f"{url}/graphql", json={"query": query, "variables": variables}, timeout=300).json()
     return reply["data"]
 
 
@@ -127,7 +134,7 @@ def test_two_runs_meet_and_the_daemon_repeats_the_check(
             assert not any(told), told
             return sum(PUBLICATION_TAG in run.tags for run in now) == 2
 
-        wait_for(both_published, seconds=180)
+        wait_for(both_published, seconds=600)
         assert len(lakehouse.catalog().load_table((namespace, "sums")).scan().to_arrow()) == 2
         (again,) = [run for run in instance.get_runs() if CHECKS_FOR_TAG in run.tags]
         assert again.tags[CHECKS_FOR_TAG] in launched

@@ -28,7 +28,7 @@ _PRELOADED = (
 )
 _context = multiprocessing.get_context("forkserver")
 _SPOILT_EVERY = 6
-_PATIENCE_S = 60.0
+_PATIENCE_S = 240.0
 
 
 @dataclass

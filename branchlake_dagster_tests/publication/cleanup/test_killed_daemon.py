@@ -22,7 +22,7 @@ from branchlake_dagster.cli.local.dagster_dev import dagster_dev
 from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 
-pytestmark = [pytest.mark.daemon, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.daemon, pytest.mark.timeout(1200)]
 
 MODULE = "branchlake_dagster_tests.publication.cleanup.killed_project"
 LAUNCH = """
@@ -71,10 +71,10 @@ def test_a_run_that_died_with_its_code_server_ends_by_itself(
             "query": LAUNCH,
             "variables": {"params": {"selector": selector, "runConfigData": {}}},
         }
-        reply = requests.post(f"{url}/graphql", json=body, timeout=60).json()
+        reply = requests.post(f"{url}/graphql", json=body, timeout=300).json()
         run_id = str(reply["data"]["launchRun"]["run"]["runId"])
         ready = tmp_path / "ready"
-        wait_for(lambda: ready.exists() and ready.read_text() == run_id, 60)
+        wait_for(lambda: ready.exists() and ready.read_text() == run_id, 300)
         return next(beat for beat in store.all() if beat.run_id == run_id)
 
     with dagster_dev(MODULE, home=tmp_path, environment=environment) as url:
@@ -88,10 +88,10 @@ def test_a_run_that_died_with_its_code_server_ends_by_itself(
             run = here.get_run_by_id(dead.run_id)
             return run is not None and run.status is dg.DagsterRunStatus.FAILURE
 
-        wait_for(ended, 90)
+        wait_for(ended, 300)
         records = here.get_records_for_run(dead.run_id).records
         told = [record.event_log_entry.message for record in records]
         assert any(f"no heartbeat of process {dead.pid} on " in message for message in told)
-        wait_for(lambda: here.get_run_by_id(dead.run_id).tags[VERDICT_TAG] != PENDING, 30)  # type: ignore[union-attr]
+        wait_for(lambda: here.get_run_by_id(dead.run_id).tags[VERDICT_TAG] != PENDING, 300)  # type: ignore[union-attr]
     names = {ref.name for ref in lakehouse.nessie.references()}
     assert branch_name(dead.run_id) not in names

@@ -46,9 +46,9 @@ class Run:
         }
         self.main = lake.nessie.reference(MAIN).hash
         self.process = subprocess.Popen([sys.executable, "-m", _PROJECT], env=self.environment)
-        until(lambda: (ready.exists() and ready.read_text() != "") or self.process.poll() is not None, 60)
+        until(lambda: (ready.exists() and ready.read_text() != "") or self.process.poll() is not None, 300)
         if dies:
-            self.process.wait(60)
+            self.process.wait(300)
         else:
             assert self.process.poll() is None, "the run ended too early"
         self.run_id = ready.read_text()
@@ -57,7 +57,7 @@ class Run:
 
     def end(self, how: signal.Signals) -> None:
         self.process.send_signal(how)
-        self.process.wait(60)
+        self.process.wait(300)
 
     def status(self, instance: dg.DagsterInstance) -> dg.DagsterRunStatus:
         run = instance.get_run_by_id(self.run_id)
@@ -177,7 +177,7 @@ def test_a_killed_run_is_continued_by_a_retry(own_lake: Lakehouse, run: Run) -> 
             check=True,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
         tags = run.tags(instance)
         assert tags[VERDICT_TAG] == "continued"

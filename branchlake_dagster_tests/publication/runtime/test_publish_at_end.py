@@ -21,6 +21,7 @@ from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
 from branchlake_dagster_tests.publication.runtime import publish_at_end_project
+from branchlake_dagster_tests.suite.instances import new_instance
 
 _tokens = itertools.count(1)
 
@@ -41,7 +42,7 @@ def token(environment: pytest.MonkeyPatch) -> int:
 
 @contextmanager
 def instance() -> Iterator[dg.DagsterInstance]:
-    with dg.instance_for_test() as found:
+    with new_instance() as found:
         yield found
 
 

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import dagster as dg
+
+from branchlake_dagster.branching.reaping.origin import instance_id
+from branchlake_dagster_tests.suite.instances import new_instance
+
+
+@dg.asset
+def one() -> int:
+    return 1
+
+
+def test_each_is_another_instance_and_knows_nothing_of_the_one_before() -> None:
+    ids, homes = [], []
+    for _ in range(2):
+        with new_instance() as instance:
+            assert os.environ["DAGSTER_HOME"] == instance.root_directory
+            assert instance.get_runs() == []
+            assert dg.materialize([one], instance=instance).success
+            assert len(instance.get_runs()) == 1
+            ids.append(instance_id(instance))
+            homes.append(Path(instance.root_directory))
+    assert len(set(ids)) == 2
+    assert None not in ids
+    assert not [home for home in homes if home.exists()]
+
+
+def test_it_is_what_dagster_makes() -> None:
+    with new_instance() as copied, dg.instance_for_test() as made:
+        for kind in ("run_storage", "event_log_storage", "schedule_storage"):
+            assert type(getattr(copied, kind)) is type(getattr(made, kind))
+        assert copied.get_settings("telemetry") == made.get_settings("telemetry")
+        schema = "select name, sql from sqlite_master order by name"
+        with copied.run_storage.connect() as one, made.run_storage.connect() as other:
+            read = [[tuple(row) for row in at.exec_driver_sql(schema)] for at in (one, other)]
+        assert read[0] == read[1]
