@@ -64,16 +64,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> schedule.Lon
     return schedule.LongestFirst(config, log)
 
 
-@pytest.hookimpl(trylast=True)  # after the workers have ended
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    lakes = session.config.stash[LAKES]
-    lakes.leave()
-    if lakes.worker:
-        return
-    lakes.end()
-    # The servers' logs stay when a test failed.
-    if not lakes.kept and (exitstatus == pytest.ExitCode.OK or not any(lakes.shared.iterdir())):
-        shutil.rmtree(lakes.shared, ignore_errors=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Generator[None, object, object]:
+    """Stop the servers when the workers have ended, and when ending them broke, as it may after Ctrl-C."""
+    try:
+        return (yield)
+    finally:
+        lakes = session.config.stash[LAKES]
+        lakes.leave()
+        if not lakes.worker:
+            lakes.end()
+            # The servers' logs stay when a test failed.
+            if not lakes.kept and (exitstatus == pytest.ExitCode.OK or not any(lakes.shared.iterdir())):
+                shutil.rmtree(lakes.shared, ignore_errors=True)
 
 
 # -- the tests -----------------------------------------------------------------------------------------

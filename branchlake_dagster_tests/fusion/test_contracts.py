@@ -70,7 +70,7 @@ def test_the_contracts_are_the_tables_column_by_column():
     assert in_order(types(contracts.ConjunctionCandidate)) == in_order(stored(CANDIDATE_SCHEMA))
 
 
-@pytest.mark.parametrize("model", set(CONTRACTS.values()), ids=lambda one: one.__name__)
+@pytest.mark.parametrize("model", dict.fromkeys(CONTRACTS.values()), ids=lambda one: one.__name__)
 def test_every_column_has_its_meaning_and_the_unit_that_its_name_says(model):
     for column in described(model):
         assert (column.description or "").endswith("."), column.name

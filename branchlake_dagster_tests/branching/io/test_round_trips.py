@@ -17,8 +17,6 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.transport import HttpTransport
 from branchlake_dagster_tests.harness import project
 
-pytestmark = pytest.mark.integration
-
 DAILY = dg.DailyPartitionsDefinition("2026-01-01")
 FREE = table_metadata(require_checks=False)
 
