@@ -1,0 +1,58 @@
+"""The servers of a demo start beside it, and Spark's warm-up leaves nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from branchlake_dagster.cli.local.starting import Starting
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers, Endpoints
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.lakehouse.spark import warm_up
+from branchlake_dagster.settings import Settings
+
+ANSWER = Endpoints("http://127.0.0.1:1/api/v2", "sc://localhost:1", None)
+
+
+def test_what_keeps_the_servers_from_starting_is_raised_to_who_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> Endpoints:
+        raise ConfigurationError("There is no Java.")
+
+    monkeypatch.setattr(EmbeddedServers, "endpoints", refused)
+    starting = Starting(Settings(state_dir=tmp_path), say=lambda _: None)
+    with pytest.raises(ConfigurationError, match="There is no Java"):
+        starting.wait()
+    starting.finish()
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_only_a_fresh_server_is_warmed_up_and_its_failure_is_nobodys(
+    running: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmed = []
+
+    def failing(*_: object) -> None:
+        warmed.append(1)
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(EmbeddedServers, "running", lambda _: ANSWER if running else None)
+    monkeypatch.setattr(EmbeddedServers, "endpoints", lambda _: ANSWER)
+    monkeypatch.setattr(warm_up, "warm_up", failing)
+    starting = Starting(Settings(state_dir=tmp_path), say=lambda _: None)
+    starting.wait()
+    starting.finish()
+    assert warmed == ([] if running else [1])
+
+
+@pytest.mark.integration
+@pytest.mark.spark
+def test_a_warm_up_leaves_nothing(lakehouse: Lakehouse) -> None:
+    head = lakehouse.nessie.reference(MAIN).hash
+    scratch = lakehouse.settings.state_dir / "spark"
+    warm_up.warm_up(lakehouse.settings, lakehouse.endpoints())
+    assert not (scratch / "warming").exists()
+    assert lakehouse.nessie.reference(MAIN).hash == head
