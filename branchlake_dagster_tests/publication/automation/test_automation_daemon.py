@@ -52,7 +52,9 @@ def launch(url: str, *path: str) -> str:
         "assetSelection": [{"path": list(path)}],
     }
     variables = {"params": {"selector": selector, "runConfigData": {}}}
-    reply = requests.post(f"{url}/graphql", json={"query": LAUNCH, "variables": variables}, timeout=300).json()
+    reply = requests.post(
+        f"{url}/graphql", json={"query": LAUNCH, "variables": variables}, timeout=300
+    ).json()
     return str(reply["data"]["launchRun"]["run"]["runId"])
 
 
