@@ -29,7 +29,7 @@ run_launcher: {module: branchlake_dagster, class: WarmRunLauncher}
 """
 
 
-def wait_for(what: Callable[[], Any], *, seconds: float = 60.0) -> Any:
+def wait_for(what: Callable[[], Any], *, seconds: float = 120.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < deadline, "it did not happen in time"

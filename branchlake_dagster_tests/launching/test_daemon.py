@@ -15,7 +15,7 @@ from branchlake_dagster.cli.local.dagster_dev import dagster_dev
 from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
 from branchlake_dagster_tests.launching.stack import CONFIGURATION, wait_for
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.daemon
 
 MODULE = "branchlake_dagster_tests.launching.project"
 

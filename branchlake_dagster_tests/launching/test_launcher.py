@@ -18,6 +18,8 @@ from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
 from branchlake_dagster_tests.dagster_internals import WorkerStatus
 from branchlake_dagster_tests.launching.stack import LOCATION, Stack, stack, wait_for
 
+pytestmark = pytest.mark.chaos
+
 LAUNCHES = 12
 
 

@@ -119,6 +119,7 @@ NOT_FORKABLE = {
 }
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("code", NOT_FORKABLE)
 def test_code_that_cannot_be_forked_is_refused_in_words(code: str, loads: Load, tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text(DEFS + code)
@@ -128,6 +129,7 @@ def test_code_that_cannot_be_forked_is_refused_in_words(code: str, loads: Load, 
     assert templates.processes() == {}
 
 
+@pytest.mark.chaos
 def test_a_load_that_failed_is_tried_again_after_a_rest_or_a_reload(loads: Load, tmp_path: Path) -> None:
     now = 0.0
     attempts = tmp_path / "attempts"
@@ -146,6 +148,7 @@ def test_a_load_that_failed_is_tried_again_after_a_rest_or_a_reload(loads: Load,
     assert tries(replace(loads, server="reloaded")) == 3
 
 
+@pytest.mark.chaos
 def test_a_process_that_does_not_get_ready_is_ended(
     loads: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,9 @@ def test_a_run_that_died_with_its_code_server_ends_by_itself(
         "BRANCHLAKE_STATE_DIR": str(lakehouse.settings.state_dir),
         "BRANCHLAKE_HEARTBEAT_INTERVAL_S": "0.5",
         "BRANCHLAKE_WATCH_INTERVAL_S": "1",
+        # Of a forked worker the daemon sees itself that it is gone (test_launcher); the heartbeat is for a
+        # worker whose process nobody can see.
+        "BRANCHLAKE_RUN_LAUNCHER": "dagster",
         "TEST_NAMESPACE": namespace,
         "TEST_READY": str(tmp_path / "ready"),
     }
