@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import dagster as dg
 
-from branchlake_dagster.branching.branch.run_tags import NONE, PUBLICATION_TAG, REASON_TAG
+from branchlake_dagster.branching.branch.run_tags import NONE, PUBLICATION_TAG, REASON_TAG, STATUS_TAG
+from branchlake_dagster.branching.fencing.taken_back import FAILS
 from branchlake_dagster_tests.lossy.faults import Dice, Fault
 from branchlake_dagster_tests.lossy.project import KIND
 
@@ -18,11 +19,7 @@ def fate(run: dg.DagsterRun) -> str:
     """What became of a run, in one of the table's words."""
     if run.tags.get(PUBLICATION_TAG, NONE) != NONE:
         return "published"
-    told = run.tags.get(REASON_TAG, NONE)
-    # One that publishes itself fails when it is not published.
-    by_itself = (NONE, "the run ended", "its branch was ended")
-    by_gate = run.is_success or (run.job_name == "inside" and not told.startswith(by_itself))
-    return "refused or blocked" if by_gate else "failed"
+    return "refused or blocked" if run.tags.get(STATUS_TAG) in FAILS else "failed"
 
 
 def runs_table(runs: Sequence[dg.DagsterRun]) -> Iterator[str]:

@@ -9,7 +9,15 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.branching.branch.run_tags import NONE, PUBLICATION_TAG, VERDICT_TAG
+from branchlake_dagster.branching.branch.run_tags import (
+    NONE,
+    PUBLICATION_TAG,
+    REASON_TAG,
+    STATUS_TAG,
+    VERDICT_TAG,
+    Status,
+)
+from branchlake_dagster.branching.fencing.taken_back import FAILS
 from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.automation.reports import reports
@@ -112,8 +120,12 @@ class World:
                     yield f"{name} was published and has not succeeded"
                 if run.tags.get(VERDICT_TAG) != "passed":
                     yield f"{name} was published with the verdict {run.tags.get(VERDICT_TAG)}"
-            elif run.is_success and kind not in REFUSABLE | {"spoilt"}:
-                yield f"{name} passed and was not published: {run.tags.get('branchlake/reason')}"
+                continue
+            status = run.tags.get(STATUS_TAG)
+            if (run.is_success or status == Status.REFUSED) and kind not in REFUSABLE | {"spoilt"}:
+                yield f"{name} passed and was not published: {run.tags.get(REASON_TAG)}"
+            if status in FAILS and run.is_success:
+                yield f"{name} is {status} and looks green"
 
     def _tellings(self) -> Iterator[str]:
         """Each publication was told each of its assets once, and nothing else was."""

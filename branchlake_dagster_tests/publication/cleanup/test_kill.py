@@ -18,7 +18,13 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster.branching.branch.run_branch import main_with_history
-from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG, VERDICT_TAG
+from branchlake_dagster.branching.branch.run_tags import (
+    PUBLICATION_TAG,
+    STATUS_TAG,
+    VERDICT_TAG,
+    Status,
+)
+from branchlake_dagster.branching.fencing.taken_back import FAILS
 from branchlake_dagster.lakehouse.embedded import process
 from branchlake_dagster.lakehouse.embedded.servers import NESSIE
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -180,7 +186,9 @@ def test_every_published_row_is_there_once_and_no_other(
     published = {one.run_id: one.hash for one in ledger}
     for run in runs:
         assert run.tags.get(PUBLICATION_TAG) == published.get(run.run_id), run.tags
-        good = run.is_success and project.SPOILT not in run.tags
+        status = run.tags.get(STATUS_TAG)
+        assert status not in FAILS or not run.is_success, run.tags
+        good = (run.is_success or status == Status.REFUSED) and project.SPOILT not in run.tags
         if run.run_id in published:
             assert good or run.tags["kill/role"] == "publishing"
         else:
