@@ -136,9 +136,9 @@ def test_a_run_whose_token_expires_before_it_publishes_itself(
     monkeypatch.setenv("BRANCHLAKE_TEST_N", "8")
     publish = Reconciler.publish_now
 
-    def late(self: Reconciler, run: dg.DagsterRun) -> object:
+    def late(self: Reconciler, run: dg.DagsterRun, **options: bool) -> object:
         guard.full.clear()
-        return publish(self, run)
+        return publish(self, run, **options)
 
     monkeypatch.setattr(Reconciler, "publish_now", late)
     repository = ReconstructableRepository.for_module(publish_at_end_project.__name__, "defs")

@@ -48,7 +48,6 @@ def test_only_a_fresh_server_is_warmed_up_and_its_failure_is_nobodys(
     assert warmed == ([] if running else [1])
 
 
-@pytest.mark.integration
 @pytest.mark.spark
 def test_a_warm_up_leaves_nothing(lakehouse: Lakehouse) -> None:
     head = lakehouse.nessie.reference(MAIN).hash

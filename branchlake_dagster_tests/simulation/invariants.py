@@ -210,7 +210,8 @@ class _Look:
             return  # merged by hand although it was blocked, or refused in a race with that
         must(told == hash_, f"run {plan.run_id} is told to be published as {told}, and main has {hash_}")
         # One that publishes itself may die between that and its end.
-        fine = run.is_success or plan.publishes_itself
+        # One that was refused, and then published by another publisher because main was set back, has failed.
+        fine = run.is_success or plan.publishes_itself or bool(hands.undone)
         must(done is None or fine, f"run {plan.run_id} is published and ended as {run.status.value}")
         passes = all(one.passes for one in self._ancestry(plan.run_id))
         late = plan.late.id if plan.late else None

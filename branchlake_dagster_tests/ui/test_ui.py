@@ -92,7 +92,7 @@ def backfill(page: Page, url: str, asset: str, which: str) -> None:
     press_materialize(page, url, asset)
     page.get_by_text(which, exact=True).first.click()
     page.get_by_text(re.compile("^Launch .*backfill$|^Launch [0-9]+ runs?$")).last.click()
-    expect(page.get_by_text(re.compile("Launched backfill")).first).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text(re.compile("Created backfill")).first).to_be_visible(timeout=PATIENCE_MS)
 
 
 def await_text(page: Page, address: str, pattern: str) -> None:
@@ -172,7 +172,7 @@ def test_the_sensor_and_the_reaper_are_on(page: Page, url: str) -> None:
     expect(page.get_by_text("publication_sensor").first).to_be_visible(timeout=PATIENCE_MS)
     expect(page.get_by_text("reap_branches_schedule").first).to_be_visible()
     page.get_by_text("publication_sensor").first.click()
-    expect(page.get_by_text(re.compile("Nothing to publish|published")).first).to_be_visible(
+    expect(page.get_by_text(re.compile("^nothing to publish$|^published [0-9]+")).first).to_be_visible(
         timeout=PATIENCE_MS
     )
     picture(page, "sensor")

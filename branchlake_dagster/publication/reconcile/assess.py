@@ -10,12 +10,15 @@ from dagster import DagsterInstance, DagsterRun
 from branchlake_dagster.branching.branch.claim import claim, is_claimed
 from branchlake_dagster.branching.branch.owner import runs_on
 from branchlake_dagster.branching.branch.run_tags import (
+    REASON_TAG,
+    STATUS_TAG,
     base_hash_of,
     judged,
     opened_by,
     publication_of,
 )
 from branchlake_dagster.branching.fencing.finish_branch import finish_branch
+from branchlake_dagster.branching.fencing.taken_back import FAILS, fail_unpublished
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, Reference
@@ -109,6 +112,9 @@ class Assessor:
             return Outcome(
                 branch.name, run.run_id, PublicationAction.PUBLISHED, "told before", None, publication
             )
+        if run.tags.get(STATUS_TAG) in FAILS:
+            # It was told so from inside the run, which could not hear it any more and ended well.
+            fail_unpublished(self._instance, run.run_id, run.tags.get(REASON_TAG, ""))
         if self._settings.keep_failed_hours:
             hours = self._settings.keep_failed_hours
             detail = f"not published, kept for debugging for {hours:g} h after its end"

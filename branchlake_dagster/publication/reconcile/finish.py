@@ -20,6 +20,8 @@ from branchlake_dagster.publication.reconcile.outcome import Outcome, Publicatio
 from branchlake_dagster.publication.reconcile.report import RunReport, report_outcome
 from branchlake_dagster.wording import agree, counted
 
+_SET_BACK = "it was on main, and main was set back meanwhile"
+"""Between the look at the ledger and the report, by hand."""
 _STATUS = {
     PublicationAction.BLOCKED: Status.BLOCKED,
     PublicationAction.REFUSED: Status.REFUSED,
@@ -65,12 +67,17 @@ class Finisher:
             # Its rows are there, and this must not read as though they were not.
             why = refused.reason() if refused else one.why or one.verdict.summary()
             merged = f"{why.rstrip('.')}. But somebody merged its branch into main by hand, as {done.hash}"
-            action = PublicationAction.REFUSED if refused else one.action
+            held = one.action is PublicationAction.PUBLISHED  # as the ledger has it, whatever the verdict
+            action = PublicationAction.BLOCKED if held else one.action
+            if refused:
+                action = PublicationAction.REFUSED
             return self._report_unpublished(one, merged, action, on_main=True)
         if done is not None:
             return self._report_published(one, done, until)
         if refused:
             return self._report_unpublished(one, refused.reason(), PublicationAction.REFUSED)
+        if one.action is PublicationAction.PUBLISHED:
+            return self._report_unpublished(one, _SET_BACK, PublicationAction.REFUSED)
         return self._report_unpublished(one, one.why, one.action)
 
     def _already_published(self, one: Assessed) -> Published | None:

@@ -20,7 +20,15 @@ from dagster import DagsterInstance, DagsterRun
 
 from branchlake_dagster.branching.branch.reference_names import branches
 from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import BRANCH_TAG, FENCED, base_hash_of
+from branchlake_dagster.branching.branch.run_tags import (
+    BRANCH_TAG,
+    FENCED,
+    REASON_TAG,
+    STATUS_TAG,
+    Status,
+    base_hash_of,
+    judged,
+)
 from branchlake_dagster.branching.fencing.report_end import report_end
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
@@ -49,6 +57,10 @@ from branchlake_dagster.settings import RUN_BRANCH_PREFIX, Settings
 RUN_BRANCHES = branches(RUN_BRANCH_PREFIX)
 """Nessie's filter for branches that are ours."""
 
+_TOLD: Mapping[str, PublicationAction] = {
+    Status.BLOCKED: PublicationAction.BLOCKED,
+    Status.REFUSED: PublicationAction.REFUSED,
+}
 _LEFT = "it has passed, and the sensor publishes it"
 
 
@@ -159,7 +171,7 @@ class Reconciler:
             PublicationAction.WAITING,
             PublicationAction.KEPT,
         )
-        return self._fenced(run, name) or outcome if unsettled else outcome
+        return self._fenced(run, name) or self._told(run, name) or outcome if unsettled else outcome
 
     def _fenced(self, run: DagsterRun, name: str) -> Outcome | None:
         """What is left to say of a run whose branch went while it published itself; None when it did not.
@@ -176,6 +188,14 @@ class Reconciler:
         why = "the run was fenced: its branch is gone"
         report_end(self._instance, run.run_id, name, verdict=FENCED, reason=why)
         return Outcome(name, run.run_id, PublicationAction.REFUSED, why)
+
+    def _told(self, run: DagsterRun, name: str) -> Outcome | None:
+        """What was told of a run although its clean-up broke: it must fail now, nobody may come again."""
+        current = self._instance.get_run_by_id(run.run_id)
+        action = _TOLD.get(current.tags.get(STATUS_TAG, "")) if current else None
+        if current is None or action is None or not judged(current.tags, name):
+            return None
+        return Outcome(name, run.run_id, action, current.tags.get(REASON_TAG, ""))
 
     def _branch(self, name: str) -> Reference | None:
         try:

@@ -53,7 +53,8 @@ def publication_sensor(
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
         with one_pass(resource.lakehouse.settings, patience_s=_PATIENCE_S) as mine:
             if not mine:
-                return SkipReason("Another pass over this lake is at work.")
+                busy = "Another pass over this lake is at work."
+                return SensorResult(skip_reason=SkipReason(busy), cursor="another pass is at work")
             return _tick(context, resource.lakehouse, backfills)
 
     return publication_sensor_
@@ -78,5 +79,6 @@ def _tick(
         if tick.add(outcome):
             context.log.info(str(outcome))
     if tick.check_runs:
-        return SensorResult(run_requests=[one.request() for one in tick.check_runs])
-    return SkipReason(tick.message())
+        requests = [one.request() for one in tick.check_runs]
+        return SensorResult(run_requests=requests, cursor=tick.row())
+    return SensorResult(skip_reason=SkipReason(tick.message()), cursor=tick.row())

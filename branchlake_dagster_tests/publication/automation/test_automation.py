@@ -90,7 +90,7 @@ class World:
             selection=list(keys) or [UP],
             instance=self.instance,
             partition_key=partition,
-            tags={name.replace("__", "/"): value for name, value in tags.items()},
+            tags={f".dagster/branchlake_{name}": value for name, value in tags.items()},
         )
         return result.run_id
 
@@ -276,7 +276,7 @@ def test_it_waits_for_a_run_in_progress_and_then_requests_what_came_meanwhile(pl
 
 def test_it_waits_for_the_verdict_on_its_own_partition(daily: World) -> None:
     """A second run of the partition would stand on a `main` without the first and be refused."""
-    run = daily.materialise(DOWN, partition="2026-08-02", branchlake__verdict=PENDING)
+    run = daily.materialise(DOWN, partition="2026-08-02", verdict=PENDING)
     daily.tell("2026-08-02")
     daily.tell("2026-08-03")
     assert daily.tick() == {"2026-08-03"}
@@ -287,8 +287,8 @@ def test_it_waits_for_the_verdict_on_its_own_partition(daily: World) -> None:
 
 
 def test_it_waits_for_every_unjudged_run_of_the_partition(daily: World) -> None:
-    first = daily.materialise(DOWN, partition="2026-08-02", branchlake__verdict=PENDING)
-    daily.materialise(DOWN, partition="2026-08-02", branchlake__verdict="blocked")
+    first = daily.materialise(DOWN, partition="2026-08-02", verdict=PENDING)
+    daily.materialise(DOWN, partition="2026-08-02", verdict="blocked")
     daily.materialise(DOWN, partition="2026-08-03")
     daily.tell("2026-08-02")
     assert daily.tick() == set()
@@ -297,7 +297,7 @@ def test_it_waits_for_every_unjudged_run_of_the_partition(daily: World) -> None:
 
 
 def test_a_run_that_nobody_will_judge_holds_nothing_up_forever(plain: World) -> None:
-    plain.materialise(DOWN, branchlake__verdict=PENDING)
+    plain.materialise(DOWN, verdict=PENDING)
     plain.tell()
     now = datetime.datetime.now(datetime.UTC)
     assert plain.tick(at=now + FORGOTTEN_AFTER / 2) == set()
@@ -305,7 +305,7 @@ def test_a_run_that_nobody_will_judge_holds_nothing_up_forever(plain: World) -> 
 
 
 def test_a_run_of_something_else_does_not_hold_it_up(plain: World) -> None:
-    plain.materialise(UP, branchlake__verdict=PENDING)
+    plain.materialise(UP, verdict=PENDING)
     plain.tell()
     assert plain.tick() == {None}
 

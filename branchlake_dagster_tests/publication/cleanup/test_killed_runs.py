@@ -217,7 +217,7 @@ def test_a_killed_run_ends_by_itself_while_a_healthy_one_works_on(own_lake: Lake
         assert f"1 dead: process {run.process.pid} on " in told
         assert f"{run.branch}: discarded, its writer is dead" in told
         assert run.status(instance) is dg.DagsterRunStatus.FAILURE
-        assert run.tags(instance)["branchlake/verdict"] == "fenced"
+        assert run.tags(instance)[VERDICT_TAG] == "fenced"
         assert next(watching) == "Every writer beats, or is watched."
         list(sweep_discarded(own_lake, instance))
 

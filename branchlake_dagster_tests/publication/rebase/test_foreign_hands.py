@@ -18,11 +18,11 @@ import pytest
 from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
 
 from branchlake_dagster.branching.branch.run_branch import main_with_history
-from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.commit.committer import TableFilesUnreadable
+from branchlake_dagster.publication.ledger import report_metadata
 from branchlake_dagster.publication.ledger.candidate import Published, Refused
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.settings import Settings
@@ -409,5 +409,5 @@ def test_dagsters_database_is_locked_while_a_pass_works(
         assert p.settle(run_id).action is PublicationAction.PUBLISHED
         assert p.rows(namespace, "t") == [{"n": 1}]
         # The first pass could not note that it had told it; whoever follows publications knows them by name.
-        told = {one.metadata[PUBLICATION_TAG].value for one in p.observations([namespace, "t"])}
+        told = {one.metadata[report_metadata.PUBLICATION].value for one in p.observations([namespace, "t"])}
         assert len(told) == 1

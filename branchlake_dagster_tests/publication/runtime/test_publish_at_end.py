@@ -146,7 +146,7 @@ def test_the_run_and_the_sensor_race_to_one_publication(
     lakehouse: Lakehouse, environment: pytest.MonkeyPatch, token: int
 ) -> None:
     with environment.context() as patch:
-        patch.setattr(Reconciler, "publish_now", lambda *_: None)
+        patch.setattr(Reconciler, "publish_now", lambda *_, **__: None)
         with instance() as store, run(store) as result:
             patch.undo()
             found = store.get_run_by_id(result.run_id)
