@@ -112,11 +112,12 @@ def published_rows(lakehouse: Lakehouse, asset: str) -> int:
     return int(lakehouse.catalog().load_table(("ui", asset)).scan().to_arrow().num_rows)
 
 
-def picture(page: Page, name: str) -> None:
+def picture(page: Page, name: str, *, height: int = 950) -> None:
     """For the documents."""
     if SCREENSHOTS:
         page.wait_for_timeout(2_000)
-        page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png")
+        part = {"x": 0, "y": 0, "width": 1500, "height": height}
+        page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png", clip=part)  # type: ignore[arg-type]
 
 
 def test_a_launch_ends_in_a_publication_that_can_be_read(page: Page, url: str, lakehouse: Lakehouse) -> None:
@@ -146,7 +147,7 @@ def test_a_blocked_launch_is_red_and_says_why(page: Page, url: str, lakehouse: L
     page.get_by_text(run).first.click()
     error = re.compile("NotPublished: Not published: check not_negative on ui/bad failed: 3 ")
     expect(page.get_by_text(error).first).to_be_visible(timeout=PATIENCE_MS)
-    picture(page, "blocked-run")
+    picture(page, "blocked-run", height=770)  # without the stack and its paths
     page.goto(f"{url}/assets/ui/bad?view=checks")
     expect(page.get_by_text("Failed").first).to_be_visible(timeout=PATIENCE_MS)
     page.goto(f"{url}/assets/ui/bad")
