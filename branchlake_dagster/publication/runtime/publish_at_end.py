@@ -27,6 +27,7 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.library_internals.dagster import asset_graph_of, engine_event
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster.publication.reconcile.trouble import said
 from branchlake_dagster.publication.runtime.pass_lock import one_pass
 
 _PATIENCE_S = 0.25
@@ -136,22 +137,26 @@ class _Publishing(Executor):
         run = context.instance.get_run_by_id(context.run_id)
         if run is None or not opened_by(run.tags, run.run_id):
             return None  # it has touched no table
-        branch, lake = run.tags.get(BRANCH_TAG, ""), self._lake(context)
+        branch = run.tags.get(BRANCH_TAG, "")
+        try:
+            return self._judged(context, run, branch)
+        except Exception as error:  # noqa: BLE001 - a run that passes must not fail of it, nor be lost with it
+            return Outcome(branch, run.run_id, PublicationAction.TRY_AGAIN, said(error))
+
+    def _judged(self, context: Any, run: dg.DagsterRun, branch: str) -> Outcome | None:
+        lake = self._lake(context)
         settings = lake.settings
         if branch == MAIN or run.tags.get(LAKE_TAG) != settings.lake_id:
             return None  # it is unbranched, or another lake's
         store, interval = HeartbeatStore.of(settings), settings.heartbeat_interval_s
         reconciler = Reconciler.of(lake, context.instance, asset_graph_of(context.job))
-        try:
-            # The steps' heartbeat has ended with their resources; the reaper must see that this goes on.
-            with beating(store, branch, run_id=run.run_id, interval_s=interval, kind="publisher"):
-                if not settings.publish_in_run:
-                    return reconciler.publish_now(run, judge_only=True)
-                # Runs that end together are published by one commit of the sensor: racing is the slow way.
-                with one_pass(settings, patience_s=_PATIENCE_S) as mine:
-                    return reconciler.publish_now(run, judge_only=not mine)
-        except BranchlakeError as error:
-            return Outcome(branch, run.run_id, PublicationAction.TRY_AGAIN, str(error))
+        # The steps' heartbeat has ended with their resources; the reaper must see that this goes on.
+        with beating(store, branch, run_id=run.run_id, interval_s=interval, kind="publisher"):
+            if not settings.publish_in_run:
+                return reconciler.publish_now(run, judge_only=True)
+            # Runs that end together are published by one commit of the sensor: racing is the slow way.
+            with one_pass(settings, patience_s=_PATIENCE_S) as mine:
+                return reconciler.publish_now(run, judge_only=not mine)
 
     def _lake(self, context: Any) -> Lakehouse:
         """The lake of the job's own resource; the environment's for a job that has none."""

@@ -116,6 +116,26 @@ def test_what_the_run_could_not_do_the_sensor_does(
             assert times(lakehouse, token) == 1
 
 
+def test_an_error_of_any_class_leaves_a_passed_run_to_the_sensor(
+    lakehouse: Lakehouse, environment: pytest.MonkeyPatch, token: int
+) -> None:
+    """A state folder that cannot be written to once made a run fail that had passed, and so lost it."""
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with environment.context() as patch, instance() as store:
+        patch.setattr("branchlake_dagster.publication.runtime.publish_at_end.one_pass", read_only)
+        with run(store) as result:
+            assert result.success
+            told = [event.message for event in result.all_events if "Left to the" in (event.message or "")]
+            assert "Read-only file system" in str(told)
+            outcome = reconciler(lakehouse, store).run_one(result.run_id)
+            assert outcome is not None
+            assert outcome.action is PublicationAction.PUBLISHED
+            assert times(lakehouse, token) == 1
+
+
 def test_a_run_that_died_after_its_publication_is_told_as_published(
     lakehouse: Lakehouse, environment: pytest.MonkeyPatch, token: int
 ) -> None:
