@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, wait
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import pyarrow as pa
@@ -25,8 +28,10 @@ from pyiceberg.table.update import (
     _TableMetadataUpdateContext,
     _update_table_metadata_log,
 )
+from pyiceberg.table.update import snapshot as snapshot_producers
 from pyiceberg.table.update.snapshot import _FastAppendFiles, _OverwriteFiles
 from pyiceberg.table.update.validate import _validate_data_files_exist
+from pyiceberg.utils.concurrent import ExecutorFactory
 
 __all__ = [
     "applied",
@@ -113,10 +118,53 @@ def snapshot_of(
     for file in added:
         producer.append_data_file(file)
     try:
-        updates, _ = producer._commit()
+        with _all_written():
+            updates, _ = producer._commit()
     finally:
         written += [*producer._written_manifests, *producer._written_manifest_lists]
     return updates
+
+
+class _NotingExecutors(ExecutorFactory):
+    """Notes what is begun within `_all_written`.
+
+    PyIceberg writes a snapshot's manifests side by side and leaves at the first that fails: another one was
+    written after all of them had been deleted.
+    """
+
+    @staticmethod
+    def get_or_create() -> Executor:
+        executor, begun = ExecutorFactory.get_or_create(), _begun.get()
+        return executor if begun is None else _Noting(executor, begun)
+
+
+class _Noting(Executor):
+    def __init__(self, executor: Executor, begun: list[Future[Any]]) -> None:
+        self._executor = executor
+        self._begun = begun
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self._begun.append(self._executor.submit(fn, *args, **kwargs))
+        return self._begun[-1]
+
+    def map(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return self._executor.map(*args, **kwargs)
+
+
+_begun: ContextVar[list[Future[Any]] | None] = ContextVar("begun", default=None)
+snapshot_producers.ExecutorFactory = _NotingExecutors  # type: ignore[attr-defined]  # its one way to threads
+
+
+@contextmanager
+def _all_written() -> Iterator[None]:
+    """At the end, however it comes, nothing that was begun inside is under way any more."""
+    begun: list[Future[Any]] = []
+    token = _begun.set(begun)
+    try:
+        yield
+    finally:
+        _begun.reset(token)
+        wait(begun)
 
 
 def commit_compaction(transaction: Transaction, producer: Any) -> Table:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from pyiceberg.table.update import snapshot
 
 from branchlake_dagster.library_internals import dagster as dagster_internals
 from branchlake_dagster.library_internals import dagster_launching as launching_internals
 from branchlake_dagster.library_internals import pandera as pandera_internals
+from branchlake_dagster.library_internals import pyiceberg as pyiceberg_internals
 
 ROOT = Path(__file__).parents[2]
 ONE = ROOT / "branchlake_dagster" / "library_internals"
@@ -82,6 +85,7 @@ USED = [
         "_update_table_metadata_log",
         "base_metadata metadata_location last_updated_ms",
     ),
+    ("pyiceberg.table.update.snapshot", "ExecutorFactory.get_or_create", ""),
     ("pyiceberg.table.update.snapshot", "_FastAppendFiles", "operation transaction io snapshot_properties"),
     ("pyiceberg.table.update.snapshot", "_OverwriteFiles._commit", ""),
     ("pyiceberg.table.update.snapshot", "_OverwriteFiles.delete_data_file", "data_file"),
@@ -144,3 +148,21 @@ def test_nothing_else_names_a_private_module() -> None:
     ]
     naming = [path for path in sources if any(name in path.read_text() for name in private)]
     assert set(naming) - allowed == set()
+
+
+def test_nothing_is_written_any_more_once_writing_has_failed() -> None:
+    goes_on, late = threading.Event(), []
+
+    def slow() -> None:
+        goes_on.wait(30)
+        late.append("written")
+
+    def fail() -> None:
+        with pyiceberg_internals._all_written():
+            snapshot.ExecutorFactory.get_or_create().submit(slow)
+            threading.Timer(0.05, goes_on.set).start()
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        fail()
+    assert late == ["written"]
