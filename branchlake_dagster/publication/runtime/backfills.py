@@ -21,6 +21,7 @@ from branchlake_dagster.library_internals.dagster import (
     fail_backfill,
     succeeded_backfills,
 )
+from branchlake_dagster.publication.reconcile.trouble import said
 from branchlake_dagster.wording import agree, counted
 
 _EVERY = timedelta(seconds=30)
@@ -42,7 +43,11 @@ class BackfillWatch:
             return
         self._looked = self._now()
         for backfill in succeeded_backfills(instance, after=self._looked - _LONGEST, limit=_NEWEST):
-            if told := _fail_unpublished(instance, graph, backfill):
+            try:
+                told = _fail_unpublished(instance, graph, backfill)
+            except Exception as error:  # noqa: BLE001 - it concerns this backfill, not the publications
+                told = f"Backfill {backfill.backfill_id} could not be looked at: {said(error)}"
+            if told:
                 yield told
 
 

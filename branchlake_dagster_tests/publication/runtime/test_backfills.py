@@ -4,10 +4,12 @@ from datetime import UTC, datetime, timedelta
 
 import dagster as dg
 import polars as pl
+import pytest
 
 from branchlake_dagster.branching.table.spec import CHECK_SCOPE, table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.library_internals.dagster import BACKFILL_ID_TAG
+from branchlake_dagster.publication.runtime import backfills
 from branchlake_dagster.publication.runtime.backfills import BackfillWatch
 from branchlake_dagster_tests.dagster_internals import (
     AssetBackfillData,
@@ -66,3 +68,20 @@ def test_what_was_blocked_is_among_what_failed(lakehouse: Lakehouse, namespace: 
         assert list(watch.look(p.instance, p.graph)) == []
         clock[0] += timedelta(minutes=1)
         assert list(watch.look(p.instance, p.graph)) == []
+
+
+def test_a_backfill_that_cannot_be_read_holds_nothing_up(
+    lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dg.asset(key=[namespace, "t"], partitions_def=DAYS, metadata=table_metadata(partition_by="day"))
+    def t(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        return pl.DataFrame({"day": [context.partition_key], "n": [1]})
+
+    def broken(*_: object) -> None:
+        raise ValueError("its partitions are gone")
+
+    with project(lakehouse, t) as p:
+        closed(p, t.key, "broken")
+        monkeypatch.setattr(backfills, "_fail_unpublished", broken)
+        (told,) = BackfillWatch(lambda: NOW).look(p.instance, p.graph)
+        assert told == "Backfill broken could not be looked at: ValueError: its partitions are gone"
