@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -48,6 +49,9 @@ def interrupts_for_us_alone() -> Iterator[None]:
         return
 
     def as_interrupt(_: int, frame: FrameType | None) -> None:
+        # A pool that is just closing a connection logs the interrupt as an error, with a stack trace,
+        # before it passes it on.
+        logging.getLogger("sqlalchemy").setLevel(logging.CRITICAL)
         # The handler of the moment: inside a step it is Dagster's.
         handler = signal.getsignal(signal.SIGINT)
         if callable(handler):

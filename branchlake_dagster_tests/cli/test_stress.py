@@ -216,6 +216,28 @@ def test_a_signal_leaves_through_the_clean_up() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+_CLOSING = """
+import os, signal, sqlite3, sys, time
+import sqlalchemy
+from branchlake_dagster.cli.ending import interrupts_for_us_alone
+
+class Connection(sqlite3.Connection):
+    def close(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+engine = sqlalchemy.create_engine("sqlite://", poolclass=sqlalchemy.NullPool, connect_args={"factory": Connection})
+with interrupts_for_us_alone():
+    engine.connect().close()
+"""
+
+
+def test_an_interrupt_in_a_library_s_clean_up_leaves_no_stack_trace() -> None:
+    ended = subprocess.run([sys.executable, "-c", _CLOSING], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert ended.stderr == "Ended. The servers go on: `branchlake down` stops them.\n"
+
+
 @pytest.mark.spark
 def test_ctrl_c_ends_the_demo_at_once(lakehouse: Lakehouse, tmp_path: Path) -> None:
     lakehouse.endpoints()

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,21 +92,31 @@ def test_a_seed_is_one_schedule() -> None:
 # -- does it find anything? ----------------------------------------------------------------------------
 
 
+_SENDS: ContextVar[bool] = ContextVar("_SENDS", default=False)
+"""Whether this actor is inside `send`: what one of them patches for a while, others restore too early."""
+
+
 def _discarding_send(self: Committer, plan: CommitPlan, branch: str, *more: object) -> str | None:
-    """`_send`, taking an unknown outcome for a failure."""
-    commit = NessieClient.commit
-
-    def judged(client: NessieClient, *args: object, **kwargs: object) -> object:
-        try:
-            return commit(client, *args, **kwargs)  # type: ignore[arg-type]
-        except NessieOutcomeUnknown as error:
-            raise NessieConflict(error.message) from error
-
-    with patch.object(NessieClient, "commit", judged):
+    """`send`, whose commits are judged as `_judged` does."""
+    token = _SENDS.set(True)
+    try:
         return _SEND(self, plan, branch, *more)  # type: ignore[arg-type]
+    finally:
+        _SENDS.reset(token)
+
+
+def _judged(self: NessieClient, *args: Any, **kwargs: Any) -> object:
+    """`commit`, taking an unknown outcome inside `send` for a failure."""
+    try:
+        return _COMMIT(self, *args, **kwargs)
+    except NessieOutcomeUnknown as error:
+        if _SENDS.get():
+            raise NessieConflict(error.message) from error
+        raise
 
 
 _SEND, _RUN, _OPERATIONS = Committer.send, RetryPolicy.run, CommitPlan.operations
+_COMMIT = NessieClient.commit
 _MADE_ON = made_on_branch.made_on
 _DELETE, _LOOK = NessieClient.delete_branch, Assessor.assess
 
@@ -230,7 +241,10 @@ _BUGS = {
     ),
     "roll-backs are not looked for": (MainLog, "already_published", _without_roll_backs),
     "one run's error ends the pass": (Reconciler, "_assess", _unguarded_look),
-    "an unknown outcome is a failure": (Committer, "send", _discarding_send),
+    "an unknown outcome is a failure": (
+        (Committer, "send", _discarding_send),
+        (NessieClient, "commit", _judged),
+    ),
     "commits are repeated blindly": (RetryPolicy, "run", _always_repeated),
     "nothing overlaps": (commit_plan, "overlap", lambda mine, theirs: None),
     "a replaced partition is what its files touched": (commit_plan, "overlap", _by_files),

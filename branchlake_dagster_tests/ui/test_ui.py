@@ -109,7 +109,8 @@ def await_text(page: Page, address: str, pattern: str) -> None:
 
 
 def published_rows(lakehouse: Lakehouse, asset: str) -> int:
-    return int(lakehouse.catalog().load_table(("ui", asset)).scan().to_arrow().num_rows)
+    catalog, name = lakehouse.catalog(), ("ui", asset)
+    return int(catalog.load_table(name).scan().to_arrow().num_rows) if catalog.table_exists(name) else 0
 
 
 def picture(page: Page, name: str, *, height: int = 950) -> None:
