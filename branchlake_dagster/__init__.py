@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from branchlake_dagster.branching.consuming.declaration import incremental
     from branchlake_dagster.branching.io.io_manager import NessieBranchIOManager
     from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
     from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
@@ -56,6 +57,7 @@ __all__ = [
     "branchlake_definitions",
     "column_metadata",
     "connect",
+    "incremental",
     "join_checks",
     "on_publication",
     "pandera_checks",
@@ -70,6 +72,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "branching.consuming.declaration": ("incremental",),
     "branching.io.io_manager": ("NessieBranchIOManager",),
     "branching.resources.lakehouse_resource": ("LakehouseResource",),
     "branching.resources.spark_resource": ("BranchSparkResource",),

@@ -49,3 +49,11 @@ class ForeignSession(BranchlakeError, Terminal):
 
 class ReadsUnknown(BranchlakeError, Terminal):
     """A serializable asset reads in a way that cannot be seen, so that its isolation could not be kept."""
+
+
+class PositionUnreadable(BranchlakeError, Terminal):
+    """What a table says it has consumed of its inputs cannot be read."""
+
+
+class RowsRemoved(BranchlakeError, Terminal):
+    """Rows of an input have gone, and the asset takes only rows that come."""

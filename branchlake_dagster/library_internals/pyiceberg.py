@@ -15,7 +15,7 @@ from pyiceberg.catalog import MetastoreCatalog
 from pyiceberg.expressions import BooleanExpression
 from pyiceberg.expressions.visitors import _StrictMetricsEvaluator
 from pyiceberg.io import FileIO
-from pyiceberg.io.pyarrow import _dataframe_to_data_files
+from pyiceberg.io.pyarrow import _dataframe_to_data_files, _read_deletes
 from pyiceberg.manifest import DataFile
 from pyiceberg.schema import Schema
 from pyiceberg.table import CreateTableTransaction, StagedTable, Table, Transaction
@@ -39,6 +39,7 @@ __all__ = [
     "commit_compaction",
     "creation_of",
     "data_files",
+    "deleted_positions",
     "iceberg_schema_of",
     "metadata_version",
     "rows_all_match",
@@ -235,3 +236,8 @@ def data_files(
     yield from _dataframe_to_data_files(
         table_metadata=metadata, df=rows, io=io, write_uuid=commit, counter=numbers
     )
+
+
+def deleted_positions(io: FileIO, file: DataFile) -> dict[str, pa.ChunkedArray]:
+    """The positions that a position delete file or deletion vector names, by data file."""
+    return _read_deletes(io, file)

@@ -68,4 +68,9 @@ def read(table: Table, kind: type, selection: Selection | None) -> Any:
     row_filter: BooleanExpression = (
         AlwaysTrue() if selection is None else to_iceberg(selection, table.schema())
     )
-    return _FROM_ARROW[kind](table.scan(row_filter=row_filter).to_arrow())
+    return as_kind(table.scan(row_filter=row_filter).to_arrow(), kind)
+
+
+def as_kind(rows: pa.Table, kind: type) -> Any:
+    """Rows as a frame of the kind."""
+    return _FROM_ARROW[kind](rows)

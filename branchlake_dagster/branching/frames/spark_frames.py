@@ -135,7 +135,7 @@ def _merge(
     source = source.drop(_COPIES).alias("incoming")
     on = " AND ".join(f"{spec.spark_name}.{quoted(key)} = incoming.{quoted(key)}" for key in spec.keys)
     columns = {quoted(name): F.col(f"incoming.{quoted(name)}") for name in frame.columns}
-    with _session_properties(frame.sparkSession, properties):
+    with session_properties(frame.sparkSession, properties):
         try:
             (
                 source.mergeInto(spec.spark_name, F.expr(on))
@@ -173,7 +173,7 @@ def check_keys(spec: TableSpec, columns: list[str]) -> None:
 
 
 @contextmanager
-def _session_properties(session: SparkSession, properties: Mapping[str, str]) -> Iterator[None]:
+def session_properties(session: SparkSession, properties: Mapping[str, str]) -> Iterator[None]:
     """MERGE takes no write options; Iceberg reads these from the session instead."""
     with _settings_lock:
         for key, value in properties.items():

@@ -19,6 +19,9 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import CreateTableTransaction, Table
 from pyspark.sql import DataFrame
 
+from branchlake_dagster.branching.consuming.consumption import Consumption
+from branchlake_dagster.branching.consuming.steps import consumption_of
+from branchlake_dagster.branching.delivering import arrow_inputs, inputs, outputs, replace_keys, spark_inputs
 from branchlake_dagster.branching.errors import TableMissing, UnsupportedType
 from branchlake_dagster.branching.frames import arrow_frames, frame_conversion, spark_frames
 from branchlake_dagster.branching.io import earlier_attempts, long_keys, op_values, partition_row_counts
@@ -102,11 +105,15 @@ class NessieBranchIOManager(ConfigurableIOManager):
         with self._fenced():
             branch = self.lakehouse.open_branch()
             catalog = self.lakehouse.own_catalog()
+            consumption = consumption_of(context.step_context, self.lakehouse)
             table: Table | None = None
             if obj is not None:
-                table = self._write(context, obj, spec, definition, branch, catalog)
+                table = self._write(context, obj, spec, definition, branch, catalog, consumption)
             else:
                 table = self._existing(catalog, spec)
+            if table is not None and consumption is not None:
+                table = outputs.record(consumption, table)
+                consumption.written()
             if table is not None:
                 rows = partition_row_counts.report(context, table, spec, definition)
                 metadata = provenance.materialisation_metadata(
@@ -145,6 +152,12 @@ class NessieBranchIOManager(ConfigurableIOManager):
                     hint="Materialise it and let it be published first, or select it in the same run.",
                 ) from error
             provenance.report_read(context, spec, ref)
+            consumption = consumption_of(context.step_context, self.lakehouse) if _in_step(context) else None
+            if consumption is not None and context.asset_key in consumption.inputs:
+                one = consumption.inputs[context.asset_key]
+                if spark:
+                    return spark_inputs.load(consumption, one, self.spark.own_session(), self.lakehouse)
+                return arrow_frames.as_kind(arrow_inputs.load(consumption, one), kind)
             selection = self._input_selection(context, spec, definition, table.schema())
             if wants_stored_rows(context.dagster_type):
                 return StoredRows(table, selection, ref, lambda: self._frame(spec, table.schema(), selection))
@@ -166,6 +179,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
         definition: PartitionsDefinition[str] | None,
         branch: str,
         catalog: NessieCatalog,
+        consumption: Consumption | None = None,
     ) -> Table:
         """The table after the write, without what earlier attempts of this step had added to it."""
         is_spark = isinstance(obj, DataFrame)
@@ -175,7 +189,13 @@ class NessieBranchIOManager(ConfigurableIOManager):
                 table=spec.name,
                 hint="Return a Spark, pandas or Polars frame or a pyarrow.Table.",
             )
-        by_spark = is_spark or spec.write_mode == "upsert"
+        changed_keys: pa.Table | None = None
+        if consumption is not None:
+            spec = outputs.effective(consumption, spec)
+            if outputs.by_keys(consumption):
+                changed_keys = inputs.changed_keys(consumption)
+        few_keys = changed_keys is not None and changed_keys.num_rows <= replace_keys.MOST_KEYS
+        by_spark = is_spark or (spec.write_mode == "upsert" and not few_keys)
         keys = provenance.asset_partitions(context)
         found = self._existing(catalog, spec)
         if is_spark:
@@ -198,6 +218,8 @@ class NessieBranchIOManager(ConfigurableIOManager):
             if definition is not None and spec.columns_by_dimension
             else None
         )
+        if consumption is not None and outputs.by_range(consumption):
+            selection = outputs.replaced_range(consumption, schema)
         if found is None:
             how: dict[str, Any] = {
                 "partition_spec": partition_spec(
@@ -211,23 +233,34 @@ class NessieBranchIOManager(ConfigurableIOManager):
                     return self._begin(context, obj, spec, selection, creation)
                 table = catalog.create_table(spec.identifier, schema, **how)
             except TableAlreadyExistsError:  # another step of this run was first
-                return self._write(context, obj, spec, definition, branch, catalog)
+                return self._write(context, obj, spec, definition, branch, catalog, consumption)
         else:
             table = long_keys.make_room(self._evolve(found, wanted, spec), selection)
         properties = self._properties(context, spec, selection, table.schema())
         table = earlier_attempts.undo_earlier(table, spec, properties)
         if not is_spark:
             obj = frame_conversion.cast(obj, arrow_schema(table.schema(), name=spec.name), table=spec.name)
+        if changed_keys is not None and not changed_keys.num_rows:
+            return table  # no key has changed, so nothing of it takes any row's place
         if not by_spark:
-            arrow_frames.write(obj, table, spec, selection, properties)
+            if changed_keys is not None:
+                replace_keys.by_arrow(obj, table, spec, changed_keys, properties)
+            else:
+                arrow_frames.write(obj, table, spec, selection, properties)
             if not self._attempted_before(context):
                 return table  # what others wrote meanwhile would have been refused, or shown
-        elif is_spark or obj.num_rows:  # without rows there is nothing to match, and no Spark is needed
+        elif (
+            is_spark or obj.num_rows or changed_keys is not None
+        ):  # without rows there is nothing to match, and no Spark is needed
             if selection is not None and spec.write_mode == "replace_partitions":
                 table = splitting.divide(table, selection, properties)
             frame = obj if is_spark else self.spark.own_session().createDataFrame(obj)
             with merging(spec.identifier):
-                spark_frames.write(frame, spec, table.schema(), selection, properties)
+                if changed_keys is not None:
+                    replaced_keys = spark_inputs.from_arrow(frame.sparkSession, changed_keys)
+                    replace_keys.by_spark(frame, spec, replaced_keys, properties)
+                else:
+                    spark_frames.write(frame, spec, table.schema(), selection, properties)
         return earlier_attempts.settle(catalog.load_table(spec.identifier), spec, properties)
 
     def _begin(
@@ -330,3 +363,8 @@ class NessieBranchIOManager(ConfigurableIOManager):
             if self.lakehouse.run_branch is not None:
                 self.lakehouse.run_branch.head()
             raise
+
+
+def _in_step(context: InputContext) -> bool:
+    """Whether a step of a run asks, rather than somebody who loads an asset's value."""
+    return getattr(context, "_step_context", None) is not None

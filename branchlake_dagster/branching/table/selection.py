@@ -286,6 +286,11 @@ def to_sql(selection: Selection, schema: Schema) -> str:
 
 def rows_outside(selection: Selection, frame: pa.Table) -> int:
     """How many rows of an Arrow table the selection does not hold (null partition values included)."""
+    return int(frame.num_rows - (pc.sum(inside(selection, frame)).as_py() or 0))
+
+
+def inside(selection: Selection, frame: pa.Table) -> pa.ChunkedArray:
+    """For each row of an Arrow table whether the selection holds it."""
 
     def one(condition: Condition) -> pa.ChunkedArray:
         column = frame.column(condition.column)
@@ -295,9 +300,9 @@ def rows_outside(selection: Selection, frame: pa.Table) -> int:
         return pc.and_kleene(pc.greater_equal(column, start), pc.less(column, end))
 
     if not selection.slices:
-        return int(frame.num_rows)
-    inside = reduce(pc.or_kleene, (reduce(pc.and_kleene, map(one, part)) for part in selection.slices))
-    return int(frame.num_rows - (pc.sum(pc.fill_null(inside, False)).as_py() or 0))
+        return pa.chunked_array([pa.repeat(pa.scalar(False), frame.num_rows)])
+    found = reduce(pc.or_kleene, (reduce(pc.and_kleene, map(one, part)) for part in selection.slices))
+    return pc.fill_null(found, False)
 
 
 def ends(condition: TimeRange | DateRange, kind: pa.DataType) -> tuple[pa.Scalar, pa.Scalar]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from pyiceberg import types as ice
 
+from branchlake_dagster.changes.facts import Facts
 from branchlake_dagster.checks.constraints.promises import (
     Among,
     Both,
@@ -26,7 +27,6 @@ from branchlake_dagster.checks.constraints.promises import (
     Promise,
     StartsWith,
 )
-from branchlake_dagster.checks.proof.facts import Facts
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _LONG = 2**63

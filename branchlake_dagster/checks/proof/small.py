@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg import types as ice
 
+from branchlake_dagster.changes.facts import Facts
 from branchlake_dagster.checks.constraints.promises import (
     Among,
     Compared,
@@ -21,7 +22,6 @@ from branchlake_dagster.checks.constraints.promises import (
     NotAmong,
     Promise,
 )
-from branchlake_dagster.checks.proof.facts import Facts
 from branchlake_dagster.checks.proof.prove import proves
 
 MOST_VALUES = 1_000

@@ -13,6 +13,7 @@ from pyiceberg.manifest import DataFile
 from pyiceberg.types import NestedField
 
 from branchlake_dagster.branching.table.selection import DateRange, TimeRange, Values, to_iceberg
+from branchlake_dagster.changes.facts import Facts, facts
 from branchlake_dagster.checks.constraints.model import (
     Constraint,
     Outcome,
@@ -21,7 +22,6 @@ from branchlake_dagster.checks.constraints.model import (
     UniqueConstraint,
 )
 from branchlake_dagster.checks.constraints.promises import Among, Both, Compared, Promise
-from branchlake_dagster.checks.proof.facts import Facts, facts
 from branchlake_dagster.checks.proof.footers import Footers
 from branchlake_dagster.checks.proof.prove import proves
 from branchlake_dagster.checks.proof.schema import spark_schema

@@ -18,9 +18,9 @@ from pyiceberg.types import NestedField
 
 from branchlake_dagster.branching.io.stored_rows import StoredRows
 from branchlake_dagster.branching.table.selection import Selection, TimeRange, Values, to_iceberg
+from branchlake_dagster.changes.facts import Facts, facts
 from branchlake_dagster.checks.constraints.model import RowConstraint, UniqueConstraint
 from branchlake_dagster.checks.proof import stored as stored_module
-from branchlake_dagster.checks.proof.facts import Facts, facts
 from branchlake_dagster.checks.proof.stored import TableRows
 from branchlake_dagster_tests.checks.proof.tables import NOON, catalog, keeps, random_promises, random_table
 

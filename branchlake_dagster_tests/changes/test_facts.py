@@ -18,8 +18,8 @@ from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.transforms import BucketTransform, IdentityTransform, Transform
 from pyiceberg.typedef import Record
 
+from branchlake_dagster.changes.facts import Facts, facts
 from branchlake_dagster.checks.constraints.promises import Among, Compared, NotAmong, NotNull, StartsWith
-from branchlake_dagster.checks.proof.facts import Facts, facts
 from branchlake_dagster.checks.proof.footers import Footers
 from branchlake_dagster.checks.proof.prove import proves
 

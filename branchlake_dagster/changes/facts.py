@@ -33,6 +33,7 @@ _WIDTHS: dict[type[ice.IcebergType], tuple[int, ...]] = {
     ice.FloatType: (4,),
     ice.DoubleType: (4, 8),
     ice.DateType: (4,),
+    ice.TimestampType: (8,),
     ice.TimestamptzType: (8,),
 }
 """The bytes that a bound may have, by the column's type now; four of an eight-byte type: it was promoted."""
@@ -44,6 +45,7 @@ _VALUES: dict[type[ice.IcebergType], type] = {
     ice.FloatType: float,
     ice.DoubleType: float,
     ice.DateType: int,
+    ice.TimestampType: int,
     ice.TimestamptzType: int,
     ice.StringType: str,
     ice.DecimalType: Decimal,

@@ -1,0 +1,119 @@
+"""Which partitions of an asset a change affects, in the asset's own partition definition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime, timedelta, tzinfo
+from itertools import product
+from typing import Any
+from zoneinfo import ZoneInfo
+
+from dagster import (
+    DagsterInstance,
+    MultiPartitionKey,
+    MultiPartitionsDefinition,
+    PartitionsDefinition,
+    TimeWindow,
+    TimeWindowPartitionsDefinition,
+)
+
+from branchlake_dagster.changes.ranges import Range, Ranges
+
+_ANYTHING = Ranges(anything=True)
+_TICK = timedelta(microseconds=1)
+
+
+def dimensions(definition: PartitionsDefinition[str]) -> dict[str, PartitionsDefinition[str]]:
+    """The partition definition of each dimension; the only one has the empty string for a name."""
+    if isinstance(definition, MultiPartitionsDefinition):
+        return {one.name: one.partitions_def for one in definition.partitions_defs}
+    return {"": definition}
+
+
+def affected(
+    definition: PartitionsDefinition[str],
+    changed: Mapping[str, Ranges],
+    *,
+    instance: DagsterInstance | None = None,
+) -> set[str]:
+    """The keys of the partitions that rows of a change may belong to.
+
+    `changed` are the values by partition dimension. What is not told counts as all partitions. A date is a
+    day of the partitions' own calendar, a time stamp without zone the wall clock of UTC. Null is in none.
+    """
+    if any(ranges.empty for ranges in changed.values()):
+        return set()
+    if not isinstance(definition, MultiPartitionsDefinition):
+        return _keys(definition, changed.get("", _ANYTHING), instance)
+    parts = dimensions(definition)
+    values = [_keys(part, changed.get(name, _ANYTHING), instance) for name, part in parts.items()]
+    return {str(MultiPartitionKey(dict(zip(parts, combined, strict=True)))) for combined in product(*values)}
+
+
+def coverage(
+    definition: PartitionsDefinition[str], *, instance: DagsterInstance | None = None
+) -> dict[str, Any]:
+    """Which partitions there are now, in few words: by dimension the end of the last window, or the keys."""
+    found: dict[str, Any] = {}
+    for name, part in dimensions(definition).items():
+        if isinstance(part, TimeWindowPartitionsDefinition):
+            last = part.get_last_partition_window()
+            found[name] = last.end.astimezone(UTC).isoformat() if last else ""
+        else:
+            found[name] = sorted(part.get_partition_keys(dynamic_partitions_store=instance))
+    return found
+
+
+def covers(told: Mapping[str, Any], definition: PartitionsDefinition[str], key: str) -> bool:
+    """Whether a partition was among those of a `coverage`."""
+    if isinstance(definition, MultiPartitionsDefinition):
+        values: Mapping[str, str] = definition.get_partition_key_from_str(key).keys_by_dimension
+    else:
+        values = {"": key}
+    return all(_covered(told.get(name), part, values[name]) for name, part in dimensions(definition).items())
+
+
+def _covered(told: Any, definition: PartitionsDefinition[str], key: str) -> bool:
+    if isinstance(definition, TimeWindowPartitionsDefinition):
+        if not isinstance(told, str) or not told:
+            return False
+        return definition.time_window_for_partition_key(key).end <= datetime.fromisoformat(told)
+    return isinstance(told, list) and key in told
+
+
+def _keys(
+    definition: PartitionsDefinition[str], changed: Ranges, instance: DagsterInstance | None
+) -> set[str]:
+    if isinstance(definition, TimeWindowPartitionsDefinition) and not changed.anything:
+        return {key for part in changed.parts for key in _windows(definition, part)}
+    every = definition.get_partition_keys(dynamic_partitions_store=instance)
+    if changed.anything:
+        return set(every)
+    # Texts: another type of column cannot hold a partition key.
+    return {key for key in every if any(part.low <= key <= part.high for part in changed.parts)}
+
+
+def _windows(definition: TimeWindowPartitionsDefinition, part: Range) -> Iterable[str]:
+    """The keys of the windows that a range of dates or time stamps meets."""
+    first, last = definition.get_first_partition_window(), definition.get_last_partition_window()
+    zone = ZoneInfo(definition.timezone)
+    start, end = _moment(part.low, zone), _end(part.high, zone)
+    if first is None or last is None or end <= first.start or start >= last.end:
+        return []
+    # Dagster asks for the windows that begin in an interval; the first of ours may have begun before it.
+    before = definition.get_prev_partition_window(max(start, first.start))
+    begin = before.end if before is not None else first.start
+    return definition.get_partition_keys_in_time_window(TimeWindow(begin, min(end, last.end)))
+
+
+def _moment(value: Any, zone: tzinfo) -> datetime:
+    if isinstance(value, datetime):
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value
+    return datetime(value.year, value.month, value.day, tzinfo=zone)
+
+
+def _end(value: Any, zone: tzinfo) -> datetime:
+    """The first moment after a value."""
+    return (
+        _moment(value, zone) + _TICK if isinstance(value, datetime) else _moment(value + timedelta(1), zone)
+    )

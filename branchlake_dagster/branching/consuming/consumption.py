@@ -1,0 +1,255 @@
+"""What one step consumes: for each of its inputs the change since what its table says it has consumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from dagster import AssetKey, DagsterInstance
+from pyiceberg.exceptions import NoSuchTableError
+from pyiceberg.table import Table
+from pyiceberg.types import IcebergType
+
+from branchlake_dagster.branching.consuming import positions as records
+from branchlake_dagster.branching.consuming.affected import coverage, covers
+from branchlake_dagster.branching.consuming.consumer import Consumer, Identifier, Input
+from branchlake_dagster.branching.consuming.declaration import Pattern
+from branchlake_dagster.branching.consuming.main_at import position_at
+from branchlake_dagster.branching.consuming.pending import Backlog, pending
+from branchlake_dagster.branching.consuming.positions import Consumed, Positions, Update
+from branchlake_dagster.branching.errors import TableMissing
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.branching.table.spec import table_name
+from branchlake_dagster.changes.capture import capture, position_on_branch
+from branchlake_dagster.changes.errors import ChangeLost
+from branchlake_dagster.changes.model import ChangeSet, Position
+from branchlake_dagster.changes.ranges import Ranges, changed, union
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.lakehouse.catalog import NessieCatalog
+from branchlake_dagster.lakehouse.lakehouse import MAIN
+
+
+@dataclass(frozen=True)
+class Group:
+    """Partitions that stand at the same positions; empty for an asset without partitions."""
+
+    partitions: tuple[str, ...]
+    since: Mapping[str, Position | None]
+    """By input; None: all of it is new."""
+
+
+class Consumption:
+    """What a step of a run consumes. Everything is read once, at the first question.
+
+    `partitions` are the run's; `rebuild` ignores what was consumed and gives everything.
+    """
+
+    def __init__(
+        self,
+        lake: LakehouseResource,
+        consumer: Consumer,
+        *,
+        partitions: Sequence[str] = (),
+        rebuild: bool = False,
+        instance: DagsterInstance | None = None,
+    ) -> None:
+        self._lake = lake
+        self.consumer = consumer
+        self.partitions = tuple(partitions) if consumer.by_partition else ()
+        self._rebuild = rebuild
+        self.instance = instance
+        self._changes: dict[tuple[str, Position | None], ChangeSet] = {}
+        self.when_written: list[Callable[[], None]] = []
+        """What is to be cleaned up once the result is stored."""
+
+    # -- where things stand ------------------------------------------------------------------------
+
+    @cached_property
+    def _base_hash(self) -> str:
+        branch = self._lake.run_branch
+        return branch.open().base_hash if branch is not None else ""
+
+    @cached_property
+    def _on_main(self) -> NessieCatalog:
+        return self._lake.lakehouse.catalog(f"{MAIN}@{self._base_hash}" if self._base_hash else MAIN)
+
+    @cached_property
+    def inputs(self) -> dict[AssetKey, Input]:
+        """The consumed inputs. Raises TableMissing."""
+        return {key: self._input(key, how) for key, how in self.consumer.declaration.inputs.items()}
+
+    def _input(self, key: AssetKey, pattern: Pattern) -> Input:
+        identifier = self.consumer.inputs[key]
+        name = table_name(identifier)
+        table = _load(self._lake.own_catalog(), identifier)
+        if table is None:
+            raise TableMissing(
+                f"Asset {key.to_user_string()} has no table there.",
+                table=name,
+                branch=self._lake.open_branch(),
+                hint="Materialise it and let it be published first, or select it in the same run.",
+            )
+        base = _load(self._on_main, identifier)
+        return Input(key, name, pattern, table, position_on_branch(table, base))
+
+    @cached_property
+    def _target(self) -> Table | None:
+        return _load(self._on_main, self.consumer.spec.identifier)
+
+    def target_type(self, column: str) -> IcebergType | None:
+        """The type of a column of the asset's table; None: it has none yet."""
+        fields = self._target.schema().fields if self._target is not None else ()
+        return next((field.field_type for field in fields if field.name == column), None)
+
+    @cached_property
+    def positions(self) -> Positions:
+        """What the asset's table had consumed where the run began. Raises PositionUnreadable.
+
+        Not what the branch says: an earlier attempt of this step may have written there.
+        """
+        if self._target is None:
+            return Positions()
+        return records.read(self._target.metadata.properties, table=self.consumer.spec.name)
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The run's partitions by where they stand. Raises ChangeLost as the declaration wants it."""
+        if self._rebuild:
+            return (self._everything,)
+        found: dict[tuple[tuple[str, Position | None], ...], list[str]] = {}
+        for partition in self.partitions or (None,):
+            since = self._since(self._consumed(partition))
+            if any(one is None for one in since.values()):
+                # What takes the place of everything cannot leave a part of it out.
+                return (self._everything,)
+            found.setdefault(tuple(sorted(since.items())), []).extend([partition] if partition else [])
+        groups = tuple(Group(tuple(names), dict(since)) for since, names in found.items())
+        return (self._everything,) if self._no_range(groups) else groups
+
+    def _no_range(self, groups: Iterable[Group]) -> bool:
+        """Whether the rows to replace cannot be told by a range: some may be null, or anything."""
+        if self.consumer.by_partition or "range" not in self.consumer.declaration.patterns:
+            return False
+        column = self.consumer.declaration.on or self.consumer.declaration.into or ""
+        found = self._ranges(column, groups)
+        return found.nulls or found.anything
+
+    @property
+    def _everything(self) -> Group:
+        return Group(self.partitions, dict.fromkeys((one.name for one in self.inputs.values()), None))
+
+    @property
+    def whole(self) -> bool:
+        """Whether the asset gets everything, and its result replaces all there was."""
+        return any(since is None for group in self.groups for since in group.since.values())
+
+    def _consumed(self, partition: str | None) -> Consumed | None:
+        return self.positions.of(partition, lambda told: self._covered(told, partition))
+
+    def _covered(self, told: Mapping[str, Any], partition: str | None) -> bool:
+        definition = self.consumer.definition
+        return definition is not None and partition is not None and covers(told, definition, partition)
+
+    def _since(self, consumed: Consumed | None) -> dict[str, Position | None]:
+        found = {}
+        for one in self.inputs.values():
+            position = consumed.inputs.get(one.name) if consumed else self._start(one)
+            found[one.name] = self._kept(one, position)
+        return found
+
+    def _start(self, one: Input) -> Position | None:
+        """Where a new consumer begins."""
+        declaration = self.consumer.declaration
+        if declaration.start == "beginning":
+            return None
+        if declaration.start_time is None:
+            return one.upto
+        identifier = self.consumer.inputs[one.key]
+        return position_at(self._lake.lakehouse, identifier, declaration.start_time) or Position(
+            one.upto.table_uuid, None
+        )
+
+    def _kept(self, one: Input, since: Position | None) -> Position | None:
+        """The position, or what the declaration wants in its place when its change cannot be told."""
+        if since is None:
+            return None
+        try:
+            self.change_since(one, since)
+        except ChangeLost as lost:
+            if self.consumer.declaration.when_lost == "fail":
+                lost.hint = (
+                    "Launch the asset with the run tag branchlake/rebuild=true to compute everything anew,"
+                    " or choose in incremental(when_lost=…) between rebuild and skip."
+                )
+                raise
+            return None if self.consumer.declaration.when_lost == "rebuild" else one.upto
+        return since
+
+    # -- changes -----------------------------------------------------------------------------------
+
+    def changes(self, key: AssetKey) -> Iterator[tuple[Group, ChangeSet]]:
+        """The change of an input for each group of partitions."""
+        one = self.inputs[key]
+        for group in self.groups:
+            yield group, self.change_since(one, group.since[one.name])
+
+    def change_since(self, one: Input, since: Position | None) -> ChangeSet:
+        """The change of an input since a position. Raises ChangeLost."""
+        asked = one.name, since
+        if asked not in self._changes:
+            self._changes[asked] = capture(one.table, since, name=one.name, upto=one.upto)
+        return self._changes[asked]
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to consume."""
+        return all(change.empty for key in self.inputs for _, change in self.changes(key))
+
+    def ranges(self, column: str) -> Ranges:
+        """The values of a column in the changed rows of all inputs."""
+        return self._ranges(column, self.groups)
+
+    def _ranges(self, column: str, groups: Iterable[Group]) -> Ranges:
+        return union(
+            changed(self.change_since(one, group.since[one.name]), column, one.table.metadata)
+            for one in self.inputs.values()
+            for group in groups
+        )
+
+    # -- the result --------------------------------------------------------------------------------
+
+    def update(self) -> Update:
+        """The properties that say what has been consumed once the step's result is there."""
+        told = self._told()
+        definition = self.consumer.definition
+        if not self.consumer.by_partition or definition is None:
+            return records.advance(self.positions, told, (), None)
+        return records.advance(self.positions, told, self.partitions, self._pending())
+
+    def written(self) -> None:
+        """The result is stored: what was made to compute it is cleaned up."""
+        while self.when_written:
+            self.when_written.pop()()
+
+    def _told(self) -> Consumed:
+        upto = {one.name: one.upto for one in self.inputs.values()}
+        run, definition = self._lake.run_branch, self.consumer.definition
+        by_partition = self.consumer.by_partition and definition is not None
+        known = coverage(definition, instance=self.instance) if by_partition and definition else {}
+        return Consumed(upto, run.run_id if run else "", self._base_hash, known)
+
+    def _pending(self) -> set[str] | None:
+        try:
+            inputs = tuple(self.inputs.values())
+            return pending(Backlog(self.consumer, self.positions, inputs, self.change_since, self.instance))
+        except (ChangeLost, ConfigurationError):
+            return None
+
+
+def _load(catalog: NessieCatalog, identifier: Identifier) -> Table | None:
+    try:
+        return catalog.load_table(identifier)
+    except NoSuchTableError:
+        return None

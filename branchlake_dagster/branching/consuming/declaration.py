@@ -1,0 +1,161 @@
+"""How an asset says that it consumes changes: metadata on the asset, read back as an `Incremental`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Literal, get_args
+
+from dagster import AssetKey
+
+from branchlake_dagster.branching.table.spec import plain
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.library_internals.dagster import CoercibleToAssetKey
+
+Pattern = Literal["rows", "keys", "range"]
+WhenLost = Literal["fail", "rebuild", "skip"]
+WhenRemoved = Literal["fail", "ignore", "deliver"]
+
+INCREMENTAL = "branchlake/incremental"
+
+
+def incremental(
+    inputs: Mapping[CoercibleToAssetKey, Pattern],
+    *,
+    keys: Sequence[str] = (),
+    on: str | None = None,
+    into: str | None = None,
+    start: str = "beginning",
+    when_lost: WhenLost = "fail",
+    when_removed: WhenRemoved = "fail",
+) -> dict[str, Any]:
+    """Asset metadata for `@dg.asset(metadata=…)`: which inputs it consumes by their changes, and how.
+
+    What it has consumed is stored with its table and published with it, so no change is skipped or taken
+    twice. Its first run, and one with the run tag `branchlake/rebuild`, get everything and replace the table.
+
+    Args:
+        inputs (Mapping[CoercibleToAssetKey, Literal["rows", "keys", "range"]]): By upstream asset what the
+            asset gets of it. `rows`: the changed rows alone, to append or to merge. `keys`: all rows of the
+            changed keys, whose result replaces the target's rows of these keys. `range`: all rows in the
+            changed ranges of `on`, whose result replaces the target's rows there. Inputs that are not
+            named are read as usual.
+        keys (Sequence[str]): For `keys`: the columns, in these inputs and in the asset's own table.
+        on (Optional[str]): For `range`, and to find the affected partitions of a partitioned asset: the date
+            or time stamp column of the inputs. (default: the name of the asset's own column)
+        into (Optional[str]): The column of the asset's table that `on` becomes. A date column takes whole
+            days of it. (default: the asset's partition column, else `on`)
+        start (str): What a new consumer gets first: `beginning` (everything), `now` (nothing), or an ISO
+            time stamp with zone, from which on it consumes. (default: `beginning`)
+        when_lost (Literal["fail", "rebuild", "skip"]): When an input's change cannot be told any more,
+            because it was rolled back, created again, or its snapshots have expired. (default: `fail`)
+        when_removed (Literal["fail", "ignore", "deliver"]): For `rows`, when rows have gone. `deliver` gives
+            all rows with a column `_change_type` (`INSERT`, `DELETE`). (default: `fail`)
+
+    Returns:
+        Dict[str, Any]: Metadata, to be joined with that of `table_metadata` by `|`.
+
+    Raises:
+        ConfigurationError: It contradicts itself.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+            import polars as pl
+
+            from branchlake_dagster import incremental, table_metadata
+
+            @dg.asset(
+                metadata=table_metadata(write_mode="upsert", keys=["account"])
+                | incremental({"orders": "keys"}, keys=["account"])
+            )
+            def spent(orders: pl.DataFrame) -> pl.DataFrame:
+                return orders.group_by("account").agg(pl.col("price").sum())
+    """
+    told = {
+        "inputs": {AssetKey.from_coercible(key).to_user_string(): how for key, how in inputs.items()},
+        "keys": list(keys),
+        "on": on,
+        "into": into,
+        "start": start,
+        "when_lost": when_lost,
+        "when_removed": when_removed,
+    }
+    _read(told, "this asset")
+    return {INCREMENTAL: told}
+
+
+@dataclass(frozen=True)
+class Incremental:
+    """What `incremental` said."""
+
+    inputs: Mapping[AssetKey, Pattern]
+    keys: tuple[str, ...] = ()
+    on: str | None = None
+    into: str | None = None
+    start: str = "beginning"
+    when_lost: WhenLost = "fail"
+    when_removed: WhenRemoved = "fail"
+    patterns: frozenset[Pattern] = field(default=frozenset(), init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "patterns", frozenset(self.inputs.values()))
+
+    @property
+    def start_time(self) -> datetime | None:
+        """From when on a new consumer consumes; None: from the beginning, or from now."""
+        return None if self.start in ("beginning", "now") else datetime.fromisoformat(self.start)
+
+
+def declared(metadata: Mapping[str, Any], *, asset: str) -> Incremental | None:
+    """What an asset's metadata says; None when it consumes no changes. Raises ConfigurationError."""
+    told = plain(metadata.get(INCREMENTAL))
+    if told is None:
+        return None
+    if not isinstance(told, Mapping):
+        raise ConfigurationError(f"{INCREMENTAL} of {asset} is {told!r}.", hint="Use incremental(…).")
+    return _read(told, asset)
+
+
+def _read(told: Mapping[str, Any], asset: str) -> Incremental:
+    found = Incremental(
+        {AssetKey.from_user_string(key): how for key, how in told["inputs"].items()},
+        tuple(told.get("keys") or ()),
+        told.get("on"),
+        told.get("into"),
+        told.get("start") or "beginning",
+        told.get("when_lost") or "fail",
+        told.get("when_removed") or "fail",
+    )
+    wrong = _mistake(found)
+    if wrong:
+        raise ConfigurationError(f"incremental() of {asset}: {wrong}")
+    return found
+
+
+def _mistake(found: Incremental) -> str | None:
+    choices: tuple[tuple[str, Any, Any], ...] = (
+        *(("pattern", how, Pattern) for how in found.inputs.values()),
+        ("when_lost", found.when_lost, WhenLost),
+        ("when_removed", found.when_removed, WhenRemoved),
+    )
+    for name, value, allowed in choices:
+        if value not in get_args(allowed):
+            return f"{name} is {value!r}; it is one of {', '.join(get_args(allowed))}."
+    if not found.inputs:
+        return "it names no input."
+    if len(found.patterns) > 1:
+        return "its inputs have different patterns, and one result cannot replace keys and ranges at once."
+    if "keys" in found.patterns and not found.keys:
+        return "the pattern `keys` needs keys=[…]."
+    try:
+        started = found.start_time
+    except ValueError:
+        return (
+            f"start is {found.start!r}; it is `beginning`, `now` or a time stamp such as 2026-01-31T00:00Z."
+        )
+    if started is not None and started.tzinfo is None:
+        return f"start is {found.start!r}, without a time zone."
+    return None

@@ -1,0 +1,124 @@
+"""What a table says it has consumed of its inputs: properties of the table itself.
+
+So they are published, rebased, discarded and rolled back with it (ADR 26). One property is for the whole
+table, and one for each partition that is ahead of it, so that runs of different partitions do not meet. Two
+runs that consumed for the same rows set the same property, each with its own run id, and only one of them
+can be published.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from branchlake_dagster.branching.errors import PositionUnreadable
+from branchlake_dagster.changes.model import Position
+from branchlake_dagster.changes.summary import PREFIX
+
+CONSUMED = f"{PREFIX}consumed"
+_PARTITION = f"{CONSUMED}."
+
+
+@dataclass(frozen=True)
+class Consumed:
+    """How far each input was consumed, by its dotted name, and by which run; `base` is the hash it began at.
+
+    `covers` are the partitions that there were then, see `affected.coverage`: of one that came later nothing
+    has been consumed, though its rows may have been there before it.
+    """
+
+    inputs: Mapping[str, Position]
+    run_id: str = ""
+    base: str = ""
+    covers: Mapping[str, Any] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """As a property's value."""
+        return json.dumps(
+            {
+                "inputs": {name: one.as_dict() for name, one in sorted(self.inputs.items())},
+                "run": self.run_id,
+                "base": self.base,
+                **({"covers": dict(self.covers)} if self.covers else {}),
+            },
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def from_text(cls, text: str) -> Consumed:
+        """Back again. Raises ValueError, KeyError or TypeError."""
+        told = json.loads(text)
+        inputs = {name: Position.from_dict(one) for name, one in told["inputs"].items()}
+        return cls(inputs, told["run"], told["base"], told.get("covers", {}))
+
+
+@dataclass(frozen=True)
+class Positions:
+    """All that a table has consumed: `floor` counts for all partitions that have no entry of their own."""
+
+    floor: Consumed | None = None
+    partitions: Mapping[str, Consumed] = field(default_factory=dict)
+
+    def of(self, partition: str | None, covered: Callable[[Mapping[str, Any]], bool]) -> Consumed | None:
+        """What was consumed for a partition, or for a table without partitions; None: nothing.
+
+        `covered` tells whether it is among the partitions that a `Consumed.covers` speaks of.
+        """
+        if partition is None:
+            return self.floor
+        if partition in self.partitions:
+            return self.partitions[partition]
+        return self.floor if self.floor is not None and covered(self.floor.covers) else None
+
+
+def property_of(partition: str | None) -> str:
+    """The name of the property."""
+    return CONSUMED if partition is None else f"{_PARTITION}{partition}"
+
+
+def read(properties: Mapping[str, str], *, table: str) -> Positions:
+    """The positions in a table's properties. Raises PositionUnreadable."""
+    floor: Consumed | None = None
+    partitions: dict[str, Consumed] = {}
+    for name, value in properties.items():
+        if name != CONSUMED and not name.startswith(_PARTITION):
+            continue
+        try:
+            found = Consumed.from_text(value)
+        except (ValueError, KeyError, TypeError) as error:
+            raise PositionUnreadable(
+                f"The property {name} cannot be read, so what was consumed is not known.",
+                table=table,
+                hint="Compute everything anew: launch the asset with the run tag branchlake/rebuild=true.",
+            ) from error
+        if name == CONSUMED:
+            floor = found
+        else:
+            partitions[name.removeprefix(_PARTITION)] = found
+    return Positions(floor, partitions)
+
+
+@dataclass(frozen=True)
+class Update:
+    """Properties to set and to remove."""
+
+    set: Mapping[str, str]
+    remove: tuple[str, ...] = ()
+
+
+def advance(
+    positions: Positions, now: Consumed, partitions: Iterable[str], affected: Iterable[str] | None
+) -> Update:
+    """The properties after a run that consumed up to `now` for these partitions.
+
+    `affected` are the partitions for which the table as a whole has something left to consume up to there;
+    None when that is not known. With nothing left, the whole table stands at `now` and no partition needs
+    an entry of its own.
+    """
+    mine = list(partitions)
+    if not mine or (affected is not None and set(affected) <= set(mine)):
+        gone = tuple(sorted(map(property_of, positions.partitions)))
+        return Update({CONSUMED: now.text()}, gone)
+    return Update({property_of(one): now.text() for one in mine})

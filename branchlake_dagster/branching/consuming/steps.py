@@ -1,0 +1,101 @@
+"""The consumption of a step of a run, one for all who ask: its inputs, its output, the asset itself."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from typing import Any
+
+from dagster import AssetSpec, PartitionsDefinition
+
+from branchlake_dagster.branching.consuming.consumer import Consumer
+from branchlake_dagster.branching.consuming.consumption import Consumption
+from branchlake_dagster.branching.consuming.declaration import Incremental, declared
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.branching.table.spec import TableSpec, identifier_of, table_spec
+from branchlake_dagster.errors import ConfigurationError
+
+REBUILD_TAG = "branchlake/rebuild"
+"""On a run: what was consumed is not looked at, and everything is computed anew."""
+
+_MOST = 16
+_lock = threading.Lock()
+_live: OrderedDict[tuple[int, str, str, int], Consumption] = OrderedDict()
+
+
+def consumption_of(step: Any, lake: LakehouseResource) -> Consumption | None:
+    """What the asset of a step consumes; None: no changes. `step` is Dagster's context of the step.
+
+    Raises ConfigurationError.
+    """
+    assets = step.assets_def
+    if assets is None:
+        return None
+    found = [
+        (spec, told)
+        for spec in assets.specs
+        if (told := declared(spec.metadata, asset=spec.key.to_user_string())) is not None
+    ]
+    if not found:
+        return None
+    if len(found) > 1 or len(assets.keys) > 1:
+        raise ConfigurationError(
+            f"{step.step.key} makes several assets, and one of them consumes changes.",
+            hint="Let an asset that consumes changes be the only one of its function.",
+        )
+    asked = os.getpid(), step.run_id, step.step.key, step.previous_attempt_count
+    with _lock:
+        if asked not in _live:
+            spec, declaration = found[0]
+            consumer = consumer_of(spec, declaration, assets.partitions_def, _namespace(lake))
+            (output,) = assets.keys_by_output_name
+            partitions = step.asset_partition_keys_for_output(output) if consumer.by_partition else ()
+            _live[asked] = Consumption(
+                lake,
+                consumer,
+                partitions=tuple(partitions),
+                rebuild=step.dagster_run.tags.get(REBUILD_TAG, "").lower() in ("true", "1", "yes"),
+                instance=step.instance,
+            )
+            while len(_live) > _MOST:
+                _live.popitem(last=False)
+        return _live[asked]
+
+
+def _namespace(lake: LakehouseResource) -> str:
+    return lake.lakehouse.settings.default_namespace
+
+
+def consumer_of(
+    spec: AssetSpec,
+    declaration: Incremental,
+    definition: PartitionsDefinition[str] | None,
+    default_namespace: str,
+) -> Consumer:
+    """An asset with what it declares. Raises ConfigurationError when that does not fit its table."""
+    asset = spec.key.to_user_string()
+    table = table_spec(
+        spec.key, spec.metadata, default_namespace=default_namespace, partitioned=definition is not None
+    )
+    if wrong := _mistake(declaration, table, partitioned=definition is not None):
+        raise ConfigurationError(f"incremental() of {asset}: {wrong}", table=table.name)
+    inputs = {key: identifier_of(key, default_namespace) for key in declaration.inputs}
+    return Consumer(asset, table, declaration, inputs, definition)
+
+
+def _mistake(declaration: Incremental, table: TableSpec, *, partitioned: bool) -> str | None:
+    mode = table.write_mode
+    if "rows" in declaration.patterns and mode not in ("append", "upsert"):
+        return f"changed rows are appended or merged, and its write mode is {mode}."
+    if "keys" in declaration.patterns:
+        if mode != "upsert":
+            return f"what is computed of changed keys is an upsert, and its write mode is {mode}."
+        if not set(declaration.keys) <= set(table.keys):
+            return "its keys are not all among the keys of the upsert, so old rows could not be found."
+    if "range" in declaration.patterns:
+        if mode in ("append", "upsert"):
+            return f"what is computed of changed ranges replaces them, and its write mode is {mode}."
+        if not partitioned and not (declaration.on or declaration.into):
+            return "the pattern `range` of an asset without partitions needs on=…."
+    return None

@@ -1,0 +1,111 @@
+"""Change tables on the run's branch: made for a step, gone before its result can be published."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+from pyiceberg.exceptions import NoSuchTableError
+from pyiceberg.table.locations import load_location_provider
+
+from branchlake_dagster.branching.consuming.consumer import Identifier, Input
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.branching.table.spec import table_name
+from branchlake_dagster.changes.change_table import ChangeTable, copied, referring
+from branchlake_dagster.changes.model import ChangedFile, ChangeSet
+from branchlake_dagster.changes.rows import RowReader
+from branchlake_dagster.library_internals.pyiceberg import write_metadata
+
+_log = logging.getLogger(__name__)
+
+CHANGE = "__change__"
+"""In a change table's name, between the input's and the consumer's."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The identifiers of the tables of rows that came and rows that went; None: no row did."""
+
+    added: Identifier | None
+    removed: Identifier | None
+
+
+class ChangeTables:
+    """Those of one step. `drop` takes them off the branch and deletes what was written for them."""
+
+    def __init__(self, lake: LakehouseResource) -> None:
+        self._lake = lake
+        self._made: dict[Identifier, ChangeTable] = {}
+
+    def make(self, one: Input, identifier: Identifier, consumer: Identifier, change: ChangeSet) -> Pair:
+        """The change tables of an input for a consumer."""
+        reader = RowReader(one.table, change)
+        number = len(self._made)
+        base = f"{identifier[-1]}{CHANGE}{'_'.join(consumer)}_{number}"
+        if reader.whole_files():
+            added = self._refer(one, (*identifier[:-1], base), change.added)
+            removed = self._refer(one, (*identifier[:-1], f"{base}_removed"), change.removed)
+            return Pair(added, removed)
+        rows = reader.read()
+        sides = (
+            ((*identifier[:-1], base), rows.added),
+            ((*identifier[:-1], f"{base}_removed"), rows.removed),
+        )
+        found = [self._copy(one, name, side) if side.num_rows else None for name, side in sides]
+        return Pair(*found)
+
+    def _refer(self, one: Input, name: Identifier, files: Sequence[ChangedFile]) -> Identifier | None:
+        if not files:
+            return None
+        made = referring(
+            one.table,
+            [changed.file for changed in files],
+            name=name,
+            location=self._location(name),
+            change_of=one.name,
+            properties={},
+        )
+        return self._commit(name, made)
+
+    def _copy(self, one: Input, name: Identifier, rows: pa.Table) -> Identifier | None:
+        if not rows.num_rows:
+            return None
+        location = self._location(name)
+        empty = referring(one.table, (), name=name, location=location, change_of=one.name, properties={})
+        files = copied(empty, rows)
+        made = referring(empty.table, files, name=name, location=location, change_of=one.name, properties={})
+        made.written += empty.written
+        return self._commit(name, made)
+
+    def _location(self, name: Identifier) -> str:
+        warehouse = self._lake.lakehouse.settings.warehouse_uri.rstrip("/")
+        return f"{warehouse}/_branchlake/changes/{table_name(name)}_{uuid.uuid4()}"
+
+    def _commit(self, name: Identifier, made: ChangeTable) -> Identifier:
+        self._made[name] = made
+        catalog, metadata = self._lake.own_catalog(), made.table.metadata
+        provider = load_location_provider(metadata.location, metadata.properties)
+        location = provider.new_table_metadata_file_location(0)
+        made.written.append(location)
+        write_metadata(catalog, metadata, made.table.io, location)
+        # An earlier attempt of the step may have left one of this name.
+        catalog.register_table(name, location, overwrite=True)
+        return name
+
+    def drop(self) -> None:
+        """Take all of them off the branch. What cannot be deleted is left to the sweeper, and told."""
+        catalog = self._lake.own_catalog()
+        for name, made in self._made.items():
+            try:
+                catalog.drop_table(name)
+            except NoSuchTableError:
+                _log.warning("The change table %s was gone already.", table_name(name))
+            for path in made.written:
+                try:
+                    made.table.io.delete(path)
+                except OSError as error:
+                    _log.warning("%s of a change table is still there: %s", path, error)
+        self._made.clear()

@@ -1,0 +1,127 @@
+"""What of an input a consumption gives to its asset, whatever the frame: rows, keys, or a selection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import polars as pl
+import pyarrow as pa
+from pyiceberg.types import DateType
+
+from branchlake_dagster.branching.consuming.consumer import Input
+from branchlake_dagster.branching.consuming.consumption import Consumption, Group
+from branchlake_dagster.branching.delivering.range_selection import by_days, selection
+from branchlake_dagster.branching.errors import RowsRemoved
+from branchlake_dagster.branching.table.selection import Selection, inside, select
+from branchlake_dagster.changes.model import ChangeSet
+from branchlake_dagster.changes.ranges import Ranges
+from branchlake_dagster.changes.rows import ChangedRows, RowReader, without_carried
+
+
+def of_partitions(consumption: Consumption, one: Input, partitions: tuple[str, ...]) -> Selection | None:
+    """The rows of an input that belong to partitions of the asset; None: all rows."""
+    consumer = consumption.consumer
+    if not consumer.by_partition or consumer.definition is None:
+        return None
+    columns = consumer.columns_of_inputs(one.table)
+    return select(partitions, consumer.definition, columns, schema=one.table.schema(), table=one.name)
+
+
+def of_range(consumption: Consumption, one: Input) -> Selection | None:
+    """The rows of an input in the changed ranges; None: all rows."""
+    if consumption.whole or consumption.consumer.by_partition:
+        return of_partitions(consumption, one, consumption.partitions)
+    return selection(target_ranges(consumption), _on(consumption), one.table.schema(), table=one.name)
+
+
+def target_ranges(consumption: Consumption) -> Ranges:
+    """The changed ranges of all inputs, widened to what the asset's own column can tell apart."""
+    declaration = consumption.consumer.declaration
+    ranges = consumption.ranges(_on(consumption))
+    dates = any(
+        isinstance(one.table.schema().find_type(_on(consumption)), DateType)
+        for one in consumption.inputs.values()
+    )
+    own = consumption.target_type(declaration.into or _on(consumption))
+    return by_days(ranges) if dates or isinstance(own, DateType) else ranges
+
+
+def _on(consumption: Consumption) -> str:
+    declaration = consumption.consumer.declaration
+    found = declaration.on or declaration.into
+    assert found is not None  # noqa: S101 - `steps` has looked
+    return found
+
+
+def changed_rows(consumption: Consumption, one: Input) -> ChangedRows:
+    """The rows that came and went, without those that were only carried along in rewritten files."""
+    parts = [
+        _inside(
+            RowReader(one.table, change).read(),
+            of_partitions(consumption, one, group.partitions),
+        )
+        for group, change in consumption.changes(one.key)
+    ]
+    together = ChangedRows(_all(part.added for part in parts), _all(part.removed for part in parts))
+    return without_carried(together)
+
+
+def delivered(consumption: Consumption, one: Input, rows: ChangedRows) -> pa.Table:
+    """The rows as the asset is to get them. Raises RowsRemoved."""
+    how = consumption.consumer.declaration.when_removed
+    if how == "deliver":
+        return rows.tracked()
+    if rows.removed.num_rows and how == "fail":
+        raise rows_removed(one, str(rows.removed.num_rows))
+    return rows.added
+
+
+def rows_removed(one: Input, count: str) -> RowsRemoved:
+    """The error for rows that have gone."""
+    return RowsRemoved(
+        f"{count} rows have gone from the input, and the asset takes only rows that come.",
+        table=one.name,
+        hint="Use the pattern `keys` or `range`, or incremental(when_removed=…), or compute everything anew"
+        " with the run tag branchlake/rebuild=true.",
+    )
+
+
+def changed_keys(consumption: Consumption) -> pa.Table:
+    """The keys of all rows that came or went in any input, each once."""
+    keys = list(consumption.consumer.declaration.keys)
+    found: list[pa.Table] = []
+    for one in consumption.inputs.values():
+        for group, change in consumption.changes(one.key):
+            found += _key_rows(consumption, one, group, change, keys)
+    together = pa.concat_tables(found, promote_options="permissive")
+    return together.group_by(keys, use_threads=False).aggregate([])
+
+
+def _key_rows(
+    consumption: Consumption, one: Input, group: Group, change: ChangeSet, keys: list[str]
+) -> Iterator[pa.Table]:
+    where = of_partitions(consumption, one, group.partitions)
+    columns = list(dict.fromkeys([*keys, *(where.columns() if where else ())]))
+    rows = _inside(RowReader(one.table, change, columns=columns).read(), where)
+    yield rows.added.select(keys)
+    yield rows.removed.select(keys)
+
+
+def _inside(rows: ChangedRows, where: Selection | None) -> ChangedRows:
+    if where is None:
+        return rows
+    return ChangedRows(*(side.filter(inside(where, side)) for side in (rows.added, rows.removed)))
+
+
+def _all(parts: Iterator[pa.Table]) -> pa.Table:
+    found = list(parts)
+    filled = [part for part in found if part.num_rows]
+    return pa.concat_tables(filled, promote_options="permissive") if filled else found[0]
+
+
+def rows_of_keys(rows: pa.Table, keys: pa.Table) -> pa.Table:
+    """The rows whose key is among `keys`, null equal to null."""
+    names = keys.column_names
+    left = pl.DataFrame(pl.from_arrow(rows.select(names))).with_row_index("branchlake_row")
+    found = left.join(pl.DataFrame(pl.from_arrow(keys)), on=names, how="semi", nulls_equal=True)
+    return rows.take(found["branchlake_row"].to_arrow())

@@ -1,0 +1,58 @@
+"""What the result of a consumption takes the place of, and the record of what was consumed for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pyiceberg.schema import Schema
+from pyiceberg.table import Table
+
+from branchlake_dagster.branching.consuming.consumption import Consumption
+from branchlake_dagster.branching.delivering.inputs import target_ranges
+from branchlake_dagster.branching.delivering.range_selection import selection
+from branchlake_dagster.branching.table.selection import Selection
+from branchlake_dagster.branching.table.spec import TableSpec
+from branchlake_dagster.library_internals.pyiceberg import transaction_on
+
+
+def effective(consumption: Consumption, spec: TableSpec) -> TableSpec:
+    """The spec of this write: a result computed of everything takes the place of everything."""
+    if consumption.whole:
+        by_partition = consumption.consumer.by_partition
+        return replace(spec, write_mode="replace_partitions" if by_partition else "replace_table")
+    if by_range(consumption):
+        return replace(spec, write_mode="replace_partitions")
+    return spec
+
+
+def by_range(consumption: Consumption) -> bool:
+    """Whether the result replaces ranges of a table that has no partitions of Dagster's."""
+    declaration = consumption.consumer.declaration
+    return "range" in declaration.patterns and not consumption.whole and not consumption.consumer.by_partition
+
+
+def by_keys(consumption: Consumption) -> bool:
+    """Whether the result replaces the rows of the changed keys."""
+    return "keys" in consumption.consumer.declaration.patterns and not consumption.whole
+
+
+def replaced_range(consumption: Consumption, schema: Schema) -> Selection:
+    """The rows of the asset's table that the result of changed ranges takes the place of."""
+    consumer = consumption.consumer
+    column = consumer.declaration.into or consumer.declaration.on or ""
+    return selection(target_ranges(consumption), column, schema, table=consumer.spec.name)
+
+
+def record(consumption: Consumption, table: Table) -> Table:
+    """Note in the table what has been consumed for it, as its properties."""
+    update = consumption.update()
+    held = table.metadata.properties
+    new = {name: value for name, value in update.set.items() if held.get(name) != value}
+    gone = [name for name in update.remove if name in held]
+    if new or gone:
+        with transaction_on(table) as transaction:
+            if new:
+                transaction.set_properties(new)
+            if gone:
+                transaction.remove_properties(*gone)
+    return table

@@ -1,0 +1,142 @@
+"""Writing what was computed of changed keys: it takes the place of all rows of these keys.
+
+An upsert alone would leave a row behind whose key has lost its last input row.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression, EqualTo, In, IsNull, Or
+from pyiceberg.table import Table
+from pyspark.sql import DataFrame, SparkSession, Window
+from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
+
+from branchlake_dagster.branching.errors import PartitionMismatch, UpsertKeyInvalid
+from branchlake_dagster.branching.frames.spark_frames import check_keys, session_properties
+from branchlake_dagster.branching.table.spec import TableSpec
+from branchlake_dagster.lakehouse.spark.quoting import quoted
+from branchlake_dagster.library_internals.pyiceberg import transaction_on
+from branchlake_dagster.wording import counted
+
+MOST_KEYS = 2_000
+"""Keys that are replaced without Spark: PyIceberg looks each of them up in a predicate."""
+_GONE = "__branchlake_gone"
+_PLACE = "__branchlake_place"
+_COPIES = "__branchlake_copies"
+_NOT_UNIQUE = "branchlake: upsert key not unique"
+
+
+def by_arrow(
+    frame: pa.Table, table: Table, spec: TableSpec, keys: pa.Table, properties: Mapping[str, str]
+) -> None:
+    """Replace the rows of `keys` (at most MOST_KEYS) in one commit. `frame` has the table's columns.
+
+    Raises UpsertKeyInvalid, and PartitionMismatch for rows of other keys.
+    """
+    check_keys(spec, frame.column_names)
+    _require_unique(frame, spec)
+    _require_among(frame, keys, spec)
+    with transaction_on(table) as transaction, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Delete operation did not match any records")
+        transaction.overwrite(frame, overwrite_filter=any_of(keys), snapshot_properties=dict(properties))
+
+
+def _require_unique(frame: pa.Table, spec: TableSpec) -> None:
+    nulls = any(frame[key].null_count for key in spec.keys)
+    distinct = frame.group_by(list(spec.keys)).aggregate([]).num_rows
+    if nulls or distinct < frame.num_rows:
+        raise UpsertKeyInvalid(
+            f"Two rows share a key, or a key is null, in ({', '.join(spec.keys)}).",
+            table=spec.name,
+            hint="Keep one row per key before returning the frame.",
+        )
+
+
+def _require_among(frame: pa.Table, keys: pa.Table, spec: TableSpec) -> None:
+    names = keys.column_names
+    rows, allowed = (pl.DataFrame(pl.from_arrow(side.select(names))) for side in (frame, keys))
+    if outside := rows.join(allowed.cast(rows.schema), on=names, how="anti", nulls_equal=True).height:
+        raise PartitionMismatch(
+            f"{counted(outside, 'row')} of the frame {'has' if outside == 1 else 'have'} a key that has not"
+            " changed.",
+            table=spec.name,
+            hint=f"Compute the rows of the input's keys ({', '.join(names)}) and no others.",
+        )
+
+
+def any_of(keys: pa.Table) -> BooleanExpression:
+    """The rows that have one of the keys."""
+    names = keys.column_names
+    if len(names) == 1:
+        values = keys[names[0]]
+        present = tuple(pc.unique(values.drop_null()).to_pylist())
+        found: list[BooleanExpression] = [In(names[0], present)] if present else []
+        return _union(found + ([IsNull(names[0])] if values.null_count else []))
+    return _union([_equal(row) for row in keys.to_pylist()])
+
+
+def _equal(row: Mapping[str, object]) -> BooleanExpression:
+    parts = [IsNull(name) if value is None else EqualTo(name, value) for name, value in row.items()]
+    found: BooleanExpression = AlwaysTrue()
+    for part in parts:
+        found = And(found, part)
+    return found
+
+
+def _union(parts: Sequence[BooleanExpression]) -> BooleanExpression:
+    """As a tree of little depth: visitors recurse."""
+    if len(parts) < 2:
+        return parts[0]
+    middle = len(parts) // 2
+    return Or(_union(parts[:middle]), _union(parts[middle:]))
+
+
+def by_spark(frame: DataFrame, spec: TableSpec, keys: DataFrame, properties: Mapping[str, str]) -> None:
+    """Replace the rows of `keys` in one MERGE. Raises UpsertKeyInvalid."""
+    check_keys(spec, frame.columns)
+    session: SparkSession = frame.sparkSession
+    target = session.table(spec.spark_name)
+    same = [target[quoted(name)].eqNullSafe(keys[quoted(name)]) for name in keys.columns]
+    old = target.join(keys, same, "left_semi").select(*map(quoted, spec.keys))
+    both = frame.withColumn(_GONE, F.lit(False)).unionByName(
+        old.withColumn(_GONE, F.lit(True)), allowMissingColumns=True
+    )
+    window = Window.partitionBy(*map(quoted, spec.keys))
+    copies = F.sum(F.when(F.col(_GONE), 0).otherwise(1)).over(window)
+    present = " AND ".join(f"{quoted(key)} IS NOT NULL" for key in spec.keys)
+    valid = f"assert_true({_GONE} OR ({_COPIES} = 1 AND {present}), '{_NOT_UNIQUE}') IS NULL"
+    source = (
+        both.withColumn(_COPIES, copies)
+        .withColumn(_PLACE, F.row_number().over(window.orderBy(_GONE)))
+        .filter(F.expr(valid))
+        .filter(F.col(_PLACE) == 1)
+        .alias("incoming")
+    )
+    on = " AND ".join(f"{spec.spark_name}.{quoted(key)} <=> incoming.{quoted(key)}" for key in spec.keys)
+    columns = {quoted(name): F.col(f"incoming.{quoted(name)}") for name in frame.columns}
+    gone = F.expr(f"incoming.{_GONE}")
+    with session_properties(session, properties):
+        try:
+            (
+                source.mergeInto(spec.spark_name, F.expr(on))
+                .whenMatched(gone)
+                .delete()
+                .whenMatched()
+                .update(columns)
+                .whenNotMatched(~gone)
+                .insert(columns)
+                .merge()
+            )
+        except Exception as error:
+            if _NOT_UNIQUE in str(error):
+                raise UpsertKeyInvalid(
+                    f"Two rows share a key, or a key is null, in ({', '.join(spec.keys)}).",
+                    table=spec.name,
+                    hint="Keep one row per key before returning the frame.",
+                ) from error
+            raise

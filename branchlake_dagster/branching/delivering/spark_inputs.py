@@ -1,0 +1,92 @@
+"""Changes of inputs as Spark frames: small ones as they are, large ones through change tables."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
+
+from branchlake_dagster.branching.consuming.consumer import Identifier, Input
+from branchlake_dagster.branching.consuming.consumption import Consumption
+from branchlake_dagster.branching.delivering import arrow_inputs
+from branchlake_dagster.branching.delivering.change_tables import ChangeTables, Pair
+from branchlake_dagster.branching.delivering.inputs import (
+    changed_keys,
+    of_partitions,
+    of_range,
+    rows_removed,
+)
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.branching.table.selection import Selection, to_sql
+from branchlake_dagster.changes.rows import CHANGE_TYPE, DELETE, INSERT
+from branchlake_dagster.lakehouse.spark.quoting import dotted, quoted
+
+FEW_ROWS = 20_000
+"""A change of so many rows is sent to Spark with the query, which needs no table for it."""
+
+
+def load(consumption: Consumption, one: Input, session: SparkSession, lake: LakehouseResource) -> DataFrame:
+    """The rows of an input that the asset is to get, lazily. Raises as `arrow_inputs.load` does."""
+    identifier = consumption.consumer.inputs[one.key]
+    frame = _table(session, identifier)
+    if one.pattern == "range":
+        return _where(frame, of_range(consumption, one), one)
+    if consumption.whole:
+        found = _where(frame, of_partitions(consumption, one, consumption.partitions), one)
+        deliver = one.pattern == "rows" and consumption.consumer.declaration.when_removed == "deliver"
+        return found.withColumn(CHANGE_TYPE, F.lit(INSERT)) if deliver else found
+    if one.pattern == "keys":
+        found = _where(frame, of_partitions(consumption, one, consumption.partitions), one)
+        return of_keys(found, from_arrow(session, changed_keys(consumption)))
+    rows = sum(change.rows_added + change.rows_removed for _, change in consumption.changes(one.key))
+    if rows <= FEW_ROWS:
+        return from_arrow(session, arrow_inputs.load(consumption, one))
+    tables = ChangeTables(lake)
+    consumption.when_written.append(tables.drop)
+    return _changed_rows(consumption, one, session, tables)
+
+
+def of_keys(frame: DataFrame, keys: DataFrame) -> DataFrame:
+    """The rows whose key is among `keys`, null equal to null."""
+    same = [frame[quoted(name)].eqNullSafe(keys[quoted(name)]) for name in keys.columns]
+    return frame.join(F.broadcast(keys), same, "left_semi")
+
+
+def from_arrow(session: SparkSession, rows: pa.Table) -> DataFrame:
+    """Rows of our own as a frame."""
+    found: DataFrame = session.createDataFrame(rows)
+    return found
+
+
+def _changed_rows(
+    consumption: Consumption, one: Input, session: SparkSession, tables: ChangeTables
+) -> DataFrame:
+    identifier, consumer = consumption.consumer.inputs[one.key], consumption.consumer.spec.identifier
+    added: list[DataFrame] = []
+    removed: list[DataFrame] = []
+    for group, change in consumption.changes(one.key):
+        pair: Pair = tables.make(one, identifier, consumer, change)
+        where = of_partitions(consumption, one, group.partitions)
+        for name, frames in ((pair.added, added), (pair.removed, removed)):
+            if name is not None:
+                frames.append(_where(_table(session, name), where, one))
+    empty = _table(session, identifier).limit(0)
+    came, went = reduce(DataFrame.union, added, empty), reduce(DataFrame.union, removed, empty)
+    how = consumption.consumer.declaration.when_removed
+    if removed:
+        came, went = came.exceptAll(went), went.exceptAll(came)
+        if how == "fail" and (count := went.count()):
+            raise rows_removed(one, str(count))
+    if how != "deliver":
+        return came
+    return came.withColumn(CHANGE_TYPE, F.lit(INSERT)).union(went.withColumn(CHANGE_TYPE, F.lit(DELETE)))
+
+
+def _table(session: SparkSession, identifier: Identifier) -> DataFrame:
+    return session.table(f"nessie.{dotted(identifier)}")
+
+
+def _where(frame: DataFrame, selection: Selection | None, one: Input) -> DataFrame:
+    return frame if selection is None else frame.filter(to_sql(selection, one.table.schema()))

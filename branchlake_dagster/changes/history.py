@@ -1,0 +1,77 @@
+"""The line of snapshots from a table's head back to a position."""
+
+from __future__ import annotations
+
+from pyiceberg.table.metadata import TableMetadata
+from pyiceberg.table.snapshots import Snapshot
+
+from branchlake_dagster.changes.errors import ChangeLost, Loss
+from branchlake_dagster.changes.model import Position
+from branchlake_dagster.changes.summary import REPLAYED_FROM
+
+
+def told(snapshot: Snapshot, name: str) -> str | None:
+    """An entry of a snapshot's summary."""
+    return snapshot.summary.additional_properties.get(name) if snapshot.summary else None
+
+
+def replayed_from(snapshot: Snapshot) -> int | None:
+    """The snapshot on a run's branch that this one repeats on `main`."""
+    found = told(snapshot, REPLAYED_FROM) or ""
+    return int(found) if found.isdigit() else None
+
+
+def line(metadata: TableMetadata, stop: int | None = None) -> tuple[list[Snapshot], bool]:
+    """The snapshots after `stop` up to the current one, oldest first, and whether the line reaches it.
+
+    Without `stop`: to the table's first snapshot.
+    """
+    known = {snapshot.snapshot_id: snapshot for snapshot in metadata.snapshots}
+    found: list[Snapshot] = []
+    current = metadata.current_snapshot_id
+    while current is not None and current != stop and current in known:
+        found.append(known[current])
+        current = known[current].parent_snapshot_id
+    reached = current == stop and (stop is not None or not found or _is_first(found[-1]))
+    return found[::-1], reached
+
+
+def _is_first(snapshot: Snapshot) -> bool:
+    """Whether none was before it. PyIceberg takes the parent out of one whose parent has expired."""
+    return snapshot.parent_snapshot_id is None and (snapshot.sequence_number or 0) <= 1
+
+
+def since(metadata: TableMetadata, position: Position, *, table: str) -> list[Snapshot] | None:
+    """The snapshots that the position has not consumed, oldest first; None: everything there is.
+
+    Raises ChangeLost.
+    """
+    found, reached = line(metadata, position.snapshot_id)
+    beyond = set(position.beyond)
+    rest = [one for one in found if not beyond & {one.snapshot_id, replayed_from(one)}]
+    if str(metadata.table_uuid) != position.table_uuid and not (reached and len(rest) < len(found)):
+        # Two runs may both create a table: the second one's rows are replayed into the first one's.
+        raise _lost(Loss.RECREATED, table)
+    if reached:
+        return rest
+    if position.snapshot_id is None and not beyond:
+        return None  # nothing had been there to consume
+    known = {snapshot.snapshot_id for snapshot in metadata.snapshots}
+    if not found or _is_first(found[0]) or position.snapshot_id in known:
+        raise _lost(Loss.ROLLED_BACK, table)
+    raise _lost(Loss.EXPIRED, table)
+
+
+def _lost(loss: Loss, table: str) -> ChangeLost:
+    what = {
+        Loss.ROLLED_BACK: "The table was rolled back, or replaced, below what was consumed of it.",
+        Loss.RECREATED: "The table was dropped and created again since it was consumed.",
+        Loss.EXPIRED: "Snapshots since it was last consumed have expired, so what they changed is not known.",
+        Loss.FILES_GONE: "Files of snapshots since it was last consumed have been deleted.",
+    }[loss]
+    return ChangeLost(what, loss=loss, table=table)
+
+
+def files_gone(table: str) -> ChangeLost:
+    """The error for a manifest that is missing."""
+    return _lost(Loss.FILES_GONE, table)

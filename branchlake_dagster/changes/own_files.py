@@ -1,0 +1,141 @@
+"""The files that a snapshot added and removed itself. Manifests never change, so each is read once."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from pyiceberg.io import FileIO
+from pyiceberg.manifest import DataFile, ManifestEntryStatus, ManifestFile
+from pyiceberg.table.snapshots import Operation, Snapshot
+
+_READERS = 8
+"""Manifests that are read side by side: each is a request to the store."""
+
+
+@dataclass(frozen=True)
+class OwnFiles:
+    """The data and delete files that a snapshot added and removed."""
+
+    added: tuple[DataFile, ...] = ()
+    removed: tuple[DataFile, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.added) + len(self.removed)
+
+
+class OwnFilesCache:
+    """By snapshot. Safe to share between threads; holds at most `most` files, the latest used ones."""
+
+    def __init__(self, *, most: int = 200_000) -> None:
+        self._most = most
+        self._held = 0
+        self._lock = threading.Lock()
+        self._found: OrderedDict[tuple[str, int], OwnFiles] = OrderedDict()
+
+    def of(self, snapshots: Sequence[Snapshot], head: Snapshot | None, io: FileIO) -> dict[int, OwnFiles]:
+        """The files of each snapshot by its id; `head` is the table's current one.
+
+        Raises FileNotFoundError when a manifest is gone.
+        """
+        found: dict[int, OwnFiles] = {}
+        missing: list[Snapshot] = []
+        with self._lock:
+            for one in snapshots:
+                key = one.manifest_list, one.snapshot_id
+                if key in self._found:
+                    self._found.move_to_end(key)
+                    found[one.snapshot_id] = self._found[key]
+                else:
+                    missing.append(one)
+        if missing:
+            for one, files in _read(missing, head, io):
+                found[one.snapshot_id] = files
+                self._keep((one.manifest_list, one.snapshot_id), files)
+        return found
+
+    def _keep(self, key: tuple[str, int], files: OwnFiles) -> None:
+        with self._lock:
+            if key in self._found or len(files) > self._most:
+                return
+            self._found[key] = files
+            self._held += len(files) + 1
+            while self._held > self._most:
+                _, dropped = self._found.popitem(last=False)
+                self._held -= len(dropped) + 1
+
+
+CACHE = OwnFilesCache()
+"""Of this process."""
+
+
+def _read(
+    snapshots: Sequence[Snapshot], head: Snapshot | None, io: FileIO
+) -> list[tuple[Snapshot, OwnFiles]]:
+    by_snapshot: dict[int, list[ManifestFile]] = {}
+    if head is not None and len(snapshots) > 1:
+        # One list instead of one for each: an append's manifests stay in the lists of those after it.
+        wanted = {one.snapshot_id for one in snapshots}
+        for manifest in head.manifests(io):
+            if manifest.added_snapshot_id in wanted:
+                by_snapshot.setdefault(manifest.added_snapshot_id, []).append(manifest)
+    with ThreadPoolExecutor(min(_READERS, len(snapshots))) as pool:
+        lists = list(
+            pool.map(lambda one: _manifests(one, by_snapshot.get(one.snapshot_id, []), io), snapshots)
+        )
+        reads = [
+            [pool.submit(_entries, manifest, one.snapshot_id, io) for manifest in manifests]
+            for one, manifests in zip(snapshots, lists, strict=True)
+        ]
+        return [
+            (one, _joined([read.result() for read in each]))
+            for one, each in zip(snapshots, reads, strict=True)
+        ]
+
+
+def _manifests(snapshot: Snapshot, kept: list[ManifestFile], io: FileIO) -> list[ManifestFile]:
+    """The manifests that name what the snapshot changed."""
+    if _is_whole_append(snapshot, kept):
+        return kept
+    return [
+        manifest
+        for manifest in snapshot.manifests(io)
+        if manifest.added_snapshot_id == snapshot.snapshot_id and _has_changes(manifest)
+    ]
+
+
+def _has_changes(manifest: ManifestFile) -> bool:
+    """False for one that only gathers what others had named: a merged manifest may be large."""
+    counts = manifest.added_files_count, manifest.deleted_files_count
+    return None in counts or any(counts)
+
+
+def _is_whole_append(snapshot: Snapshot, manifests: list[ManifestFile]) -> bool:
+    """Whether these manifests, found in a later list, name all that the snapshot says it added."""
+    summary = snapshot.summary
+    if summary is None or summary.operation is not Operation.APPEND or not manifests:
+        return False
+    told = summary.additional_properties.get("added-data-files", "")
+    return told.isdigit() and int(told) == sum(one.added_files_count or 0 for one in manifests)
+
+
+def _entries(manifest: ManifestFile, snapshot_id: int, io: FileIO) -> OwnFiles:
+    own = [
+        entry
+        for entry in manifest.fetch_manifest_entry(io, discard_deleted=False)
+        if entry.snapshot_id == snapshot_id and entry.status != ManifestEntryStatus.EXISTING
+    ]
+    of: Callable[[bool], tuple[DataFile, ...]] = lambda new: tuple(  # noqa: E731
+        one.data_file for one in own if (one.status == ManifestEntryStatus.ADDED) is new
+    )
+    return OwnFiles(of(True), of(False))
+
+
+def _joined(parts: Sequence[OwnFiles]) -> OwnFiles:
+    return OwnFiles(
+        tuple(file for part in parts for file in part.added),
+        tuple(file for part in parts for file in part.removed),
+    )

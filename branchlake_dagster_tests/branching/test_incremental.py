@@ -1,0 +1,284 @@
+"""Incremental assets on the real Nessie, without Spark: the three patterns, positions, and what may be lost."""
+
+from typing import Any
+
+import dagster as dg
+import polars as pl
+import pytest
+
+from branchlake_dagster import incremental, table_metadata
+from branchlake_dagster.branching.consuming.positions import CONSUMED
+from branchlake_dagster.branching.errors import PartitionMismatch, RowsRemoved
+from branchlake_dagster.changes.errors import ChangeLost
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster_tests.harness import Project, project
+
+FREE = {"require_checks": False}
+ORDERS = {"account": pl.String, "price": pl.Int64}
+
+
+class Source:
+    """An upstream asset whose next frame the test gives it."""
+
+    def __init__(self, namespace: str, name: str = "orders", **how: Any) -> None:
+        self.rows: list[tuple[Any, ...]] = []
+        self.columns: dict[str, Any] = dict(ORDERS)
+
+        @dg.asset(key=[namespace, name], metadata=table_metadata(**{"write_mode": "append", **FREE, **how}))
+        def source() -> pl.DataFrame:
+            return pl.DataFrame(self.rows, schema=self.columns, orient="row")
+
+        self.asset = source
+        self.key = source.key
+
+    def publish(self, p: Project, *rows: tuple[Any, ...]) -> None:
+        self.rows = list(rows)
+        p.settle(p.run(self.key))
+
+
+def published(p: Project, asset: dg.AssetsDefinition, **options: Any) -> None:
+    p.settle(p.run(asset.key, **options))
+
+
+def values(p: Project, asset: dg.AssetsDefinition) -> list[tuple[Any, ...]]:
+    return sorted(tuple(row.values()) for row in p.rows(*asset.key.path))
+
+
+@pytest.fixture
+def orders(namespace: str) -> Source:
+    return Source(namespace)
+
+
+def copy_of(source: Source, namespace: str, **how: Any) -> dg.AssetsDefinition:
+    @dg.asset(
+        key=[namespace, "copy"],
+        ins={"orders": dg.AssetIn(source.key)},
+        metadata=table_metadata(write_mode="append", **FREE) | incremental({source.key: "rows"}, **how),
+    )
+    def copy(orders: pl.DataFrame) -> pl.DataFrame:
+        return orders.with_columns(pl.lit(orders.height, pl.Int64).alias("batch"))
+
+    return copy
+
+
+def spent_of(source: Source, namespace: str) -> dg.AssetsDefinition:
+    @dg.asset(
+        key=[namespace, "spent"],
+        ins={"orders": dg.AssetIn(source.key)},
+        metadata=table_metadata(write_mode="upsert", keys=["account"], **FREE)
+        | incremental({source.key: "keys"}, keys=["account"]),
+    )
+    def spent(orders: pl.DataFrame) -> pl.DataFrame:
+        return orders.group_by("account").agg(pl.col("price").sum())
+
+    return spent
+
+
+def test_changed_rows_are_appended_once(lakehouse: Lakehouse, namespace: str, orders: Source) -> None:
+    copy = copy_of(orders, namespace)
+    with project(lakehouse, orders.asset, copy) as p:
+        orders.publish(p, ("a", 1), ("b", 2))
+        published(p, copy)
+        assert values(p, copy) == [("a", 1, 2), ("b", 2, 2)]
+        orders.publish(p, ("c", 3))
+        published(p, copy)
+        published(p, copy)  # there is nothing more to take
+        assert values(p, copy) == [("a", 1, 2), ("b", 2, 2), ("c", 3, 1)]
+
+
+def test_a_run_that_is_not_published_has_consumed_nothing(
+    lakehouse: Lakehouse, namespace: str, orders: Source
+) -> None:
+    copy = copy_of(orders, namespace)
+    with project(lakehouse, orders.asset, copy) as p:
+        orders.publish(p, ("a", 1))
+        published(p, copy)
+        orders.publish(p, ("b", 2))
+        p.run(copy.key)  # nobody publishes it
+        published(p, copy)
+        assert values(p, copy) == [("a", 1, 1), ("b", 2, 1)]
+
+
+def test_two_runs_of_one_consumer_cannot_both_be_published(
+    lakehouse: Lakehouse, namespace: str, orders: Source
+) -> None:
+    copy = copy_of(orders, namespace)
+    with project(lakehouse, orders.asset, copy) as p:
+        orders.publish(p, ("a", 1))
+        first, second = p.run(copy.key), p.run(copy.key)  # both make the table
+        assert p.settle(first).status == "published"
+        refused = p.settle(second)
+        assert (refused.status, first in refused.reason) == ("refused", True), refused
+        orders.publish(p, ("b", 2))
+        first, second = p.run(copy.key), p.run(copy.key)
+        assert p.settle(second).status == "published"
+        refused = p.settle(first)
+        assert "another run of this consumer" in refused.reason
+        assert values(p, copy) == [("a", 1, 1), ("b", 2, 1)]
+
+
+def test_an_input_written_in_the_same_run_is_consumed_once(
+    lakehouse: Lakehouse, namespace: str, orders: Source
+) -> None:
+    copy = copy_of(orders, namespace)
+    with project(lakehouse, orders.asset, copy) as p:
+        orders.publish(p, ("a", 1))
+        published(p, copy)
+        orders.rows = [("own", 2)]
+        both = p.run(orders.key, copy.key)
+        orders.publish(p, ("main", 3))  # meanwhile, so that the run's own rows are replayed after it
+        assert p.settle(both).status == "published"
+        published(p, copy)
+        assert [row[0] for row in values(p, copy)] == ["a", "main", "own"]
+
+
+def test_results_of_changed_keys_replace_those_that_were(
+    lakehouse: Lakehouse, namespace: str, orders: Source
+) -> None:
+    spent = spent_of(orders, namespace)
+    with project(lakehouse, orders.asset, spent) as p:
+        orders.publish(p, ("a", 1), ("b", 2), ("gone", 9))
+        published(p, spent)
+        orders.publish(p, ("a", 10), (("c"), 3))
+        published(p, spent)
+        assert values(p, spent) == [("a", 11), ("b", 2), ("c", 3), ("gone", 9)]
+        lakehouse.catalog().load_table(tuple(orders.key.path)).delete("account = 'gone' or price = 10")
+        published(p, spent)
+        assert values(p, spent) == [("a", 1), ("b", 2), ("c", 3)]
+
+
+def test_a_result_of_other_keys_is_refused(lakehouse: Lakehouse, namespace: str, orders: Source) -> None:
+    @dg.asset(
+        key=[namespace, "spent"],
+        ins={"orders": dg.AssetIn(orders.key)},
+        metadata=table_metadata(write_mode="upsert", keys=["account"], **FREE)
+        | incremental({orders.key: "keys"}, keys=["account"]),
+    )
+    def spent(orders: pl.DataFrame) -> pl.DataFrame:
+        return pl.DataFrame({"account": ["a", "other"], "price": [1, 2]})
+
+    with project(lakehouse, orders.asset, spent) as p:
+        orders.publish(p, ("a", 1))
+        published(p, spent)
+        orders.publish(p, ("a", 2))
+        p.run(spent.key, ok=False)
+        p.failed_with(PartitionMismatch, "1 row of the frame has a key that has not changed")
+
+
+def test_removed_rows_stop_a_consumer_that_only_appends(
+    lakehouse: Lakehouse, namespace: str, orders: Source
+) -> None:
+    copy = copy_of(orders, namespace)
+    with project(lakehouse, orders.asset, copy) as p:
+        orders.publish(p, ("a", 1), ("b", 2))
+        published(p, copy)
+        lakehouse.catalog().load_table(tuple(orders.key.path)).delete("account = 'b'")
+        p.run(copy.key, ok=False)
+        p.failed_with(RowsRemoved, "branchlake/rebuild=true")
+        published(p, copy, tags={"branchlake/rebuild": "true"})
+        assert values(p, copy) == [("a", 1, 1)]
+        orders.publish(p, ("c", 3))
+        published(p, copy)
+        assert values(p, copy) == [("a", 1, 1), ("c", 3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"), [("rebuild", ["new"]), ("skip", ["a", "later"]), ("fail", None)]
+)
+def test_an_input_that_was_created_again(
+    lakehouse: Lakehouse, namespace: str, orders: Source, how: str, expected: list[str] | None
+) -> None:
+    copy = copy_of(orders, namespace, when_lost=how)
+    with project(lakehouse, orders.asset, copy) as p:
+        orders.publish(p, ("a", 1))
+        published(p, copy)
+        lakehouse.catalog().drop_table(tuple(orders.key.path))
+        orders.publish(p, ("new", 2))
+        if expected is None:
+            p.run(copy.key, ok=False)
+            p.failed_with(ChangeLost, "dropped and created again", "when_lost")
+            return
+        published(p, copy)
+        if how == "skip":
+            orders.publish(p, ("later", 3))
+            published(p, copy)
+        assert [row[0] for row in values(p, copy)] == expected
+
+
+def test_a_consumer_that_begins_now(lakehouse: Lakehouse, namespace: str, orders: Source) -> None:
+    copy = copy_of(orders, namespace, start="now")
+    with project(lakehouse, orders.asset, copy) as p:
+        orders.publish(p, ("a", 1))
+        published(p, copy)
+        assert values(p, copy) == []
+        orders.publish(p, ("b", 2))
+        published(p, copy)
+        assert values(p, copy) == [("b", 2, 1)]
+
+
+DAYS = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-05")
+
+
+def test_partitions_have_positions_of_their_own(lakehouse: Lakehouse, namespace: str) -> None:
+    events = Source(namespace, "events")
+    events.columns = {"day": pl.Date, "price": pl.Int64}
+
+    @dg.asset(
+        key=[namespace, "daily"],
+        partitions_def=DAYS,
+        ins={"events": dg.AssetIn(events.key)},
+        metadata=table_metadata(partition_by="day", **FREE) | incremental({events.key: "range"}),
+    )
+    def daily(events: pl.DataFrame) -> pl.DataFrame:
+        return events.group_by("day").agg(pl.col("price").sum())
+
+    def day(number: int) -> Any:
+        from datetime import date
+
+        return date(2026, 8, number)
+
+    def held(p: Project) -> set[str]:
+        table = lakehouse.catalog().load_table((namespace, "daily"))
+        return {name for name in table.metadata.properties if name.startswith(CONSUMED)}
+
+    with project(lakehouse, events.asset, daily) as p:
+        events.publish(p, (day(1), 1), (day(2), 2))
+        published(p, daily, partition="2026-08-01")
+        assert held(p) == {f"{CONSUMED}.2026-08-01"}
+        published(p, daily, partition="2026-08-02")
+        assert held(p) == {CONSUMED}
+        events.publish(p, (day(1), 10))
+        published(p, daily, partition="2026-08-01")
+        assert held(p) == {CONSUMED}
+        assert values(p, daily) == [(day(1), 11), (day(2), 2)]
+        events.publish(p, (day(3), 5), (day(4), 6))
+        one, other = p.run(daily.key, partition="2026-08-03"), p.run(daily.key, partition="2026-08-04")
+        assert p.settle(one).status == p.settle(other).status == "published"
+        assert values(p, daily)[2:] == [(day(3), 5), (day(4), 6)]
+
+
+def test_changed_ranges_of_a_table_without_partitions(lakehouse: Lakehouse, namespace: str) -> None:
+    from datetime import datetime
+
+    events = Source(namespace, "events")
+    events.columns = {"at": pl.Datetime("us"), "price": pl.Int64}
+    seen = []
+
+    @dg.asset(
+        key=[namespace, "by_day"],
+        ins={"events": dg.AssetIn(events.key)},
+        metadata=table_metadata(**FREE) | incremental({events.key: "range"}, on="at", into="day"),
+    )
+    def by_day(events: pl.DataFrame) -> pl.DataFrame:
+        seen.append(events.height)
+        return events.group_by(pl.col("at").dt.date().alias("day")).agg(pl.col("price").sum())
+
+    with project(lakehouse, events.asset, by_day) as p:
+        events.publish(p, (datetime(2026, 8, 1, 3), 1), (datetime(2026, 8, 2, 4), 2))
+        published(p, by_day)
+        events.publish(p, (datetime(2026, 8, 1, 9), 10))
+        published(p, by_day)
+        assert [row[1] for row in values(p, by_day)] == [11, 2]
+        assert seen == [2, 2]  # of the second day nothing was read again
+        published(p, by_day)
+        assert [row[1] for row in values(p, by_day)] == [11, 2]
