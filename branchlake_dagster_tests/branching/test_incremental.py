@@ -11,6 +11,7 @@ from branchlake_dagster.branching.consuming.positions import CONSUMED
 from branchlake_dagster.branching.errors import PartitionMismatch, RowsRemoved
 from branchlake_dagster.changes.errors import ChangeLost
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 
 FREE = {"require_checks": False}
@@ -106,14 +107,15 @@ def test_two_runs_of_one_consumer_cannot_both_be_published(
     with project(lakehouse, orders.asset, copy) as p:
         orders.publish(p, ("a", 1))
         first, second = p.run(copy.key), p.run(copy.key)  # both make the table
-        assert p.settle(first).status == "published"
+        assert p.settle(first).action == PublicationAction.PUBLISHED
         refused = p.settle(second)
-        assert (refused.status, first in refused.reason) == ("refused", True), refused
+        assert refused.action == PublicationAction.REFUSED
+        assert first in refused.detail
         orders.publish(p, ("b", 2))
         first, second = p.run(copy.key), p.run(copy.key)
-        assert p.settle(second).status == "published"
+        assert p.settle(second).action == PublicationAction.PUBLISHED
         refused = p.settle(first)
-        assert "another run of this consumer" in refused.reason
+        assert "another run of this consumer" in refused.detail
         assert values(p, copy) == [("a", 1, 1), ("b", 2, 1)]
 
 
@@ -127,7 +129,7 @@ def test_an_input_written_in_the_same_run_is_consumed_once(
         orders.rows = [("own", 2)]
         both = p.run(orders.key, copy.key)
         orders.publish(p, ("main", 3))  # meanwhile, so that the run's own rows are replayed after it
-        assert p.settle(both).status == "published"
+        assert p.settle(both).action == PublicationAction.PUBLISHED
         published(p, copy)
         assert [row[0] for row in values(p, copy)] == ["a", "main", "own"]
 
@@ -253,7 +255,7 @@ def test_partitions_have_positions_of_their_own(lakehouse: Lakehouse, namespace:
         assert values(p, daily) == [(day(1), 11), (day(2), 2)]
         events.publish(p, (day(3), 5), (day(4), 6))
         one, other = p.run(daily.key, partition="2026-08-03"), p.run(daily.key, partition="2026-08-04")
-        assert p.settle(one).status == p.settle(other).status == "published"
+        assert p.settle(one).action == p.settle(other).action == PublicationAction.PUBLISHED
         assert values(p, daily)[2:] == [(day(3), 5), (day(4), 6)]
 
 

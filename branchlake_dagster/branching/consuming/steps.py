@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
-from dagster import AssetSpec, PartitionsDefinition
+from dagster import AssetSpec, PartitionsDefinition, partition_loading_context
 
 from branchlake_dagster.branching.consuming.consumer import Consumer
 from branchlake_dagster.branching.consuming.consumption import Consumption
@@ -49,8 +50,7 @@ def consumption_of(step: Any, lake: LakehouseResource) -> Consumption | None:
         if asked not in _live:
             spec, declaration = found[0]
             consumer = consumer_of(spec, declaration, assets.partitions_def, _namespace(lake))
-            (output,) = assets.keys_by_output_name
-            partitions = step.asset_partition_keys_for_output(output) if consumer.by_partition else ()
+            partitions = _partitions(step, assets.partitions_def) if consumer.by_partition else ()
             _live[asked] = Consumption(
                 lake,
                 consumer,
@@ -61,6 +61,12 @@ def consumption_of(step: Any, lake: LakehouseResource) -> Consumption | None:
             while len(_live) > _MOST:
                 _live.popitem(last=False)
         return _live[asked]
+
+
+def _partitions(step: Any, definition: PartitionsDefinition[str]) -> Sequence[str]:
+    """The partitions of the run, of which one process may have a range."""
+    with partition_loading_context(dynamic_partitions_store=step.instance):
+        return definition.get_partition_keys_in_range(step.partition_key_range)
 
 
 def _namespace(lake: LakehouseResource) -> str:

@@ -16,6 +16,7 @@ from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.snapshots import Operation, Snapshot
 from pyiceberg.types import PrimitiveType
 
+from branchlake_dagster.branching.consuming.positions import CONSUMED
 from branchlake_dagster.branching.table.provenance import PREFIX
 from branchlake_dagster.branching.table.replaced import Replaced, from_text
 from branchlake_dagster.publication.rebase import file_bounds
@@ -118,7 +119,12 @@ def change(before: Table | None, after: Table, *, files: bool = True) -> TableCh
         before=layout(old) if old else None,
         after=layout(after.metadata),
         steps=tuple(_own_undone(steps)),
-        properties_set={key: value for key, value in now.items() if was.get(key) != value} if old else {},
+        properties_set={
+            key: value
+            for key, value in now.items()
+            # Of a new table only what its makers must not both have done: consumed the same change.
+            if was.get(key) != value and (old or key.startswith(CONSUMED))
+        },
         properties_removed=tuple(sorted(was.keys() - now.keys())),
         base_snapshot_id=old.current_snapshot_id if old else None,
         expired=_expired(old, after.metadata) if old else 0,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from branchlake_dagster.branching.consuming.positions import CONSUMED
 from branchlake_dagster.lakehouse.nessie.model import (
     Content,
     ContentKey,
@@ -222,11 +223,16 @@ class CommitPlan:
         theirs = self.tables.change(key, before, now, files=not _only_appends(mine))
         if mine.there(theirs):
             raise _Stop(key, "a part of the run's changes is on main already: merged by hand", (), runs)
+        if twice := _same_properties(mine, theirs):
+            why = (
+                "another run of this consumer was published first: both have consumed the same change"
+                if twice.startswith(CONSUMED)
+                else f"both sides set its property {twice}"
+            )
+            raise _Stop(key, why, (), runs)
         mine = mapped(mine, theirs)
         if found := overlap(mine, theirs):
             raise _Stop(key, found.why, found.partitions, found.runs or runs)
-        if twice := _same_properties(mine, theirs):
-            raise _Stop(key, f"both sides set its property {twice}", (), runs)
         onto = now if isinstance(now, Staged) else self.tables.open(key, now)
         try:
             return self.tables.replay(key, mine, after, onto)
