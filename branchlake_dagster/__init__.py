@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from branchlake_dagster.branching.consuming.declaration import incremental
+    from branchlake_dagster.branching.consuming.declaration import consumes
     from branchlake_dagster.branching.io.io_manager import NessieBranchIOManager
     from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
     from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.checks.asset_checks.sql import sql_check
     from branchlake_dagster.checks.constraints.predicate import row_predicate
     from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
+    from branchlake_dagster.incremental.sensor import incremental_sensor
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.launching.launcher import WarmRunLauncher
     from branchlake_dagster.publication.automation.conditions import (
@@ -57,7 +58,8 @@ __all__ = [
     "branchlake_definitions",
     "column_metadata",
     "connect",
-    "incremental",
+    "consumes",
+    "incremental_sensor",
     "join_checks",
     "on_publication",
     "pandera_checks",
@@ -72,7 +74,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "branching.consuming.declaration": ("incremental",),
+    "branching.consuming.declaration": ("consumes",),
     "branching.io.io_manager": ("NessieBranchIOManager",),
     "branching.resources.lakehouse_resource": ("LakehouseResource",),
     "branching.resources.spark_resource": ("BranchSparkResource",),
@@ -83,6 +85,7 @@ _HOMES = {
     "checks.asset_checks.sql": ("sql_check",),
     "checks.constraints.predicate": ("row_predicate",),
     "errors": ("BranchlakeError", "OutcomeUnknown", "Terminal", "Transient"),
+    "incremental.sensor": ("incremental_sensor",),
     "lakehouse.lakehouse": ("Lakehouse",),
     "launching.launcher": ("WarmRunLauncher",),
     "publication.automation.conditions": (

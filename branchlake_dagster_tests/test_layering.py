@@ -30,12 +30,23 @@ ALLOWED: dict[str, set[str]] = {
     "branching": {*_BASE, "lakehouse", "changes"},
     "publication": {*_BASE, "lakehouse", "changes", "branching"},
     "checks": {*_BASE, "lakehouse", "changes", "branching", "publication"},
+    "incremental": {*_BASE, "lakehouse", "changes", "branching", "publication"},
     "query": {*_BASE, "lakehouse", "branching", "publication"},
     "testing": {*_BASE, "lakehouse", "branching", "publication"},
     "fusion": {*_BASE, "lakehouse", "branching", "publication", "checks"},
     "definitions": {*_BASE, "lakehouse", "branching", "publication", "checks", "fusion"},
     "components": {*_BASE, "lakehouse", "branching", "publication"},
-    "cli": {*_BASE, "lakehouse", "branching", "publication", "checks", "query", "fusion", "definitions"},
+    "cli": {
+        *_BASE,
+        "lakehouse",
+        "branching",
+        "publication",
+        "checks",
+        "query",
+        "fusion",
+        "definitions",
+        "incremental",
+    },
 }
 """The packages and modules directly under the root, and what each may import. Only downwards."""
 

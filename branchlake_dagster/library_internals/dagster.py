@@ -32,17 +32,21 @@ from dagster._core.events import (
 )
 from dagster._core.execution.backfill import BulkActionsFilter, BulkActionStatus, PartitionBackfill
 from dagster._core.execution.context.compute import current_execution_context
+from dagster._core.storage.tags import ASSET_PARTITION_RANGE_START_TAG as RANGE_START_TAG
 from dagster._core.storage.tags import (
     ASSET_RESUME_RETRY_TAG,
     BACKFILL_ID_TAG,
     PARENT_RUN_ID_TAG,
     ROOT_RUN_ID_TAG,
 )
+from dagster._core.storage.tags import PARTITION_NAME_TAG as PARTITION_TAG
 
 __all__ = [
     "ASSET_RESUME_RETRY_TAG",
     "BACKFILL_ID_TAG",
     "PARENT_RUN_ID_TAG",
+    "PARTITION_TAG",
+    "RANGE_START_TAG",
     "ROOT_RUN_ID_TAG",
     "AndAutomationCondition",
     "AssetGraph",

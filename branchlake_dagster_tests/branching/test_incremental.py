@@ -6,43 +6,14 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster import incremental, table_metadata
+from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.branching.consuming.positions import CONSUMED
 from branchlake_dagster.branching.errors import PartitionMismatch, RowsRemoved
 from branchlake_dagster.changes.errors import ChangeLost
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
-
-FREE = {"require_checks": False}
-ORDERS = {"account": pl.String, "price": pl.Int64}
-
-
-class Source:
-    """An upstream asset whose next frame the test gives it."""
-
-    def __init__(self, namespace: str, name: str = "orders", **how: Any) -> None:
-        self.rows: list[tuple[Any, ...]] = []
-        self.columns: dict[str, Any] = dict(ORDERS)
-
-        @dg.asset(key=[namespace, name], metadata=table_metadata(**{"write_mode": "append", **FREE, **how}))
-        def source() -> pl.DataFrame:
-            return pl.DataFrame(self.rows, schema=self.columns, orient="row")
-
-        self.asset = source
-        self.key = source.key
-
-    def publish(self, p: Project, *rows: tuple[Any, ...]) -> None:
-        self.rows = list(rows)
-        p.settle(p.run(self.key))
-
-
-def published(p: Project, asset: dg.AssetsDefinition, **options: Any) -> None:
-    p.settle(p.run(asset.key, **options))
-
-
-def values(p: Project, asset: dg.AssetsDefinition) -> list[tuple[Any, ...]]:
-    return sorted(tuple(row.values()) for row in p.rows(*asset.key.path))
+from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 
 
 @pytest.fixture
@@ -54,7 +25,7 @@ def copy_of(source: Source, namespace: str, **how: Any) -> dg.AssetsDefinition:
     @dg.asset(
         key=[namespace, "copy"],
         ins={"orders": dg.AssetIn(source.key)},
-        metadata=table_metadata(write_mode="append", **FREE) | incremental({source.key: "rows"}, **how),
+        metadata=table_metadata(write_mode="append", **FREE) | consumes({source.key: "rows"}, **how),
     )
     def copy(orders: pl.DataFrame) -> pl.DataFrame:
         return orders.with_columns(pl.lit(orders.height, pl.Int64).alias("batch"))
@@ -67,7 +38,7 @@ def spent_of(source: Source, namespace: str) -> dg.AssetsDefinition:
         key=[namespace, "spent"],
         ins={"orders": dg.AssetIn(source.key)},
         metadata=table_metadata(write_mode="upsert", keys=["account"], **FREE)
-        | incremental({source.key: "keys"}, keys=["account"]),
+        | consumes({source.key: "keys"}, keys=["account"]),
     )
     def spent(orders: pl.DataFrame) -> pl.DataFrame:
         return orders.group_by("account").agg(pl.col("price").sum())
@@ -154,7 +125,7 @@ def test_a_result_of_other_keys_is_refused(lakehouse: Lakehouse, namespace: str,
         key=[namespace, "spent"],
         ins={"orders": dg.AssetIn(orders.key)},
         metadata=table_metadata(write_mode="upsert", keys=["account"], **FREE)
-        | incremental({orders.key: "keys"}, keys=["account"]),
+        | consumes({orders.key: "keys"}, keys=["account"]),
     )
     def spent(orders: pl.DataFrame) -> pl.DataFrame:
         return pl.DataFrame({"account": ["a", "other"], "price": [1, 2]})
@@ -229,7 +200,7 @@ def test_partitions_have_positions_of_their_own(lakehouse: Lakehouse, namespace:
         key=[namespace, "daily"],
         partitions_def=DAYS,
         ins={"events": dg.AssetIn(events.key)},
-        metadata=table_metadata(partition_by="day", **FREE) | incremental({events.key: "range"}),
+        metadata=table_metadata(partition_by="day", **FREE) | consumes({events.key: "range"}),
     )
     def daily(events: pl.DataFrame) -> pl.DataFrame:
         return events.group_by("day").agg(pl.col("price").sum())
@@ -269,7 +240,7 @@ def test_changed_ranges_of_a_table_without_partitions(lakehouse: Lakehouse, name
     @dg.asset(
         key=[namespace, "by_day"],
         ins={"events": dg.AssetIn(events.key)},
-        metadata=table_metadata(**FREE) | incremental({events.key: "range"}, on="at", into="day"),
+        metadata=table_metadata(**FREE) | consumes({events.key: "range"}, on="at", into="day"),
     )
     def by_day(events: pl.DataFrame) -> pl.DataFrame:
         seen.append(events.height)

@@ -9,7 +9,7 @@ from dagster import AssetKey, PartitionsDefinition
 from pyiceberg.table import Table
 
 from branchlake_dagster.branching.consuming.affected import dimensions
-from branchlake_dagster.branching.consuming.declaration import Incremental, Pattern
+from branchlake_dagster.branching.consuming.declaration import Declaration, Pattern
 from branchlake_dagster.branching.table.spec import TableSpec
 from branchlake_dagster.changes.model import Position
 
@@ -22,7 +22,7 @@ class Consumer:
 
     asset: str
     spec: TableSpec
-    declaration: Incremental
+    declaration: Declaration
     inputs: Mapping[AssetKey, Identifier]
     definition: PartitionsDefinition[str] | None = None
 

@@ -181,7 +181,7 @@ class Consumption:
             if self.consumer.declaration.when_lost == "fail":
                 lost.hint = (
                     "Launch the asset with the run tag branchlake/rebuild=true to compute everything anew,"
-                    " or choose in incremental(when_lost=…) between rebuild and skip."
+                    " or choose in consumes(when_lost=…) between rebuild and skip."
                 )
                 raise
             return None if self.consumer.declaration.when_lost == "rebuild" else one.upto
@@ -240,10 +240,14 @@ class Consumption:
         known = coverage(definition, instance=self.instance) if by_partition and definition else {}
         return Consumed(upto, run.run_id if run else "", self._base_hash, known)
 
+    def pending(self) -> set[str]:
+        """All partitions of the asset that have something to consume. Raises ChangeLost."""
+        inputs = tuple(self.inputs.values())
+        return pending(Backlog(self.consumer, self.positions, inputs, self.change_since, self.instance))
+
     def _pending(self) -> set[str] | None:
         try:
-            inputs = tuple(self.inputs.values())
-            return pending(Backlog(self.consumer, self.positions, inputs, self.change_since, self.instance))
+            return self.pending()
         except (ChangeLost, ConfigurationError):
             return None
 

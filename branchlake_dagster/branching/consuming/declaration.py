@@ -1,4 +1,4 @@
-"""How an asset says that it consumes changes: metadata on the asset, read back as an `Incremental`."""
+"""How an asset says that it consumes changes: metadata on the asset, read back as a `Declaration`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Pattern = Literal["rows", "keys", "range"]
 WhenLost = Literal["fail", "rebuild", "skip"]
 WhenRemoved = Literal["fail", "ignore", "deliver"]
 
-INCREMENTAL = "branchlake/incremental"
+CONSUMES = "branchlake/consumes"
 
 
-def incremental(
+def consumes(
     inputs: Mapping[CoercibleToAssetKey, Pattern],
     *,
     keys: Sequence[str] = (),
@@ -65,11 +65,11 @@ def incremental(
             import dagster as dg
             import polars as pl
 
-            from branchlake_dagster import incremental, table_metadata
+            from branchlake_dagster import consumes, table_metadata
 
             @dg.asset(
                 metadata=table_metadata(write_mode="upsert", keys=["account"])
-                | incremental({"orders": "keys"}, keys=["account"])
+                | consumes({"orders": "keys"}, keys=["account"])
             )
             def spent(orders: pl.DataFrame) -> pl.DataFrame:
                 return orders.group_by("account").agg(pl.col("price").sum())
@@ -84,12 +84,12 @@ def incremental(
         "when_removed": when_removed,
     }
     _read(told, "this asset")
-    return {INCREMENTAL: told}
+    return {CONSUMES: told}
 
 
 @dataclass(frozen=True)
-class Incremental:
-    """What `incremental` said."""
+class Declaration:
+    """What `consumes` said."""
 
     inputs: Mapping[AssetKey, Pattern]
     keys: tuple[str, ...] = ()
@@ -109,18 +109,18 @@ class Incremental:
         return None if self.start in ("beginning", "now") else datetime.fromisoformat(self.start)
 
 
-def declared(metadata: Mapping[str, Any], *, asset: str) -> Incremental | None:
+def declared(metadata: Mapping[str, Any], *, asset: str) -> Declaration | None:
     """What an asset's metadata says; None when it consumes no changes. Raises ConfigurationError."""
-    told = plain(metadata.get(INCREMENTAL))
+    told = plain(metadata.get(CONSUMES))
     if told is None:
         return None
     if not isinstance(told, Mapping):
-        raise ConfigurationError(f"{INCREMENTAL} of {asset} is {told!r}.", hint="Use incremental(…).")
+        raise ConfigurationError(f"{CONSUMES} of {asset} is {told!r}.", hint="Use consumes(…).")
     return _read(told, asset)
 
 
-def _read(told: Mapping[str, Any], asset: str) -> Incremental:
-    found = Incremental(
+def _read(told: Mapping[str, Any], asset: str) -> Declaration:
+    found = Declaration(
         {AssetKey.from_user_string(key): how for key, how in told["inputs"].items()},
         tuple(told.get("keys") or ()),
         told.get("on"),
@@ -131,11 +131,11 @@ def _read(told: Mapping[str, Any], asset: str) -> Incremental:
     )
     wrong = _mistake(found)
     if wrong:
-        raise ConfigurationError(f"incremental() of {asset}: {wrong}")
+        raise ConfigurationError(f"consumes() of {asset}: {wrong}")
     return found
 
 
-def _mistake(found: Incremental) -> str | None:
+def _mistake(found: Declaration) -> str | None:
     choices: tuple[tuple[str, Any, Any], ...] = (
         *(("pattern", how, Pattern) for how in found.inputs.values()),
         ("when_lost", found.when_lost, WhenLost),

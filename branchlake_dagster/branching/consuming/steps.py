@@ -12,7 +12,7 @@ from dagster import AssetSpec, PartitionsDefinition, partition_loading_context
 
 from branchlake_dagster.branching.consuming.consumer import Consumer
 from branchlake_dagster.branching.consuming.consumption import Consumption
-from branchlake_dagster.branching.consuming.declaration import Incremental, declared
+from branchlake_dagster.branching.consuming.declaration import Declaration, declared
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.table.spec import TableSpec, identifier_of, table_spec
 from branchlake_dagster.errors import ConfigurationError
@@ -75,7 +75,7 @@ def _namespace(lake: LakehouseResource) -> str:
 
 def consumer_of(
     spec: AssetSpec,
-    declaration: Incremental,
+    declaration: Declaration,
     definition: PartitionsDefinition[str] | None,
     default_namespace: str,
 ) -> Consumer:
@@ -85,12 +85,12 @@ def consumer_of(
         spec.key, spec.metadata, default_namespace=default_namespace, partitioned=definition is not None
     )
     if wrong := _mistake(declaration, table, partitioned=definition is not None):
-        raise ConfigurationError(f"incremental() of {asset}: {wrong}", table=table.name)
+        raise ConfigurationError(f"consumes() of {asset}: {wrong}", table=table.name)
     inputs = {key: identifier_of(key, default_namespace) for key in declaration.inputs}
     return Consumer(asset, table, declaration, inputs, definition)
 
 
-def _mistake(declaration: Incremental, table: TableSpec, *, partitioned: bool) -> str | None:
+def _mistake(declaration: Declaration, table: TableSpec, *, partitioned: bool) -> str | None:
     mode = table.write_mode
     if "rows" in declaration.patterns and mode not in ("append", "upsert"):
         return f"changed rows are appended or merged, and its write mode is {mode}."

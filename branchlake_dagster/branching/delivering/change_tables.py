@@ -17,12 +17,10 @@ from branchlake_dagster.branching.table.spec import table_name
 from branchlake_dagster.changes.change_table import ChangeTable, copied, referring
 from branchlake_dagster.changes.model import ChangedFile, ChangeSet
 from branchlake_dagster.changes.rows import RowReader
+from branchlake_dagster.changes.summary import CHANGE_TABLE
 from branchlake_dagster.library_internals.pyiceberg import write_metadata
 
 _log = logging.getLogger(__name__)
-
-CHANGE = "__change__"
-"""In a change table's name, between the input's and the consumer's."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class ChangeTables:
         """The change tables of an input for a consumer."""
         reader = RowReader(one.table, change)
         number = len(self._made)
-        base = f"{identifier[-1]}{CHANGE}{'_'.join(consumer)}_{number}"
+        base = f"{identifier[-1]}{CHANGE_TABLE}{'_'.join(consumer)}_{number}"
         if reader.whole_files():
             added = self._refer(one, (*identifier[:-1], base), change.added)
             removed = self._refer(one, (*identifier[:-1], f"{base}_removed"), change.removed)

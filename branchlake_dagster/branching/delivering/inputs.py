@@ -81,7 +81,7 @@ def rows_removed(one: Input, count: str) -> RowsRemoved:
     return RowsRemoved(
         f"{count} rows have gone from the input, and the asset takes only rows that come.",
         table=one.name,
-        hint="Use the pattern `keys` or `range`, or incremental(when_removed=…), or compute everything anew"
+        hint="Use the pattern `keys` or `range`, or consumes(when_removed=…), or compute everything anew"
         " with the run tag branchlake/rebuild=true.",
     )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+from dagster import MetadataValue
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 
@@ -56,3 +58,33 @@ def record(consumption: Consumption, table: Table) -> Table:
             if gone:
                 transaction.remove_properties(*gone)
     return table
+
+
+CONSUMED_ROWS = "branchlake/consumed_rows"
+CONSUMED_FILES = "branchlake/consumed_files"
+CONSUMED = "branchlake/consumed"
+CHANGED_RANGE = "branchlake/changed_range"
+
+
+def consumed_metadata(consumption: Consumption) -> dict[str, Any]:
+    """What a materialisation says of the changes it was computed from: a table, and numbers to plot."""
+    if consumption.whole:
+        return {CONSUMED: MetadataValue.text("everything: it was computed anew")}
+    lines = ["| input | change | how | up to snapshot |", "| --- | --- | --- | --- |"]
+    rows = files = 0
+    for key, one in consumption.inputs.items():
+        for _, change in consumption.changes(key):
+            rows += change.rows_added + change.rows_removed
+            files += len(list(change.files()))
+            kinds = ", ".join(change.kinds) or "nothing"
+            lines.append(f"| {one.name} | {change.label()} | {kinds} | {one.upto.snapshot_id} |")
+    found: dict[str, Any] = {
+        CONSUMED_ROWS: MetadataValue.int(rows),
+        CONSUMED_FILES: MetadataValue.int(files),
+        CONSUMED: MetadataValue.md("\n".join(lines)),
+    }
+    declaration = consumption.consumer.declaration
+    if by_range(consumption):
+        ranges = consumption.ranges(declaration.on or declaration.into or "")
+        found[CHANGED_RANGE] = MetadataValue.text(ranges.text())
+    return found

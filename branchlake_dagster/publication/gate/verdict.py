@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from branchlake_dagster.changes.summary import CHANGE_TABLE
 from branchlake_dagster.publication.gate.evidence import CheckName, Evaluation, RunEvidence
 from branchlake_dagster.wording import named
 
@@ -48,12 +49,14 @@ def judge(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
     failed check of severity ERROR; a check older than the data it speaks of; a check that is defined on a
     written asset and was left out, wholly or for a partition written; a written asset that demands checks
     and has none; and, with `strict_tables`, a changed table that is no materialised asset's (nothing could
-    have checked it); and a serializable asset of which nobody can say all that it has read.
+    have checked it); a serializable asset of which nobody can say all that it has read; and a change table
+    that a step has left on the branch.
     """
     if not evidence.succeeded:
         return Verdict(Decision.BLOCKED, ("the run did not succeed",))
     reasons = [*_missing(evidence), *_failed(evidence), *_stale(evidence), *_left_out(evidence)]
     reasons += _untold(evidence)
+    reasons += _unfinished(evidence)
     if strict_tables:
         reasons += _unexplained(evidence)
     warnings = tuple(
@@ -116,6 +119,12 @@ def _untold(evidence: RunEvidence) -> Iterator[str]:
             f"{named('serializable asset', sorted(evidence.serializable))} may have read more than is known:"
             f" {', '.join(sorted(evidence.untold))}"
         )
+
+
+def _unfinished(evidence: RunEvidence) -> Iterator[str]:
+    for table in sorted(evidence.write_set):
+        if CHANGE_TABLE in table:
+            yield f"the change table {table} is still there: the step that made it did not come to its end"
 
 
 def _unexplained(evidence: RunEvidence) -> list[str]:

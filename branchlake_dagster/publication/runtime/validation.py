@@ -7,6 +7,8 @@ from typing import Any
 
 from dagster import AssetKey, Definitions, MultiPartitionsDefinition
 
+from branchlake_dagster.branching.consuming.declaration import declared
+from branchlake_dagster.branching.consuming.steps import consumer_of
 from branchlake_dagster.branching.table.spec import (
     REQUIRE_CHECKS,
     TableSpec,
@@ -58,6 +60,8 @@ def _mistakes(
             continue
         if why := _dimensions(spec, node.partitions_def):
             yield key, why
+        if why := _consumed(graph, key, default_namespace):
+            yield key, why
         if (other := tables.setdefault(spec.identifier, key)) != key:
             table = table_name(spec.identifier)
             yield key, f"its table {table} is {other.to_user_string()}'s too; rename one of them."
@@ -70,6 +74,25 @@ _NO_CHECK = (
     "no check is defined for it, so no run of it would be published. Add one (pandera_checks, sql_check or"
     " Dagster's own), or say table_metadata(require_checks=False)."
 )
+
+
+def _consumed(graph: AssetGraph, key: AssetKey, default_namespace: str) -> str | None:
+    """What is wrong with the changes that an asset says it consumes."""
+    node = graph.get(key)
+    try:
+        declaration = declared(node.metadata, asset=key.to_user_string())
+        if declaration is None:
+            return None
+        consumer_of(node.to_asset_spec(), declaration, node.partitions_def, default_namespace)
+    except ConfigurationError as error:
+        return error.message
+    strangers = sorted(one.to_user_string() for one in declaration.inputs.keys() - node.parent_keys)
+    if strangers:
+        told = some(tuple(strangers))
+        return f"it consumes changes of {told}, on which it does not depend; name them in deps."
+    if len(node.assets_def.keys) > 1:
+        return "it consumes changes, and its function makes other assets too; give it a function of its own."
+    return None
 
 
 def _dimensions(spec: TableSpec, definition: Any) -> str | None:

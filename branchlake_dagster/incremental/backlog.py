@@ -1,0 +1,107 @@
+"""What a consumer has left to consume of what is on `main`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+
+from dagster import DagsterInstance
+
+from branchlake_dagster.branching.consuming.consumer import Consumer, Input
+from branchlake_dagster.branching.consuming.consumption import Consumption
+from branchlake_dagster.branching.errors import PositionUnreadable, TableMissing
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.changes.errors import ChangeLost
+from branchlake_dagster.changes.model import ChangeSet, position_text
+from branchlake_dagster.wording import counted
+
+
+@dataclass(frozen=True)
+class Unconsumed:
+    """The change that a consumer has not consumed: `rows` came or went in `files`, since `oldest`.
+
+    `whole`: it has not consumed anything yet, or must begin anew, so nothing is counted. `trouble` is why
+    it cannot be told; `waiting` an input that is not there.
+    """
+
+    files: int = 0
+    rows: int = 0
+    oldest: datetime | None = None
+    whole: bool = False
+    trouble: str | None = None
+    waiting: str | None = None
+
+    @property
+    def any(self) -> bool:
+        """Whether there is something to consume."""
+        return self.whole or self.files > 0
+
+    def age_s(self, now: datetime) -> float:
+        """Seconds since the oldest of it was written; 0 without any."""
+        return max(0.0, (now - self.oldest).total_seconds()) if self.oldest else 0.0
+
+    def text(self) -> str:
+        """For people."""
+        if self.trouble or self.waiting:
+            return str(self.trouble or self.waiting)
+        if self.whole:
+            return "everything, for the first time or anew"
+        return f"{counted(self.rows, 'row')} in {counted(self.files, 'file')}" if self.files else "nothing"
+
+
+class Standing:
+    """Where one consumer stands on `main` now. Each question is answered once."""
+
+    def __init__(
+        self, lake: LakehouseResource, consumer: Consumer, *, instance: DagsterInstance | None = None
+    ) -> None:
+        self._consumption = Consumption(lake, consumer, instance=instance)
+        self._consumer = consumer
+
+    @cached_property
+    def unconsumed(self) -> Unconsumed:
+        """What is left for the consumer as a whole."""
+        try:
+            if self._consumer.by_partition and self._consumption.positions.floor is None:
+                return Unconsumed(whole=bool(self.partitions))
+            if self._consumption.whole:
+                return Unconsumed(whole=any(one.table.metadata.snapshots for one in self._inputs()))
+            changes = self._changes()
+        except TableMissing as error:
+            return Unconsumed(waiting=str(error))
+        except (ChangeLost, PositionUnreadable) as error:
+            return Unconsumed(trouble=str(error))
+        return _counted(changes)
+
+    @cached_property
+    def partitions(self) -> tuple[str, ...]:
+        """The partitions that have something left. Raises ChangeLost, PositionUnreadable, TableMissing."""
+        return tuple(sorted(self._consumption.pending()))
+
+    def key(self, partition: str | None = None) -> str:
+        """The same for the same state of the inputs and of what was consumed: what is launched once for."""
+        found = [partition or "", self._consumer.asset]
+        for one in self._inputs():
+            found += [one.name, position_text(one.upto)]
+        positions = self._consumption.positions
+        held = (positions.floor, positions.partitions.get(partition or ""))
+        found += [consumed.text() if consumed else "" for consumed in held]
+        return hashlib.sha256("|".join(found).encode()).hexdigest()[:32]
+
+    def _inputs(self) -> Collection[Input]:
+        return self._consumption.inputs.values()
+
+    def _changes(self) -> list[ChangeSet]:
+        return [change for key in self._consumption.inputs for _, change in self._consumption.changes(key)]
+
+
+def _counted(changes: list[ChangeSet]) -> Unconsumed:
+    times = [change.oldest for change in changes if not change.empty and change.oldest]
+    return Unconsumed(
+        files=sum(len(list(change.files())) for change in changes),
+        rows=sum(change.rows_added + change.rows_removed for change in changes),
+        oldest=min(times, default=None),
+    )

@@ -1,0 +1,34 @@
+"""The assets of a code location that consume changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from dagster import AssetKey
+
+from branchlake_dagster.branching.consuming.consumer import Consumer
+from branchlake_dagster.branching.consuming.declaration import declared
+from branchlake_dagster.branching.consuming.steps import consumer_of
+from branchlake_dagster.library_internals.dagster import AssetGraph
+
+
+@dataclass(frozen=True)
+class ConsumingAsset:
+    """An asset and what it declares."""
+
+    key: AssetKey
+    consumer: Consumer
+
+
+def consumers(
+    graph: AssetGraph, default_namespace: str, among: Iterable[AssetKey] | None = None
+) -> Iterator[ConsumingAsset]:
+    """Those that consume changes, by key. Raises ConfigurationError for one that contradicts itself."""
+    wanted = graph.materializable_asset_keys if among is None else set(among)
+    for key in sorted(wanted & graph.materializable_asset_keys):
+        node = graph.get(key)
+        declaration = declared(node.metadata, asset=key.to_user_string())
+        if declaration is not None:
+            spec = node.to_asset_spec()
+            yield ConsumingAsset(key, consumer_of(spec, declaration, node.partitions_def, default_namespace))

@@ -1,0 +1,167 @@
+"""Which runs the sensor launches for which changes, on the real Nessie without Spark."""
+
+from datetime import date
+from typing import Any
+
+import dagster as dg
+import polars as pl
+import pytest
+
+from branchlake_dagster import consumes, incremental_sensor, table_metadata
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.incremental.report import LEFT, ROWS
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
+
+DAYS = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-05")
+
+
+class Ticks:
+    """A sensor with its cursor."""
+
+    def __init__(self, p: Project, **options: Any) -> None:
+        self._p = p
+        self._sensor = incremental_sensor(**options)
+        self._cursor: str | None = None
+        self.why = ""
+        self.told: list[dg.AssetObservation] = []
+
+    def tick(self) -> list[dg.RunRequest]:
+        with dg.build_sensor_context(
+            self._p.instance,
+            cursor=self._cursor,
+            repository_def=self._p.definitions.get_repository_def(),
+            resources={"lakehouse": LakehouseResource.of(self._p.lake.settings)},
+        ) as context:
+            found = self._sensor(context)
+        assert isinstance(found, dg.SensorResult)
+        self._cursor = found.cursor
+        self.why = found.skip_reason.skip_message or "" if found.skip_reason else ""
+        self.told = [one for one in found.asset_events or () if isinstance(one, dg.AssetObservation)]
+        return list(found.run_requests or ())
+
+
+@pytest.fixture
+def orders(namespace: str) -> Source:
+    return Source(namespace)
+
+
+def spent_of(orders: Source, namespace: str, **options: Any) -> dg.AssetsDefinition:
+    @dg.asset(
+        key=[namespace, "spent"],
+        ins={"orders": dg.AssetIn(orders.key)},
+        metadata=table_metadata(write_mode="upsert", keys=["account"], **FREE)
+        | consumes({orders.key: "keys"}, keys=["account"], **options),
+    )
+    def spent(orders: pl.DataFrame) -> pl.DataFrame:
+        return orders.group_by("account").agg(pl.col("price").sum())
+
+    return spent
+
+
+def test_a_change_is_launched_once(lakehouse: Lakehouse, namespace: str, orders: Source) -> None:
+    spent = spent_of(orders, namespace)
+    with project(lakehouse, orders.asset, spent) as p:
+        ticks = Ticks(p, target=[spent])
+        assert ticks.tick() == []
+        assert "no table" in str(ticks.told[0].metadata[LEFT].value)
+        orders.publish(p, ("a", 1))
+        (first,) = ticks.tick()
+        assert first.asset_selection == [spent.key]
+        (again,) = ticks.tick()  # Dagster launches one run for a key
+        assert again.run_key == first.run_key
+        published(p, spent)
+        assert ticks.tick() == []
+        assert "nothing to consume" in ticks.why
+        assert ticks.tick() == []
+        assert ticks.why == "Nothing was published since."
+        orders.publish(p, ("b", 2))
+        (second,) = ticks.tick()
+        assert second.run_key != first.run_key
+        (told,) = ticks.told
+        assert (told.asset_key, told.metadata[ROWS].value) == (spent.key, 1)
+
+
+def test_a_small_change_waits_until_it_is_old(lakehouse: Lakehouse, namespace: str, orders: Source) -> None:
+    spent = spent_of(orders, namespace)
+    with project(lakehouse, orders.asset, spent) as p:
+        orders.publish(p, ("a", 1))
+        published(p, spent)
+        orders.publish(p, ("b", 2))
+        patient = Ticks(p, target=[spent], min_rows=2)
+        assert patient.tick() == []
+        assert "change for asset" in patient.why
+        assert len(Ticks(p, target=[spent], min_rows=2, max_age_s=0.0).tick()) == 1
+        orders.publish(p, ("c", 3))
+        assert len(patient.tick()) == 1
+
+
+def test_what_waits_for_its_verdict_is_not_launched_again(
+    lakehouse: Lakehouse, namespace: str, orders: Source
+) -> None:
+    spent = spent_of(orders, namespace)
+    with project(lakehouse, orders.asset, spent) as p:
+        orders.publish(p, ("a", 1))
+        run = p.run(spent.key)
+        ticks = Ticks(p, target=[spent])
+        assert ticks.tick() == []
+        p.settle(run)
+        assert ticks.tick() == []
+        assert values(p, spent) == [("a", 1)]
+
+
+def test_trouble_of_one_consumer_stops_no_other(lakehouse: Lakehouse, namespace: str, orders: Source) -> None:
+    spent = spent_of(orders, namespace)
+
+    @dg.asset(
+        key=[namespace, "other"],
+        ins={"orders": dg.AssetIn(orders.key)},
+        metadata=table_metadata(write_mode="append", **FREE)
+        | consumes({orders.key: "rows"}, when_lost="rebuild"),
+    )
+    def other(orders: pl.DataFrame) -> pl.DataFrame:
+        return orders
+
+    with project(lakehouse, orders.asset, spent, other) as p:
+        orders.publish(p, ("a", 1))
+        published(p, spent)
+        published(p, other)
+        lakehouse.catalog().drop_table(tuple(orders.key.path))
+        orders.publish(p, ("b", 2))
+        ticks = Ticks(p, target=[spent, other])
+        (request,) = ticks.tick()
+        assert request.asset_selection == [other.key]
+        told = {one.asset_key: str(one.metadata[LEFT].value) for one in ticks.told}
+        assert "dropped and created again" in told[spent.key]
+
+
+def test_only_affected_partitions_are_launched(lakehouse: Lakehouse, namespace: str) -> None:
+    events = Source(namespace, "events")
+    events.columns = {"day": pl.Date, "price": pl.Int64}
+
+    @dg.asset(
+        key=[namespace, "daily"],
+        partitions_def=DAYS,
+        ins={"events": dg.AssetIn(events.key)},
+        metadata=table_metadata(partition_by="day", **FREE) | consumes({events.key: "range"}),
+    )
+    def daily(events: pl.DataFrame) -> pl.DataFrame:
+        return events.group_by("day").agg(pl.col("price").sum())
+
+    def launched(ticks: Ticks) -> list[str | None]:
+        found = ticks.tick()
+        for request in found:
+            published(p, daily, partition=request.partition_key)
+        return sorted(request.partition_key or "" for request in found)
+
+    with project(lakehouse, events.asset, daily) as p:
+        for row in ((date(2026, 8, 1), 1), (date(2026, 8, 3), 2), (date(2027, 1, 1), 3)):
+            events.publish(p, row)  # one file each: the bounds of a file that has all of them hold all days
+        ticks = Ticks(p, target=[daily])
+        assert launched(ticks) == ["2026-08-01", "2026-08-03"]
+        assert launched(ticks) == []
+        events.publish(p, (date(2026, 8, 2), 4), (date(2026, 8, 2), 5))
+        assert launched(ticks) == ["2026-08-02"]
+        assert launched(ticks) == []
+        assert [row[1] for row in values(p, daily)] == [1, 9, 2]
