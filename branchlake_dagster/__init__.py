@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from branchlake_dagster.branching.consuming.declaration import consumes
+    from branchlake_dagster.branching.delivering.sql_changes import Changes, consume
     from branchlake_dagster.branching.io.io_manager import NessieBranchIOManager
     from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
     from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.checks.asset_checks.sql import sql_check
     from branchlake_dagster.checks.constraints.predicate import row_predicate
     from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
+    from branchlake_dagster.incremental.condition import unconsumed_change
     from branchlake_dagster.incremental.sensor import incremental_sensor
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.launching.launcher import WarmRunLauncher
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BranchSparkResource",
     "BranchlakeError",
+    "Changes",
     "Lakehouse",
     "LakehouseResource",
     "NessieBranchIOManager",
@@ -58,6 +61,7 @@ __all__ = [
     "branchlake_definitions",
     "column_metadata",
     "connect",
+    "consume",
     "consumes",
     "incremental_sensor",
     "join_checks",
@@ -71,10 +75,12 @@ __all__ = [
     "row_predicate",
     "sql_check",
     "table_metadata",
+    "unconsumed_change",
 ]
 
 _HOMES = {
     "branching.consuming.declaration": ("consumes",),
+    "branching.delivering.sql_changes": ("Changes", "consume"),
     "branching.io.io_manager": ("NessieBranchIOManager",),
     "branching.resources.lakehouse_resource": ("LakehouseResource",),
     "branching.resources.spark_resource": ("BranchSparkResource",),
@@ -85,6 +91,7 @@ _HOMES = {
     "checks.asset_checks.sql": ("sql_check",),
     "checks.constraints.predicate": ("row_predicate",),
     "errors": ("BranchlakeError", "OutcomeUnknown", "Terminal", "Transient"),
+    "incremental.condition": ("unconsumed_change",),
     "incremental.sensor": ("incremental_sensor",),
     "lakehouse.lakehouse": ("Lakehouse",),
     "launching.launcher": ("WarmRunLauncher",),

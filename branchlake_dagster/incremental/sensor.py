@@ -3,7 +3,8 @@
 No postponed annotations here: Dagster compares the annotation of `context` with the class itself.
 """
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -21,6 +22,7 @@ from dagster import (
     sensor,
 )
 
+from branchlake_dagster.branching.consuming.affected import coverage
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.incremental.backlog import Standing, Unconsumed
@@ -112,14 +114,15 @@ def incremental_sensor(
         repository = context.repository_def
         assert repository is not None  # noqa: S101 - the daemon always evaluates within a code location
         lake: LakehouseResource = getattr(context.resources, lakehouse_key)
+        graph, namespace = repository.asset_graph, lake.lakehouse.settings.default_namespace
+        assets = list(consumers(graph, namespace, selection.resolve(graph, allow_missing=True)))
         head = lake.lakehouse.nessie.reference(MAIN).hash
-        if context.cursor == _quiet(head):
+        quiet = f"{head} {_fingerprint(assets, context.instance)}: all is consumed"
+        if context.cursor == quiet:
             return SensorResult(skip_reason=SkipReason("Nothing was published since."), cursor=context.cursor)
-        graph = repository.asset_graph
         now = datetime.now(UTC)
         look = _Look(lake, context.instance, threshold, now, max_runs)
-        namespace = lake.lakehouse.settings.default_namespace
-        for asset in consumers(graph, namespace, selection.resolve(graph)):
+        for asset in assets:
             look.at(asset)
         for line in look.lines:
             context.log.info(line)
@@ -133,15 +136,23 @@ def incremental_sensor(
             run_requests=look.requests,
             asset_events=events,
             skip_reason=None if look.requests else SkipReason(look.row()),
-            cursor=_quiet(head) if look.quiet else f"{head[:12]}: {look.row()}",
+            cursor=quiet if look.quiet else f"{head[:12]}: {look.row()}",
         )
 
     return incremental_sensor_
 
 
-def _quiet(head: str) -> str:
-    """The cursor of a tick that found nothing at all to do, up to a commit."""
-    return f"{head}: all is consumed"
+def _fingerprint(assets: Iterable[ConsumingAsset], instance: DagsterInstance) -> str:
+    """Another one when a consumer comes, or changes what it says, or gets a new partition."""
+    found = [
+        (
+            asset.key.to_user_string(),
+            repr(asset.consumer.declaration),
+            coverage(asset.consumer.definition, instance=instance) if asset.consumer.definition else None,
+        )
+        for asset in assets
+    ]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:12]
 
 
 class _Look:

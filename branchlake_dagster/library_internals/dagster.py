@@ -9,6 +9,7 @@ from typing import Any
 from dagster import (
     AssetKey,
     DagsterEvent,
+    DagsterEventType,
     DagsterInstance,
     DagsterRun,
     Definitions,
@@ -63,6 +64,7 @@ __all__ = [
     "engine_event",
     "fail_backfill",
     "io_manager_key_of",
+    "planned_assets",
     "report_engine_event",
     "report_planned_again",
     "running_context",
@@ -98,6 +100,13 @@ def report_planned_again(
     data = AssetMaterializationPlannedData(key, partition=partition)
     event = DagsterEvent.build_asset_materialization_planned_event(run.job_name, step_key or "", data)
     instance.report_dagster_event(event, run.run_id)
+
+
+def planned_assets(instance: DagsterInstance, run_id: str) -> set[AssetKey]:
+    """The assets that a run intends to materialise, from its log."""
+    logged = instance.all_logs(run_id, of_type=DagsterEventType.ASSET_MATERIALIZATION_PLANNED)
+    events = (entry.dagster_event for entry in logged)
+    return {event.asset_key for event in events if event is not None and event.asset_key is not None}
 
 
 def engine_event(plan_context: Any, text: str) -> DagsterEvent:

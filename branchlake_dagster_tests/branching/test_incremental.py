@@ -6,7 +6,13 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster import consumes, table_metadata
+from branchlake_dagster import (
+    BranchSparkResource,
+    LakehouseResource,
+    consume,
+    consumes,
+    table_metadata,
+)
 from branchlake_dagster.branching.consuming.positions import CONSUMED
 from branchlake_dagster.branching.errors import PartitionMismatch, RowsRemoved
 from branchlake_dagster.changes.errors import ChangeLost
@@ -255,3 +261,42 @@ def test_changed_ranges_of_a_table_without_partitions(lakehouse: Lakehouse, name
         assert seen == [2, 2]  # of the second day nothing was read again
         published(p, by_day)
         assert [row[1] for row in values(p, by_day)] == [11, 2]
+
+
+@pytest.mark.spark
+def test_an_asset_that_writes_by_sql(lakehouse: Lakehouse, namespace: str, orders: Source) -> None:
+    target = f"nessie.{namespace}.lines"
+    source = orders.key
+    seen: list[tuple[str, int]] = []
+
+    @dg.asset(
+        key=[namespace, "lines"],
+        deps=[source],
+        metadata=table_metadata(write_mode="append", **FREE) | consumes({source: "rows"}),
+    )
+    def lines(
+        context: dg.AssetExecutionContext, lakehouse: LakehouseResource, spark: BranchSparkResource
+    ) -> dg.MaterializeResult:  # type: ignore[type-arg]
+        sql = spark.spark_session.sql
+        with consume(context, lakehouse) as changes:
+            if changes.whole:
+                sql(f"CREATE TABLE {target} (account STRING, price BIGINT)")
+            added = changes.added(source)
+            if not changes.whole:
+                name = tuple(added.replace("`", "").split(".")[1:])
+                seen.append((name[-1], lakehouse.catalog().load_table(name).scan().count()))
+                assert spark.spark_session.table(changes.removed(source)).count() == 0
+            sql(f"INSERT INTO {target} SELECT account, price FROM {added}")
+        return dg.MaterializeResult()
+
+    with project(lakehouse, orders.asset, lines) as p:
+        orders.publish(p, ("a", 1))
+        published(p, lines)
+        orders.publish(p, ("b", 2), ("c", 3))
+        published(p, lines)
+        published(p, lines)
+        assert values(p, lines) == [("a", 1), ("b", 2), ("c", 3)]
+        assert [count for _, count in seen] == [2, 0]
+        names = {entry.key.name for entry in lakehouse.nessie.entries("main")}
+        assert not any("__change__" in name for name in names)
+        assert len(lakehouse.catalog().load_table(tuple(source.path)).scan().to_arrow()) == 3

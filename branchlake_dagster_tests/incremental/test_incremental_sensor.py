@@ -7,7 +7,7 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster import consumes, incremental_sensor, table_metadata
+from branchlake_dagster import consumes, incremental_sensor, table_metadata, unconsumed_change
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.incremental.report import LEFT, ROWS
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -165,3 +165,54 @@ def test_only_affected_partitions_are_launched(lakehouse: Lakehouse, namespace: 
         assert launched(ticks) == ["2026-08-02"]
         assert launched(ticks) == []
         assert [row[1] for row in values(p, daily)] == [1, 9, 2]
+
+
+def test_a_condition_is_true_while_there_is_something_left(
+    lakehouse: Lakehouse, namespace: str, orders: Source
+) -> None:
+    spent = spent_of(orders, namespace).map_asset_specs(
+        lambda spec: spec.replace_attributes(automation_condition=unconsumed_change(lakehouse.settings))
+    )
+
+    def requested(p: Project) -> int:
+        return dg.evaluate_automation_conditions(
+            defs=[orders.asset, spent],
+            instance=p.instance,
+            asset_selection=dg.AssetSelection.assets(spent.key),
+        ).total_requested
+
+    with project(lakehouse, orders.asset, spent) as p:
+        assert requested(p) == 0  # there is no table to consume
+        orders.publish(p, ("a", 1))
+        assert requested(p) == 1
+        published(p, spent)
+        assert requested(p) == 0
+
+
+def test_a_run_of_something_else_holds_nothing_up(
+    lakehouse: Lakehouse, namespace: str, orders: Source
+) -> None:
+    spent = spent_of(orders, namespace)
+    with project(lakehouse, orders.asset, spent) as p:
+        orders.publish(p, ("a", 1))
+        reaper = p.definitions.resolve_job_def("reap_branches")
+        p.instance.create_run_for_job(reaper, status=dg.DagsterRunStatus.STARTED)
+        assert len(Ticks(p, target=[spent]).tick()) == 1
+        everything = p.definitions.resolve_implicit_global_asset_job_def()
+        p.instance.create_run_for_job(everything, status=dg.DagsterRunStatus.STARTED)
+        assert Ticks(p, target=[spent]).tick() == []
+
+
+def test_a_consumer_that_comes_later_is_looked_at(
+    lakehouse: Lakehouse, namespace: str, orders: Source
+) -> None:
+    spent = spent_of(orders, namespace)
+    with project(lakehouse, orders.asset) as p:
+        orders.publish(p, ("a", 1))
+        ticks = Ticks(p, target=[orders.key, spent.key])
+        ticks.tick()
+        assert ticks.tick() == []
+        assert ticks.why == "Nothing was published since."
+        with project(lakehouse, orders.asset, spent) as again:
+            ticks._p = again
+            assert len(ticks.tick()) == 1

@@ -223,6 +223,11 @@ class Consumption:
     def update(self) -> Update:
         """The properties that say what has been consumed once the step's result is there."""
         told = self._told()
+        if not self.whole and all(
+            (held := self._consumed(partition)) is not None and held.inputs == told.inputs
+            for partition in self.partitions or (None,)
+        ):
+            return Update({})  # two runs that find nothing to consume may both be published
         definition = self.consumer.definition
         if not self.consumer.by_partition or definition is None:
             return records.advance(self.positions, told, (), None)

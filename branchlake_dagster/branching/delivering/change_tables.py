@@ -55,6 +55,14 @@ class ChangeTables:
         found = [self._copy(one, name, side) if side.num_rows else None for name, side in sides]
         return Pair(*found)
 
+    def empty(self, one: Input, identifier: Identifier) -> Identifier:
+        """A table of the input's columns without a row."""
+        name = (*identifier[:-1], f"{identifier[-1]}{CHANGE_TABLE}empty_{len(self._made)}")
+        made = referring(
+            one.table, (), name=name, location=self._location(name), change_of=one.name, properties={}
+        )
+        return self._commit(name, made)
+
     def _refer(self, one: Input, name: Identifier, files: Sequence[ChangedFile]) -> Identifier | None:
         if not files:
             return None

@@ -198,7 +198,8 @@ def never_evaluated(repository: RepositoryDefinition) -> list[AssetOrCheckKey]:
 
 
 def _is_ours(condition: AutomationCondition[Any]) -> bool:
-    return isinstance(condition, Published | AwaitingVerdict) or any(map(_is_ours, condition.children))
+    of_this_package = type(condition).__module__.startswith("branchlake_dagster.")
+    return of_this_package or any(map(_is_ours, condition.children))
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,13 @@ def test_a_clean_run_passes() -> None:
     assert verdict().summary() == "passed (1/1 checks)"
 
 
+def test_a_change_table_that_was_left_behind_blocks() -> None:
+    (reason,) = verdict(
+        strict_tables=False, write_set=frozenset({"lake.a", "lake.o__change__lake_a_0"})
+    ).reasons
+    assert "lake.o__change__lake_a_0" in reason
+
+
 def test_a_run_that_did_not_succeed_is_blocked_whatever_its_checks_say() -> None:
     assert verdict(succeeded=False).reasons == ("the run did not succeed",)
 
