@@ -122,6 +122,16 @@ def status(as_json: bool) -> None:
 
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+def consumers(as_json: bool) -> None:
+    """Tables that were computed from the changes of others, and what they have left to consume."""
+    from branchlake_dagster.cli.consumers import gather, show
+
+    found = gather(Settings())
+    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def doctor(as_json: bool) -> None:
     """Whether every configured address, version and permission is right, and what to do; starts nothing."""
     from branchlake_dagster.cli.doctor.command import as_dict, examine, show

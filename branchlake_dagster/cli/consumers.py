@@ -1,0 +1,72 @@
+"""`branchlake consumers`: tables that were computed from changes, and what they have left."""
+
+from __future__ import annotations
+
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from branchlake_dagster.incremental.standings import TableStanding, standings
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.settings import Settings
+from branchlake_dagster.wording import counted
+
+_WIDE = 200
+"""Columns when nobody watches: a line each, for grep."""
+
+
+def gather(settings: Settings) -> dict[str, Any]:
+    """Each consumer and input with its position and what is left; starts nothing."""
+    lake = Lakehouse(settings, start=False)
+    lake.endpoints(spark=False)
+    now = datetime.now(UTC)
+    found = list(standings(lake))
+    return {
+        "consumers": [_told(one, now) for one in found if isinstance(one, TableStanding)],
+        "unreadable": [one for one in found if isinstance(one, str)],
+    }
+
+
+def _told(one: TableStanding, now: datetime) -> dict[str, Any]:
+    change, age = one.change, one.oldest_s(now)
+    return {
+        "table": one.table,
+        "input": one.input,
+        "run_id": one.run_id,
+        "snapshot": one.position.snapshot_id,
+        "partitions_ahead": one.ahead,
+        "unconsumed_files": len(list(change.files())) if change else None,
+        "unconsumed_rows": change.rows_added + change.rows_removed if change else None,
+        "unconsumed_age_s": None if age is None else round(age, 1),
+        "trouble": one.trouble,
+    }
+
+
+def show(found: dict[str, Any], console: Console | None = None) -> None:
+    """The same for people."""
+    console = console or (Console() if sys.stdout.isatty() else Console(width=_WIDE))
+    if not found["consumers"] and not found["unreadable"]:
+        console.print("No table on main was computed from changes.")
+    if found["consumers"]:
+        table = Table("table", "input", "left", "since", "ahead", "by run", show_edge=False, pad_edge=False)
+        for one in found["consumers"]:
+            age = one["unconsumed_age_s"]
+            table.add_row(
+                one["table"],
+                one["input"],
+                one["trouble"] or _left(one),
+                "" if age is None else f"{age:,.0f} s",
+                str(one["partitions_ahead"] or ""),
+                one["run_id"],
+            )
+        console.print(table)
+    for text in found["unreadable"]:
+        console.print(text)
+
+
+def _left(one: dict[str, Any]) -> str:
+    rows, files = one["unconsumed_rows"], one["unconsumed_files"]
+    return f"{counted(rows, 'row')} in {counted(files, 'file')}" if files else "nothing"
