@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 
 from branchlake_dagster.cli import sql
 from branchlake_dagster.cli.ending import ending_cleanly, interrupts_for_us_alone
+from branchlake_dagster.cli.incremental import commands
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.settings import Settings
 
@@ -52,6 +54,7 @@ def main() -> None:
 
 
 sql.add_to(main)
+commands.add_to(main, time.time)
 
 
 @main.command()
@@ -124,7 +127,7 @@ def status(as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def consumers(as_json: bool) -> None:
     """Tables that were computed from the changes of others, and what they have left to consume."""
-    from branchlake_dagster.cli.consumers import gather, show
+    from branchlake_dagster.cli.incremental.consumers import gather, show
 
     found = gather(Settings())
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -15,6 +16,7 @@ from dagster import (
     Definitions,
     ExecutorDefinition,
     InputContext,
+    RepositoryDefinition,
 )
 from dagster._core.asset_graph_view.entity_subset import EntitySubset
 from dagster._core.asset_graph_view.timing_metadata import TimingMetadata
@@ -24,8 +26,9 @@ from dagster._core.definitions.assets.graph.asset_graph_subset import AssetGraph
 from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGraph
 from dagster._core.definitions.declarative_automation.operators import AndAutomationCondition
 from dagster._core.definitions.events import AssetKeyPartitionKey
-from dagster._core.definitions.reconstruct import ReconstructableJob
+from dagster._core.definitions.reconstruct import ReconstructableJob, repository_def_from_target_def
 from dagster._core.definitions.target import ExecutableDefinition
+from dagster._core.errors import DagsterImportError
 from dagster._core.events import (
     AssetMaterializationPlannedData,
     EngineEventData,
@@ -41,6 +44,8 @@ from dagster._core.storage.tags import (
     ROOT_RUN_ID_TAG,
 )
 from dagster._core.storage.tags import PARTITION_NAME_TAG as PARTITION_TAG
+from dagster._core.utils import make_new_backfill_id
+from dagster._core.workspace.autodiscovery import loadable_targets_from_python_module
 
 __all__ = [
     "ASSET_RESUME_RETRY_TAG",
@@ -59,14 +64,17 @@ __all__ = [
     "PartitionBackfill",
     "StepMaterializationData",
     "TimingMetadata",
+    "add_asset_backfill",
     "add_loaded_input_metadata",
     "asset_graph_of",
+    "backfill_of",
     "engine_event",
     "fail_backfill",
     "io_manager_key_of",
     "planned_assets",
     "report_engine_event",
     "report_planned_again",
+    "repository_in",
     "running_context",
     "succeeded_backfills",
     "with_executor",
@@ -182,3 +190,78 @@ def add_loaded_input_metadata(context: InputContext, metadata: Mapping[str, Any]
     of an external asset, and it raises for an input of several partitions.
     """
     context._user_generated_metadata = {**context._user_generated_metadata, **metadata}
+
+
+def add_asset_backfill(
+    graph: AssetGraph,
+    instance: DagsterInstance,
+    key: AssetKey,
+    partitions: Sequence[str] | None,
+    *,
+    tags: Mapping[str, str],
+    title: str,
+    description: str,
+    at: float,
+) -> str:
+    """Request a backfill of one asset, as the launch dialogue of Dagster's page does; returns its id."""
+    names: Sequence[str | None] = [None] if partitions is None else partitions
+    wanted = {AssetKeyPartitionKey(key, name) for name in names}
+    backfill = PartitionBackfill.from_asset_graph_subset(
+        backfill_id=make_new_backfill_id(),
+        backfill_timestamp=at,
+        tags=tags,
+        dynamic_partitions_store=instance,
+        asset_graph_subset=AssetGraphSubset.from_asset_partition_set(wanted, graph),
+        title=title,
+        description=description,
+        run_config=None,
+    )
+    instance.add_backfill(backfill)
+    return str(backfill.backfill_id)
+
+
+def backfill_of(instance: DagsterInstance, backfill_id: str, graph: AssetGraph) -> BackfillState | None:
+    """What has become of a backfill of one asset; None: there is none of this id."""
+    found = instance.get_backfill(backfill_id)
+    if found is None or not found.asset_selection:
+        return None
+    key = found.asset_selection[0]
+    data = found.get_asset_backfill_data(graph)
+    partitioned = graph.get(key).partitions_def is not None
+
+    def keys(subset: AssetGraphSubset) -> tuple[str, ...]:
+        found = subset.partitions_subsets_by_asset_key.get(key)
+        return tuple(found.get_partition_keys()) if found is not None else ()
+
+    return BackfillState(
+        key,
+        found.status.value.lower(),
+        keys(data.target_subset) if partitioned else None,
+        keys(data.materialized_subset),
+        keys(data.failed_and_downstream_subset),
+        found.description or "",
+    )
+
+
+@dataclass(frozen=True)
+class BackfillState:
+    """A backfill of one asset; `partitions` None: it has none."""
+
+    key: AssetKey
+    status: str
+    partitions: tuple[str, ...] | None
+    done: tuple[str, ...]
+    failed: tuple[str, ...]
+    why: str
+
+
+def repository_in(module: str, folder: str) -> RepositoryDefinition:
+    """The code location in a module, found as `dagster dev -m` finds it. Raises ImportError, ValueError."""
+    try:
+        targets = loadable_targets_from_python_module(module, working_directory=folder)
+    except DagsterImportError as error:
+        raise ImportError(str(error).split(" Local modules")[0]) from error
+    repository = repository_def_from_target_def(targets[0].target_definition)
+    if repository is None or len(targets) != 1:
+        raise ValueError(f"{module} holds {len(targets)} code locations.")
+    return repository

@@ -10,7 +10,7 @@ import polars as pl
 from rich.console import Console
 
 from branchlake_dagster import consumes, table_metadata
-from branchlake_dagster.cli.consumers import gather, show
+from branchlake_dagster.cli.incremental.consumers import gather, show
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published

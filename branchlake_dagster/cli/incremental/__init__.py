@@ -1,0 +1,1 @@
+"""`branchlake consumers` and `branchlake backfill`."""

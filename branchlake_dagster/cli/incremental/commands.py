@@ -1,0 +1,85 @@
+"""The commands of `branchlake backfill`. What they need is imported when one of them runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import click
+
+from branchlake_dagster.settings import Settings
+
+
+def add_to(main: click.Group, now: Callable[[], float]) -> None:
+    """The group `backfill`; `now` gives the time, a POSIX time stamp."""
+
+    @main.group(name="backfill")
+    def group() -> None:
+        """Compute partitions again, and all that is computed from them by changes."""
+
+    module = click.option("-m", "--module", required=True, help="The module with your Definitions.")
+    chosen = click.option("--partition", "partitions", multiple=True, help="Its key; may be repeated.")
+    everything = click.option("--all", "everything", is_flag=True, help="All partitions, or all of it.")
+    as_json = click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+
+    @group.command(name="plan")
+    @click.argument("asset")
+    @module
+    @chosen
+    @everything
+    @as_json
+    def plan_command(
+        asset: str, module: str, partitions: tuple[str, ...], everything: bool, as_json: bool
+    ) -> None:
+        """What would be computed again, stage by stage, how large it is and why; launches nothing.
+
+        Without partitions: those that an older code version of ASSET has computed.
+        """
+        from branchlake_dagster.cli.incremental import backfill, shown
+
+        with backfill.place(module, Settings()) as where:
+            what = backfill.asked(where, asset, partitions, everything=everything)
+            found = backfill.stages(where, what) if what is not None else []
+        if as_json:
+            click.echo(json.dumps([shown.stage_dict(one) for one in found], indent=2))
+        elif found:
+            shown.show_plan(found)
+        else:
+            click.echo(f"Nothing of {asset} is stale.")
+
+    @group.command(name="run")
+    @click.argument("asset")
+    @module
+    @chosen
+    @everything
+    @as_json
+    def run_command(
+        asset: str, module: str, partitions: tuple[str, ...], everything: bool, as_json: bool
+    ) -> None:
+        """Launch the first stage through Dagster's daemon; the others launch themselves as it is there."""
+        from branchlake_dagster.cli.incremental import backfill
+
+        with backfill.place(module, Settings()) as where:
+            what = backfill.asked(where, asset, partitions, everything=everything)
+            number = backfill.run(where, what, now()) if what is not None else None
+        if as_json:
+            click.echo(json.dumps({"backfill": number}))
+        elif number is None:
+            click.echo(f"Nothing of {asset} is stale.")
+        else:
+            click.echo(f"Backfill {number}. Next: branchlake backfill status {number} -m {module}")
+
+    @group.command(name="status")
+    @click.argument("backfill_id")
+    @module
+    @as_json
+    def status_command(backfill_id: str, module: str, as_json: bool) -> None:
+        """How far a backfill has come, stage by stage."""
+        from branchlake_dagster.cli.incremental import backfill, shown
+
+        with backfill.place(module, Settings()) as where:
+            found = backfill.status(where, backfill_id)
+        if as_json:
+            click.echo(json.dumps([shown.progress_dict(one) for one in found], indent=2))
+        else:
+            shown.show_status(found)

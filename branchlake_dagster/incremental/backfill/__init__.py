@@ -1,0 +1,1 @@
+"""Computing partitions again, and what follows from it stage by stage: planned, launched, looked at."""
