@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.checks.asset_checks.columns import column_metadata
     from branchlake_dagster.checks.asset_checks.contract import pandera_checks
     from branchlake_dagster.checks.asset_checks.join import join_checks
+    from branchlake_dagster.checks.asset_checks.replaced import replaced_check
     from branchlake_dagster.checks.asset_checks.sql import sql_check
     from branchlake_dagster.checks.constraints.predicate import row_predicate
     from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
@@ -72,6 +73,7 @@ __all__ = [
     "publish_at_end",
     "published",
     "published_sensor",
+    "replaced_check",
     "row_predicate",
     "sql_check",
     "table_metadata",
@@ -88,6 +90,7 @@ _HOMES = {
     "checks.asset_checks.columns": ("column_metadata",),
     "checks.asset_checks.contract": ("pandera_checks",),
     "checks.asset_checks.join": ("join_checks",),
+    "checks.asset_checks.replaced": ("replaced_check",),
     "checks.asset_checks.sql": ("sql_check",),
     "checks.constraints.predicate": ("row_predicate",),
     "errors": ("BranchlakeError", "OutcomeUnknown", "Terminal", "Transient"),

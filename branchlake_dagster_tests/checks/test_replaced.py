@@ -1,0 +1,62 @@
+"""A run's rows beside those of `main` that they replace."""
+
+from datetime import date
+
+import dagster as dg
+import polars as pl
+import pytest
+
+from branchlake_dagster import replaced_check, table_metadata
+from branchlake_dagster.checks.constraints.model import ContractError
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster_tests.harness import Project, project
+
+DAYS = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-03")
+
+
+def told(p: Project) -> tuple[bool, str, str]:
+    (found,) = p.last.get_asset_check_evaluations()
+    return found.passed, found.description or "", str(found.metadata["comparison"].value)
+
+
+def test_what_a_backfill_changes_is_reported_and_may_block(lakehouse: Lakehouse, namespace: str) -> None:
+    prices = [1, 3]
+
+    @dg.asset(key=[namespace, "daily"], partitions_def=DAYS, metadata=table_metadata(partition_by="day"))
+    def daily(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        day = date.fromisoformat(context.partition_key)
+        return pl.DataFrame({"day": [day] * len(prices), "price": prices})
+
+    check = replaced_check(daily, sums=["price"], most_change=0.5, severity="error")
+    with project(lakehouse, daily, check) as p:
+        for day in ("2026-08-01", "2026-08-02"):
+            p.settle(p.run(partition=day))
+            assert told(p)[:2] == (True, "Compared: main has none of these rows yet.")
+        prices[:] = [1, 3, 2]
+        run = p.run(partition="2026-08-01")
+        assert told(p)[:2] == (True, "Compared: the largest change is 50.0%.")
+        assert "| rows | 2 | 3 | +50.0% |" in told(p)[2]
+        assert "| sum(price) | 4 | 6 | +50.0% |" in told(p)[2]
+        p.settle(run)
+        prices[:] = []
+        refused = p.settle(p.run(partition="2026-08-02"))
+        assert refused.action == PublicationAction.BLOCKED
+        assert "Changed too much" in refused.detail
+
+
+def test_a_missing_column_leaves_no_verdict(lakehouse: Lakehouse, namespace: str) -> None:
+    @dg.asset(key=[namespace, "t"])
+    def t() -> pl.DataFrame:
+        return pl.DataFrame({"n": [1]})
+
+    with project(lakehouse, t, replaced_check(t, sums=["gone"])) as p:
+        outcome = p.settle(p.run(ok=False))
+        assert outcome.action != PublicationAction.PUBLISHED
+
+
+def test_limits_are_looked_at_when_they_are_declared() -> None:
+    with pytest.raises(ContractError, match="no sign"):
+        replaced_check("a", most_change=-1)
+    with pytest.raises(ContractError, match="severity"):
+        replaced_check("a", severity="loud")  # type: ignore[arg-type]
