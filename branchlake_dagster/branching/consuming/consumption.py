@@ -243,8 +243,9 @@ class Consumption:
     def _pending(self) -> set[str] | None:
         try:
             inputs = tuple(self.inputs.values())
-            return pending(Backlog(self.consumer, self.positions, inputs, self.change_since, self.instance))
-        except (ChangeLost, ConfigurationError):
+            told = self.consumer, self.positions, inputs, self.change_since, self.instance
+            return pending(Backlog(*told, lost_is_all=True))
+        except ConfigurationError:
             return None
 
 
