@@ -226,7 +226,9 @@ class Consumption:
         definition = self.consumer.definition
         if not self.consumer.by_partition or definition is None:
             return records.advance(self.positions, told, (), None)
-        return records.advance(self.positions, told, self.partitions, self._pending())
+        update = records.advance(self.positions, told, self.partitions, self._pending())
+        # Appended rows stand in nobody's way, and one run may move the floor where the other sets an entry.
+        return records.alone(update, told) if self.consumer.spec.write_mode == "append" else update
 
     def written(self) -> None:
         """The result is stored: what was made to compute it is cleaned up."""

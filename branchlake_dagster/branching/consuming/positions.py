@@ -19,6 +19,8 @@ from branchlake_dagster.changes.summary import PREFIX
 
 CONSUMED = f"{PREFIX}consumed"
 _PARTITION = f"{CONSUMED}."
+_BY = f"{CONSUMED}_by"
+"""The run that consumed last, of a table to which two runs could both add rows of the same change."""
 
 
 @dataclass(frozen=True)
@@ -122,3 +124,8 @@ def advance(
         gone = tuple(sorted(map(property_of, positions.partitions)))
         return Update({CONSUMED: now.text()}, gone)
     return Update({property_of(one): now.text() for one in mine})
+
+
+def alone(update: Update, now: Consumed) -> Update:
+    """The same, such that no two runs that began beside each other can both be published."""
+    return Update({**update.set, _BY: now.run_id}, update.remove)
