@@ -9,6 +9,7 @@ from dagster._core.execution.api import create_execution_plan, execute_run
 from dagster._core.execution.asset_backfill import AssetBackfillData
 from dagster._core.execution.backfill import BulkActionStatus, PartitionBackfill
 from dagster._core.execution.plan.state import KnownExecutionState
+from dagster._core.instance.types import DynamicPartitionsStore
 from dagster._core.launcher.base import LaunchRunContext, WorkerStatus
 from dagster._core.origin import RepositoryPythonOrigin
 from dagster._core.remote_origin import (
@@ -32,6 +33,7 @@ __all__ = [
     "AssetGraphSubset",
     "BulkActionStatus",
     "DaemonHeartbeat",
+    "DynamicPartitionsStore",
     "FileCodePointer",
     "InMemoryJob",
     "InstigatorState",

@@ -53,6 +53,8 @@ def since(metadata: TableMetadata, position: Position, *, table: str) -> list[Sn
         # Two runs may both create a table: the second one's rows are replayed into the first one's.
         raise _lost(Loss.RECREATED, table)
     if reached:
+        if beyond - {number for one in found for number in (one.snapshot_id, replayed_from(one))}:
+            raise _lost(Loss.ROLLED_BACK, table)  # below what the consumer's own run had added
         return rest
     if position.snapshot_id is None and not beyond:
         return None  # nothing had been there to consume

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -12,13 +13,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.expressions import AlwaysTrue
 from pyiceberg.io.pyarrow import ArrowScan, schema_to_pyarrow
-from pyiceberg.manifest import DataFile, DataFileContent, ManifestContent
+from pyiceberg.manifest import (
+    DataFile,
+    DataFileContent,
+    ManifestContent,
+    ManifestEntry,
+    ManifestEntryStatus,
+)
 from pyiceberg.schema import Schema
 from pyiceberg.table import FileScanTask, Table
+from pyiceberg.table.snapshots import Snapshot
 
+from branchlake_dagster.changes import history
 from branchlake_dagster.changes.errors import RowsUnreadable
 from branchlake_dagster.changes.history import files_gone
-from branchlake_dagster.changes.model import ChangedFile, ChangeSet
+from branchlake_dagster.changes.model import ChangedFile, ChangeKind, ChangeSet
 from branchlake_dagster.library_internals.pyiceberg import deleted_positions
 
 CHANGE_TYPE = "_change_type"
@@ -56,11 +65,14 @@ class RowReader:
         schema = table.schema()
         self._schema = schema if columns is None else schema.select(*columns)
         if change.equality_deletes:
-            raise RowsUnreadable(
-                "Rows were deleted by value (equality deletes), and only a scan of the table tells which.",
-                table=change.table,
-                hint="Use change ranges, or compute everything anew: run tag branchlake/rebuild.",
-            )
+            raise self._by_value()
+
+    def _by_value(self) -> RowsUnreadable:
+        return RowsUnreadable(
+            "Rows were deleted by value (equality deletes), and only a scan of the table tells which.",
+            table=self._change.table,
+            hint="Use change ranges, or compute everything anew: run tag branchlake/rebuild.",
+        )
 
     def read(self) -> ChangedRows:
         """Both sides, as the files have them. Raises RowsUnreadable and ChangeLost."""
@@ -79,10 +91,9 @@ class RowReader:
         change = self._change
         if change.only_appends:
             return self._empty()
-        before = self._deletes_before() if change.since is not None else []
+        before = self._deletes_before()
         gone = self._read(change.removed, before)
-        hit = [self._hit(one, before) for one in change.deletes] if change.since is not None else []
-        return self._together([gone, *hit])
+        return self._together([gone, *self._hit(before)])
 
     def whole_files(self) -> bool:
         """Whether the files alone are the rows: no delete file takes any of them out."""
@@ -122,36 +133,66 @@ class RowReader:
     # -- row-level deletes ---------------------------------------------------------------------------
 
     def _deletes_before(self) -> list[DataFile]:
-        """The delete files that held at the position."""
-        since = self._change.since
-        before = self._table.metadata.snapshot_by_id(since.snapshot_id or 0) if since else None
-        if before is None:
-            return []
-        return [
-            entry.data_file
-            for manifest in before.manifests(self._table.io)
-            if manifest.content == ManifestContent.DELETES
-            for entry in manifest.fetch_manifest_entry(self._table.io)
-        ]
+        """The delete files that held at the position. Raises RowsUnreadable.
 
-    def _hit(self, one: ChangedFile, before: Sequence[DataFile]) -> pa.Table:
-        """The rows of files beyond this change that a delete file hits, and none before it did."""
+        What the first snapshot after it kept and took out: the position's own may have expired. Those of the
+        consumer's own run came later on `main`, and held for it too.
+        """
+        since, metadata = self._change.since, self._table.metadata
+        if since is None:
+            return []
+        line, _ = history.line(metadata, since.snapshot_id)
+        known = {step.snapshot_id for step in self._change.steps}
+        found: list[DataFile] = []
+        for number, snapshot in enumerate(line):
+            if number and snapshot.snapshot_id in known:
+                continue
+            for entry in self._delete_entries(snapshot):
+                own = entry.snapshot_id == snapshot.snapshot_id
+                if entry.status == ManifestEntryStatus.DELETED:
+                    held = own and not number
+                elif own and entry.status == ManifestEntryStatus.ADDED:
+                    held = snapshot.snapshot_id not in known
+                else:
+                    held = not number
+                if held:
+                    found.append(entry.data_file)
+        if any(one.content is DataFileContent.EQUALITY_DELETES for one in found):
+            raise self._by_value()
+        return found
+
+    def _delete_entries(self, snapshot: Snapshot) -> Iterator[ManifestEntry]:
+        for manifest in snapshot.manifests(self._table.io):
+            if manifest.content == ManifestContent.DELETES:
+                yield from manifest.fetch_manifest_entry(self._table.io, discard_deleted=False)
+
+    def _hit(self, before: Sequence[DataFile]) -> Iterator[pa.Table]:
+        """The rows of files beyond this change that delete files hit, and none before did, each once.
+
+        A delete file may repeat what an older one names, to take its place.
+        """
         change = self._change
-        known = {changed.path for step in change.steps for changed in step.removed}
-        known |= {changed.path for changed in change.added}
-        hits = {
-            path: positions
-            for path, positions in deleted_positions(self._table.io, one.file).items()
-            if path not in known
+        # Of a file that goes, all rows go; one that is only compacted has lost these rows before.
+        known = {
+            changed.path
+            for step in change.steps
+            if step.kind is not ChangeKind.COMPACT
+            for changed in step.removed
         }
-        parts: list[pa.Table] = []
-        for file in self._live(set(hits), one.snapshot_id):
-            rows = self._scan([FileScanTask(file)])
-            gone = pc.unique(hits[file.file_path].cast(pa.int64()))
-            gone = gone.filter(pc.invert(pc.is_in(gone, self._positions(file, before))))
-            taken = rows.take(gone.sort())
-            parts.append(self._marked(taken, one.ordinal, one.snapshot_id))
-        return self._together(parts)
+        known |= {changed.path for changed in change.added}
+        seen: dict[str, pa.Array] = {}
+        for one in change.deletes:
+            named = deleted_positions(self._table.io, one.file)
+            for file in self._live(named.keys() - known, one.snapshot_id):
+                path = file.file_path
+                if path not in seen:
+                    seen[path] = self._positions(file, before)
+                new = pc.unique(named[path].cast(pa.int64()))
+                new = new.filter(pc.invert(pc.is_in(new, seen[path])))
+                seen[path] = pa.concat_arrays([seen[path], new])
+                if len(new):
+                    taken = self._scan([FileScanTask(file)]).take(new.sort())
+                    yield self._marked(taken, one.ordinal, one.snapshot_id)
 
     def _positions(self, file: DataFile, deletes: Sequence[DataFile]) -> pa.Array:
         found = [pa.array([], pa.int64())]
@@ -160,9 +201,9 @@ class RowReader:
             found += [] if named is None else [part.cast(pa.int64()) for part in named.chunks]
         return pa.concat_arrays(found)
 
-    def _live(self, paths: set[str], snapshot_id: int) -> Iterator[DataFile]:
+    def _live(self, wanted: AbstractSet[str], snapshot_id: int) -> Iterator[DataFile]:
         """The data files of these paths in a snapshot."""
-        snapshot = self._table.metadata.snapshot_by_id(snapshot_id)
+        snapshot, paths = self._table.metadata.snapshot_by_id(snapshot_id), set(wanted)
         for manifest in snapshot.manifests(self._table.io) if snapshot and paths else ():
             if manifest.content != ManifestContent.DATA or not paths:
                 continue

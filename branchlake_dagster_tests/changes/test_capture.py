@@ -144,6 +144,18 @@ def test_a_position_on_a_branch_names_what_is_beyond_main(table: Table, catalog:
     assert Position.from_dict(found.as_dict()) == found
 
 
+def test_a_roll_back_below_what_the_consumers_own_run_added(table: Table) -> None:
+    base = position_of(table)
+    append(table, [("own", 2)], replayed_from="4711")
+    consumed = Position(base.table_uuid, base.snapshot_id, (4711,))
+    assert captured(table, consumed).empty
+    assert base.snapshot_id is not None
+    table.manage_snapshots().rollback_to_snapshot(base.snapshot_id).commit()
+    with pytest.raises(ChangeLost) as caught:
+        captured(table, consumed)
+    assert caught.value.loss is Loss.ROLLED_BACK
+
+
 def test_tables_that_two_runs_created_are_one(table: Table) -> None:
     append(table, [("own", 2)], replayed_from="4711")
     elsewhere = Position("another-uuid", None, (4711,))

@@ -12,6 +12,7 @@ LONGEST: tuple[str, ...] = (
     "publication/automation/test_backfill_daemon.py",
     "publication/cleanup/test_kill.py",
     "simulation/test_simulation.py",
+    "incremental/test_model.py",
     "lossy/test_lossy.py",
     "cli/test_demo.py",
     "remote/test_remote.py",
@@ -33,7 +34,9 @@ LONGEST: tuple[str, ...] = (
     "branching/resources/test_retry.py",
 )
 """The modules that are begun with, in this sequence."""
-SPREAD = frozenset({"branching/io/test_daily_frames.py", "simulation/test_simulation.py"})
+SPREAD = frozenset(
+    {"branching/io/test_daily_frames.py", "simulation/test_simulation.py", "incremental/test_model.py"}
+)
 """Long modules whose tests go to several workers. They share nothing that is dear to make."""
 
 

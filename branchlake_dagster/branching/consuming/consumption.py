@@ -231,7 +231,9 @@ class Consumption:
         definition = self.consumer.definition
         if not self.consumer.by_partition or definition is None:
             return records.advance(self.positions, told, (), None)
-        return records.advance(self.positions, told, self.partitions, self._pending())
+        # Appended rows stand in nobody's way, and one run may move the floor where the other sets an entry.
+        each = self.consumer.spec.write_mode == "append"
+        return records.advance(self.positions, told, self.partitions, self._pending(), each=each)
 
     def written(self) -> None:
         """The result is stored: what was made to compute it is cleaned up."""
@@ -247,14 +249,18 @@ class Consumption:
 
     def pending(self) -> set[str]:
         """All partitions of the asset that have something to consume. Raises ChangeLost."""
-        inputs = tuple(self.inputs.values())
-        return pending(Backlog(self.consumer, self.positions, inputs, self.change_since, self.instance))
+        return pending(self._backlog())
 
     def _pending(self) -> set[str] | None:
         try:
-            return self.pending()
-        except (ChangeLost, ConfigurationError):
+            return pending(self._backlog(lost_is_all=True))
+        except ConfigurationError:
             return None
+
+    def _backlog(self, *, lost_is_all: bool = False) -> Backlog:
+        inputs = tuple(self.inputs.values())
+        told = self.consumer, self.positions, inputs, self.change_since, self.instance
+        return Backlog(*told, lost_is_all=lost_is_all)
 
 
 def _load(catalog: NessieCatalog, identifier: Identifier) -> Table | None:

@@ -11,6 +11,7 @@ from branchlake_dagster.branching.consuming.affected import affected, covers
 from branchlake_dagster.branching.consuming.consumer import Consumer, Input
 from branchlake_dagster.branching.consuming.positions import Consumed, Positions
 from branchlake_dagster.branching.table.selection import select, to_iceberg
+from branchlake_dagster.changes.errors import ChangeLost
 from branchlake_dagster.changes.model import ChangedFile, ChangeSet, Position
 from branchlake_dagster.changes.ranges import Bounds, Ranges, union
 
@@ -27,13 +28,15 @@ class Backlog:
     inputs: Collection[Input]
     change_since: Callable[[Input, Position | None], ChangeSet]
     instance: DagsterInstance | None = None
+    lost_is_all: bool = False
+    """Whether a change that cannot be told any more counts for all partitions, rather than as an error."""
 
 
 def pending(backlog: Backlog) -> set[str]:
     """The partitions for which an input has changes that were not consumed.
 
     Those ahead of the rest are asked for one by one, those that came later than the rest by whether their
-    inputs have files for them. Raises ChangeLost.
+    inputs have files for them. Raises ChangeLost, unless `lost_is_all`.
     """
     definition = _definition(backlog)
     positions = backlog.positions
@@ -62,7 +65,12 @@ def _affected(backlog: Backlog, consumed: Consumed) -> set[str]:
     """The partitions that the changes since then may have rows for."""
     found: set[str] = set()
     for one in backlog.inputs:
-        change = backlog.change_since(one, consumed.inputs.get(one.name))
+        try:
+            change = backlog.change_since(one, consumed.inputs.get(one.name))
+        except ChangeLost:
+            if not backlog.lost_is_all:
+                raise
+            return set(_definition(backlog).get_partition_keys(dynamic_partitions_store=backlog.instance))
         if not change.empty:
             found |= _partitions(backlog, one, tuple(change.files()))
     return found

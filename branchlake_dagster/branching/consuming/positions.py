@@ -109,16 +109,23 @@ class Update:
 
 
 def advance(
-    positions: Positions, now: Consumed, partitions: Iterable[str], affected: Iterable[str] | None
+    positions: Positions,
+    now: Consumed,
+    partitions: Iterable[str],
+    affected: Iterable[str] | None,
+    *,
+    each: bool = False,
 ) -> Update:
     """The properties after a run that consumed up to `now` for these partitions.
 
     `affected` are the partitions for which the table as a whole has something left to consume up to there;
     None when that is not known. With nothing left, the whole table stands at `now` and no partition needs
-    an entry of its own.
+    an entry of its own; `each` sets those of the run all the same, so that it meets every other run of one
+    of them.
     """
-    mine = list(partitions)
-    if not mine or (affected is not None and set(affected) <= set(mine)):
-        gone = tuple(sorted(map(property_of, positions.partitions)))
-        return Update({CONSUMED: now.text()}, gone)
-    return Update({property_of(one): now.text() for one in mine})
+    mine = {property_of(one): now.text() for one in partitions}
+    if mine and (affected is None or not {property_of(one) for one in affected} <= mine.keys()):
+        return Update(mine)
+    kept = mine if each else {}
+    gone = {property_of(one) for one in positions.partitions} - kept.keys()
+    return Update({CONSUMED: now.text(), **kept}, tuple(sorted(gone)))

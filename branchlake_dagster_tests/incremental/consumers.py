@@ -1,0 +1,219 @@
+"""Consumers of each pattern: what a step of theirs gets and writes, and what a full computation would give."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pyarrow as pa
+from dagster import (
+    AssetKey,
+    AssetSpec,
+    DagsterInstance,
+    DailyPartitionsDefinition,
+    DynamicPartitionsDefinition,
+    PartitionsDefinition,
+)
+
+from branchlake_dagster import consumes, table_metadata
+from branchlake_dagster.branching.consuming.consumer import Consumer, Input
+from branchlake_dagster.branching.consuming.consumption import Consumption
+from branchlake_dagster.branching.consuming.declaration import declared
+from branchlake_dagster.branching.consuming.positions import Update
+from branchlake_dagster.branching.consuming.steps import consumer_of
+from branchlake_dagster.branching.delivering import inputs, outputs
+from branchlake_dagster.branching.table.selection import Selection, inside
+from branchlake_dagster.changes.rows import CHANGE_TYPE, INSERT
+from branchlake_dagster_tests.incremental.iceberg import SCHEMA, Row, Table, arrow, rows_of
+from branchlake_dagster_tests.incremental.lake import Change, Run
+
+PARTS = DynamicPartitionsDefinition(name="parts")
+DAYS = DailyPartitionsDefinition("2026-01-01", end_date="2026-01-07")
+Rows = Mapping[str, Counter[Row]]
+"""By input."""
+
+
+class Log(tuple[tuple[Row, int], ...]):
+    """Rows that came and went, as somebody noted them who only appends."""
+
+    def __add__(self, other: Any) -> Log:
+        return Log((*self, *other))
+
+    @property
+    def total(self) -> Counter[Row]:
+        found: Counter[Row] = Counter()
+        for row, sign in self:
+            found[row] += sign
+        return Counter({row: count for row, count in found.items() if count})
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A consumer: how it is declared, and what it computes.
+
+    Its results are kept by `place`: the part of the table, the key, or the day that they are of.
+    """
+
+    name: str
+    pattern: Any
+    inputs: tuple[str, ...]
+    when_lost: str
+    definition: PartitionsDefinition[str] | None = None
+
+    @cached_property
+    def consumer(self) -> Consumer:
+        mode: dict[str, Any] = {
+            "rows": {"write_mode": "append"},
+            "keys": {"write_mode": "upsert", "keys": ["key"]},
+            "range": {},
+        }[self.pattern]
+        if self.definition is not None:
+            mode["partition_by"] = "part" if self.definition is PARTS else "day"
+        how: dict[str, Any] = {"when_lost": self.when_lost}
+        if self.pattern == "rows":
+            how["when_removed"] = "deliver"
+        if self.pattern == "keys":
+            how["keys"] = ["key"]
+        if self.pattern == "range" and self.definition is None:
+            how["on"] = "day"
+        told = table_metadata(**mode) | consumes(
+            {AssetKey(["shop", name]): self.pattern for name in self.inputs}, **how
+        )
+        key = AssetKey(["shop", self.name])
+        declaration = declared(told, asset=self.name)
+        assert declaration is not None
+        return consumer_of(AssetSpec(key, metadata=told), declaration, self.definition, "shop")
+
+    def place(self, row: Row) -> Any:
+        if self.definition is not None:
+            return row.part if self.definition is PARTS else row.day and row.day.isoformat()
+        return {"rows": "all", "keys": row.key, "range": row.day}[self.pattern]
+
+    def result(self, rows: Rows) -> dict[Any, Any]:
+        """The whole computation over these rows."""
+        found: dict[Any, Any] = {}
+        for number, name in enumerate(self.inputs):
+            for row, count in rows[name].items():
+                place = self.place(row)
+                if self.definition is not None and place is None:
+                    continue  # null is in no partition
+                if self.pattern == "rows":
+                    found.setdefault(place, Counter())[row] += count
+                else:
+                    sums = found.setdefault(place, [0, 0] * len(self.inputs))
+                    sums[2 * number] += count
+                    sums[2 * number + 1] += count * row.value
+        return found
+
+    def shown(self, kept: Mapping[Any, Any]) -> dict[Any, Any]:
+        """What the table holds, to be compared with `result`."""
+        if self.pattern != "rows":
+            return dict(kept)
+        return {place: total for place, log in kept.items() if (total := Log(log).total)}
+
+
+@dataclass
+class Step:
+    """One attempt of a consumer's step on the branch of a run."""
+
+    kind: Kind
+    run: Run
+    consumption: Consumption
+
+    @classmethod
+    def of(
+        cls,
+        kind: Kind,
+        run: Run,
+        *,
+        partitions: Sequence[str] = (),
+        rebuild: bool = False,
+        instance: DagsterInstance | None = None,
+    ) -> Step:
+        found = Consumption(
+            run,  # type: ignore[arg-type]
+            kind.consumer,
+            partitions=partitions,
+            rebuild=rebuild,
+            instance=instance,
+        )
+        return cls(kind, run, found)
+
+    @property
+    def seen(self) -> Rows:
+        return {name: self.run.view[name].rows for name in self.kind.inputs}
+
+    def write(self, create: Table) -> None:
+        """Compute, write and record, as the IO manager does; what an earlier attempt wrote is undone."""
+        name, base = self.kind.name, self.run.lake.states[self.run.base]
+        change = self._change()
+        before = base.get(name, create)
+        kept = change.on(before.kept)
+        properties = _updated(before.metadata.properties, self.consumption.update())
+        self.run.tables[name] = Table(before.changed(properties=properties).metadata, kept)
+        self.run.changes[name] = change
+
+    def _change(self) -> Change:
+        consumption, kind = self.consumption, self.kind
+        loaded = {one.key.path[-1]: self._loaded(one) for one in consumption.inputs.values()}
+        if kind.pattern == "rows":
+            return self._of_rows(loaded)
+        new = kind.result({name: Counter(rows_of(rows)) for name, rows in loaded.items()})
+        if kind.definition is not None:
+            return Change(frozenset(consumption.partitions), new)
+        if consumption.whole:
+            return Change(None, new)
+        if kind.pattern == "keys":
+            keys = inputs.changed_keys(consumption)["key"].to_pylist()
+            assert new.keys() <= set(keys), "rows of keys that have not changed"
+            return Change(frozenset(keys), new)
+        replaced = outputs.replaced_range(consumption, SCHEMA)
+        days = self.run.lake.states[self.run.base].get(kind.name)
+        held = [Row(None, day, "", 0) for day in (days.kept if days else ())]
+        return Change(frozenset(row.day for row in _inside(replaced, held)), new)
+
+    def _of_rows(self, loaded: Mapping[str, pa.Table]) -> Change:
+        found: dict[Any, Log] = {}
+        for rows in loaded.values():
+            kinds = (
+                rows[CHANGE_TYPE].to_pylist()
+                if CHANGE_TYPE in rows.column_names
+                else [INSERT] * rows.num_rows
+            )
+            # Nobody promises an order, and a story is to be the same each time.
+            for row, kind in sorted(zip(rows_of(rows), kinds, strict=True), key=repr):
+                place = self.kind.place(row)
+                found[place] = Log((*found.get(place, Log()), (row, 1 if kind == INSERT else -1)))
+        if self.consumption.whole:
+            by_partition = self.kind.definition is not None
+            return Change(frozenset(self.consumption.partitions) if by_partition else None, found)
+        return Change(frozenset(), found, appended=True)
+
+    def _loaded(self, one: Input) -> pa.Table:
+        """As `arrow_inputs.load`, whose scans are of the model's tables."""
+        consumption, kind = self.consumption, self.kind
+        rows = self.run.view[one.key.path[-1]].rows.elements()
+        if kind.pattern == "range":
+            return arrow(_inside(inputs.of_range(consumption, one), rows))
+        where = inputs.of_partitions(consumption, one, consumption.partitions)
+        if consumption.whole:
+            return arrow(_inside(where, rows))
+        if kind.pattern == "rows":
+            return inputs.delivered(consumption, one, inputs.changed_rows(consumption, one))
+        keys = set(inputs.changed_keys(consumption)["key"].to_pylist())
+        return arrow(row for row in _inside(where, rows) if row.key in keys)
+
+
+def _inside(selection: Selection | None, rows: Iterable[Row]) -> list[Row]:
+    found = list(rows)
+    if selection is None or not found:
+        return found
+    mask = inside(selection, arrow(found)).to_pylist()
+    return [row for row, wanted in zip(found, mask, strict=True) if wanted]
+
+
+def _updated(properties: Mapping[str, str], update: Update) -> dict[str, str]:
+    return {**{k: v for k, v in properties.items() if k not in update.remove}, **update.set}

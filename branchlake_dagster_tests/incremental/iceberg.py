@@ -1,0 +1,260 @@
+"""Tables as change capture reads them: plain objects, whose rows the model knows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
+from functools import cached_property, lru_cache
+from itertools import count
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+from pyiceberg.conversions import to_bytes
+from pyiceberg.manifest import DataFileContent, ManifestContent, ManifestEntryStatus
+from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.table.snapshots import Operation
+from pyiceberg.transforms import IdentityTransform
+from pyiceberg.types import DateType, LongType, NestedField, StringType
+
+SCHEMA = Schema(
+    NestedField(1, "part", StringType()),
+    NestedField(2, "day", DateType()),
+    NestedField(3, "key", StringType()),
+    NestedField(4, "value", LongType()),
+)
+COLUMNS = pa.schema({"part": pa.string(), "day": pa.date32(), "key": pa.string(), "value": pa.int64()})
+SPECS = {
+    0: PartitionSpec(spec_id=0),
+    1: PartitionSpec(PartitionField(1, 1000, IdentityTransform(), "part"), spec_id=1),
+}
+PATH = 2147483546
+"""The field id of `file_path` in files of position deletes."""
+NUMBERS = count(1)
+"""Of lists of manifests: no two in one process are the same, whatever world they are in."""
+
+
+class Row(NamedTuple):
+    part: str | None
+    day: date | None
+    key: str
+    value: int
+
+
+@lru_cache(4096)
+def _stored(field_id: int, value: str | int) -> bytes:
+    return to_bytes(SCHEMA.find_type(field_id), value)  # type: ignore[arg-type]
+
+
+def _days(value: date) -> int:
+    return value.toordinal() - 719163
+
+
+class File:
+    """A data file, or one of position deletes that names rows of data files by path."""
+
+    file_size_in_bytes = 100
+    equality_ids = None
+    nan_value_counts = None
+
+    def __init__(
+        self,
+        path: str,
+        rows: Sequence[Row] = (),
+        *,
+        names: Mapping[str, Sequence[int]] | None = None,
+        part: str | None = None,
+        by_part: bool = False,
+        bounds: bool = True,
+    ) -> None:
+        self.file_path = path
+        self.rows = rows
+        self.names = names or {}
+        self.content = DataFileContent.DATA if names is None else DataFileContent.POSITION_DELETES
+        self.record_count = len(rows) if names is None else sum(map(len, names.values()))
+        self.spec_id = int(by_part)
+        self.partition = [part] if by_part else []
+        self.split_offsets = [4]
+        self._bounds = bounds
+
+    @cached_property
+    def _columns(self) -> dict[int, list[Any]]:
+        shown = [(r.part, None if r.day is None else _days(r.day), r.key, r.value) for r in self.rows]
+        return {number: [row[number - 1] for row in shown] for number in range(1, 5)}
+
+    @cached_property
+    def value_counts(self) -> dict[int, int]:
+        return dict.fromkeys(range(1, 5), len(self.rows))
+
+    @cached_property
+    def null_value_counts(self) -> dict[int, int]:
+        return {n: sum(one is None for one in values) for n, values in self._columns.items()}
+
+    def _ends(self, which: Any) -> dict[int, bytes] | None:
+        if self.names:
+            return {PATH: which(self.names).encode()}
+        if not self._bounds:
+            return None
+        known = {n: [v for v in values if v is not None] for n, values in self._columns.items()}
+        return {n: _stored(n, which(values)) for n, values in known.items() if values}
+
+    @cached_property
+    def lower_bounds(self) -> dict[int, bytes] | None:
+        return self._ends(min)
+
+    @cached_property
+    def upper_bounds(self) -> dict[int, bytes] | None:
+        return self._ends(max)
+
+
+@dataclass(frozen=True)
+class Entry:
+    data_file: File
+    snapshot_id: int
+    status: ManifestEntryStatus = ManifestEntryStatus.EXISTING
+
+
+@dataclass(frozen=True)
+class Manifest:
+    content: ManifestContent
+    entries: tuple[Entry, ...]
+
+    def fetch_manifest_entry(self, io: object, discard_deleted: bool = True) -> list[Entry]:
+        return [
+            one for one in self.entries if not (discard_deleted and one.status == ManifestEntryStatus.DELETED)
+        ]
+
+
+@dataclass(frozen=True)
+class Summary:
+    operation: Operation
+    additional_properties: Mapping[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    snapshot_id: int
+    parent_snapshot_id: int | None
+    sequence_number: int
+    summary: Summary
+    added: tuple[File, ...]
+    removed: tuple[File, ...]
+    live: tuple[Entry, ...]
+    """After it, without what it added."""
+    manifest_list: str = field(default_factory=lambda: f"list-{next(NUMBERS)}")
+    timestamp_ms: int = 1_700_000_000_000
+
+    def manifests(self, io: object) -> Iterator[Manifest]:
+        every = [
+            *self.live,
+            *(Entry(one, self.snapshot_id, ManifestEntryStatus.ADDED) for one in self.added),
+            *(Entry(one, self.snapshot_id, ManifestEntryStatus.DELETED) for one in self.removed),
+        ]
+        for content, kind in (
+            (ManifestContent.DATA, DataFileContent.DATA),
+            (ManifestContent.DELETES, DataFileContent.POSITION_DELETES),
+        ):
+            if found := tuple(one for one in every if one.data_file.content is kind):
+                yield Manifest(content, found)
+
+    @cached_property
+    def after(self) -> tuple[Entry, ...]:
+        return (*self.live, *(Entry(one, self.snapshot_id) for one in self.added))
+
+    @cached_property
+    def rows(self) -> Counter[Row]:
+        """What the table holds."""
+        deletes = self.deletes
+        data = [one.data_file for one in self.after if one.data_file.content is DataFileContent.DATA]
+        return Counter(row for file in data for row in left(file, deletes))
+
+    @property
+    def deletes(self) -> list[File]:
+        return [one.data_file for one in self.after if one.data_file.names]
+
+
+def left(file: File, deletes: Iterable[File]) -> list[Row]:
+    """The rows of a file that no delete file names."""
+    gone = {place for one in deletes for place in one.names.get(file.file_path, ())}
+    return [row for place, row in enumerate(file.rows) if place not in gone]
+
+
+@dataclass(frozen=True, eq=False)
+class Metadata:
+    table_uuid: str
+    by_part: bool = False
+    snapshots: tuple[Snapshot, ...] = ()
+    current_snapshot_id: int | None = None
+    properties: Mapping[str, str] = field(default_factory=dict)
+
+    def schema(self) -> Schema:
+        return SCHEMA
+
+    def specs(self) -> Mapping[int, PartitionSpec]:
+        return SPECS
+
+    @cached_property
+    def _by_id(self) -> dict[int, Snapshot]:
+        return {one.snapshot_id: one for one in self.snapshots}
+
+    def snapshot_by_id(self, number: int) -> Snapshot | None:
+        return self._by_id.get(number)
+
+    def current_snapshot(self) -> Snapshot | None:
+        return self._by_id.get(self.current_snapshot_id or 0)
+
+
+@dataclass(frozen=True)
+class Task:
+    file: File
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """A state of a table; `kept` is what a consumer's table holds, by partition, key or day."""
+
+    metadata: Metadata
+    kept: Mapping[Any, Any] = field(default_factory=dict)
+    io: None = None
+
+    def schema(self) -> Schema:
+        return SCHEMA
+
+    def scan(self, row_filter: object) -> Table:
+        return self
+
+    def plan_files(self) -> list[Task]:
+        return [Task(file) for file in self.data]
+
+    @property
+    def head(self) -> Snapshot | None:
+        return self.metadata.current_snapshot()
+
+    @property
+    def data(self) -> list[File]:
+        head = self.head
+        return [one.data_file for one in head.after if not one.data_file.names] if head else []
+
+    @property
+    def deletes(self) -> list[File]:
+        return self.head.deletes if self.head else []
+
+    @property
+    def rows(self) -> Counter[Row]:
+        return self.head.rows if self.head else Counter()
+
+    def changed(self, **what: Any) -> Table:
+        return replace(self, metadata=replace(self.metadata, **what))
+
+
+def arrow(rows: Iterable[Row], names: Sequence[str] = tuple(Row._fields)) -> pa.Table:
+    found = list(rows)
+    return pa.table(
+        {name: pa.array([getattr(row, name) for row in found], COLUMNS.field(name).type) for name in names}
+    )
+
+
+def rows_of(table: pa.Table) -> list[Row]:
+    return [Row(*values) for values in zip(*(table[name].to_pylist() for name in Row._fields), strict=True)]

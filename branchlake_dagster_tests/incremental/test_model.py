@@ -1,0 +1,226 @@
+"""Histories by the thousand. One of them by its seed: `python -m branchlake_dagster_tests.incremental SEED`.
+
+`BRANCHLAKE_TEST_HISTORIES` sets how many are played, `BRANCHLAKE_TEST_HISTORIES_SEED` with which seed they begin.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from branchlake_dagster.branching.consuming import consumption as consuming
+from branchlake_dagster.branching.consuming import pending as pending_partitions
+from branchlake_dagster.branching.consuming import positions
+from branchlake_dagster.branching.consuming.consumption import Consumption
+from branchlake_dagster.branching.consuming.positions import Consumed, Positions, Update
+from branchlake_dagster.branching.delivering import inputs
+from branchlake_dagster.changes import capture, history
+from branchlake_dagster.changes.errors import ChangeLost
+from branchlake_dagster.changes.model import ChangeKind, ChangeSet, Position
+from branchlake_dagster.changes.rows import RowReader
+from branchlake_dagster_tests.incremental.play import failures, play
+
+HISTORIES = int(os.environ.get("BRANCHLAKE_TEST_HISTORIES", "10000"))
+FIRST_SEED = int(os.environ.get("BRANCHLAKE_TEST_HISTORIES_SEED", "0"))
+
+_ROOT = Path(__file__).parents[2]
+_SHOWN = 3
+_WRITES = ("append", "replace part", "update", "move", "delete", "delete rows", "update rows", "compact")
+_WANTED = (
+    *_WRITES,
+    *(f"{one} on a branch" for one in _WRITES),
+    *("roll back", "drop", "create", "expire", "partition", "discarded", "published", "caught up"),
+    *(f"{pattern} of {what}" for pattern in ("rows", "keys", "range") for what in ("a change", "everything")),
+    *(f"{pattern} of a change again" for pattern in ("rows", "keys", "range")),
+    *("lost: rolled back", "lost: dropped and created again", "lost: its snapshots have expired"),
+    *("refused: another run of this consumer was published first", "both tables", "rows beyond main"),
+    "refused: the same rows were replaced meanwhile",
+)
+"""What must have happened somewhere: histories in which nothing happens prove nothing."""
+
+
+def _played(first: int, count: int) -> tuple[str, dict[str, int]]:
+    """The stories of failed histories, and what happened, from a process of its own."""
+    command = [sys.executable, "-m", "branchlake_dagster_tests.incremental", str(first), str(count)]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    *stories, told = done.stdout.rstrip().rsplit("\n", 1)
+    return "\n".join(stories), json.loads(told)["seen"]
+
+
+@pytest.mark.timeout(1200)
+def test_what_is_maintained_is_what_a_full_computation_gives() -> None:
+    processes = min(os.cpu_count() or 1, HISTORIES)
+    share = -(-HISTORIES // processes)
+    with ThreadPoolExecutor(processes) as pool:
+        firsts = [FIRST_SEED + i * share for i in range(processes)]
+        results = list(pool.map(_played, firsts, [share] * processes))
+    stories = [story for text, _ in results for story in text.split("\n\n") if story.strip()]
+    if stories:
+        pytest.fail("\n\n".join([f"{len(stories)} histories failed", *stories[:_SHOWN]]), pytrace=False)
+    seen: Counter[str] = sum((Counter(counted) for _, counted in results), Counter())
+    assert HISTORIES < 2000 or [name for name in _WANTED if not seen[name]] == []
+
+
+def test_a_seed_is_one_history() -> None:
+    """What a failure prints can be played again."""
+    with _bug("what a run's branch added is not remembered"):
+        seed = next(failures(range(FIRST_SEED, FIRST_SEED + _WITHIN))).seed
+        assert play(seed).failure == play(seed).failure
+
+
+# -- does it find anything? ----------------------------------------------------------------------------
+
+_WITHIN = 4000
+
+_SINCE, _NET, _KIND, _ADVANCE = history.since, capture._net, capture._kind, positions.advance
+_HIT, _KEY_ROWS = RowReader._hit, inputs._key_rows
+
+
+def _from_branch(self: Consumption) -> Positions:
+    found = consuming._load(self._lake.own_catalog(), self.consumer.spec.identifier)
+    return positions.read(found.metadata.properties, table="") if found else Positions()
+
+
+def _without_beyond(metadata: Any, position: Position, *, table: str) -> Any:
+    return _SINCE(metadata, replace(position, beyond=()), table=table)
+
+
+def _beyond_is_not_looked_for(metadata: Any, position: Position, *, table: str) -> Any:
+    try:
+        return _SINCE(metadata, position, table=table)
+    except ChangeLost:
+        if position.beyond and history.line(metadata, position.snapshot_id)[1]:
+            return []
+        raise
+
+
+def _compactions_add(steps: Any) -> Any:
+    """As though a compaction were an append."""
+    return _NET(
+        [
+            replace(one, kind=ChangeKind.APPEND, removed=()) if one.kind is ChangeKind.COMPACT else one
+            for one in steps
+        ]
+    )
+
+
+def _compactions_are_updates(*args: Any) -> ChangeKind:
+    found = _KIND(*args)
+    return ChangeKind.APPEND if found is ChangeKind.COMPACT else found
+
+
+def _nothing_cancels(steps: Any) -> Any:
+    added, removed, deletes = {}, {}, {}
+    for step in steps:
+        if step.kind is not ChangeKind.COMPACT:
+            added |= {one.path: one for one in step.added}
+            removed |= {one.path: one for one in step.removed if one.path not in added}
+            deletes |= {capture._delete_key(one): one for one in step.deletes}
+    return tuple(added.values()), tuple(removed.values()), tuple(deletes.values())
+
+
+def _always_floor(now_at: Positions, now: Consumed, *_: Any, **__: Any) -> Update:
+    return _ADVANCE(now_at, now, (), None)
+
+
+def _entries_stay(*args: Any, **how: Any) -> Update:
+    return Update(_ADVANCE(*args, **how).set)
+
+
+def _only_the_floor(*args: Any, **_: Any) -> Update:
+    """`advance`, without the entries that make appending runs of one partition meet."""
+    return _ADVANCE(*args)
+
+
+def _compacted_is_gone(self: RowReader, before: Any) -> Any:
+    """`_hit`, taking the rows of files that were only compacted for gone with them."""
+    steps = tuple(
+        replace(one, kind=ChangeKind.UPDATE) if one.kind is ChangeKind.COMPACT else one
+        for one in self._change.steps
+    )
+    reader = RowReader(self._table, replace(self._change, steps=steps))
+    reader._schema = self._schema
+    return _HIT(reader, before)
+
+
+def _each_by_itself(self: RowReader, before: Any) -> Any:
+    """`_hit`, one delete file at a time."""
+    for one in self._change.deletes:
+        reader = RowReader(self._table, replace(self._change, deletes=(one,)))
+        reader._schema = self._schema
+        yield from _HIT(reader, before)
+
+
+def _added_keys(*args: Any) -> Iterator[Any]:
+    yield next(iter(_KEY_ROWS(*args)))
+
+
+def _lost(self: Consumption) -> set[str] | None:
+    told = self.consumer, self.positions, tuple(self.inputs.values()), self.change_since, self.instance
+    try:
+        return pending_partitions.pending(pending_partitions.Backlog(*told))
+    except ChangeLost:
+        return None
+
+
+_BUGS: dict[str, Any] = {
+    "positions are read from the branch": (Consumption, "positions", property(_from_branch)),
+    "what a run's branch added is not remembered": (history, "since", _without_beyond),
+    "a roll-back below it is not noticed": (history, "since", _beyond_is_not_looked_for),
+    "compactions add rows": (capture, "_net", _compactions_add),
+    "compactions are not told apart": (capture, "_kind", _compactions_are_updates),
+    "what was added and removed does not cancel": (capture, "_net", _nothing_cancels),
+    "deletes of compacted files are forgotten": (RowReader, "_hit", _compacted_is_gone),
+    "deletes that are repeated count twice": (RowReader, "_hit", _each_by_itself),
+    "deletes before the position are not looked at": (RowReader, "_deletes_before", lambda _: []),
+    "only rows that came have keys": (inputs, "_key_rows", _added_keys),
+    "only rows that came have ranges": (ChangeSet, "files", lambda self: iter(self.added)),
+    "the floor moves whatever is pending": (positions, "advance", _always_floor),
+    "entries stay when the floor moves": (positions, "advance", _entries_stay),
+    "new partitions count as consumed": (Consumption, "_covered", lambda *_: True),
+    "new partitions are not looked for": (pending_partitions, "_with_rows", lambda *_: set()),
+    "a lost floor never moves again": (Consumption, "_pending", _lost),
+    "runs of one consumer look alike": (
+        (Consumed, "text", lambda self: _TEXT(replace(self, run_id="", base=""))),
+        (positions, "advance", _only_the_floor),
+    ),
+    "appending runs do not meet": (positions, "advance", _only_the_floor),
+}
+"""What to put in whose place."""
+
+_TEXT = Consumed.text
+_FOUND_AS = {
+    "a lost floor never moves again": "never catches up",
+    "compactions are not told apart": "a compaction counts as a change",
+}
+
+
+@contextmanager
+def _bug(name: str) -> Iterator[None]:
+    found = _BUGS[name]
+    with ExitStack() as stack:
+        for wrong in found if isinstance(found[0], tuple) else (found,):
+            stack.enter_context(patch.object(*wrong))
+        yield
+
+
+@pytest.mark.parametrize("name", _BUGS)
+def test_it_finds_the_bug(name: str) -> None:
+    wanted = _FOUND_AS.get(name, "and a full computation gives")
+    with _bug(name):
+        found = failures(range(FIRST_SEED, FIRST_SEED + _WITHIN))
+        why = (played.failure or "" for played in found)
+        assert any(wanted in text.rsplit("\n", 1)[-1] for text in why), f"{_WITHIN} histories did not notice"

@@ -1,0 +1,445 @@
+"""A random history of inputs, runs and consumers, and the equality that must hold all along."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import date
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import pyarrow as pa
+
+from branchlake_dagster.branching.consuming import positions as records
+from branchlake_dagster.branching.consuming.consumer import Input
+from branchlake_dagster.branching.consuming.pending import Backlog, pending
+from branchlake_dagster.changes import own_files, rows
+from branchlake_dagster.changes.capture import capture, position_of
+from branchlake_dagster.changes.errors import ChangeLost
+from branchlake_dagster.changes.own_files import OwnFiles
+from branchlake_dagster.changes.rows import RowReader
+from branchlake_dagster_tests.dagster_internals import DynamicPartitionsStore
+from branchlake_dagster_tests.incremental.consumers import DAYS, PARTS, Kind, Step
+from branchlake_dagster_tests.incremental.iceberg import COLUMNS, File, Row, Table, arrow, left
+from branchlake_dagster_tests.incremental.lake import Lake, Refused, Run
+from branchlake_dagster_tests.incremental.writing import Writer
+
+MOVES = 14
+_KEYS = "abc"
+_PARTS = ("p0", "p1", "p2")
+
+
+class _Partitions(DynamicPartitionsStore):
+    """A Dagster instance, as far as dynamic partitions ask for it."""
+
+    def __init__(self, parts: list[str]) -> None:
+        self._parts = parts
+
+    def get_dynamic_partitions(self, partitions_def_name: str) -> list[str]:
+        return list(self._parts)
+
+    def has_dynamic_partition(self, partitions_def_name: str, partition_key: str) -> bool:
+        return partition_key in self._parts
+
+    def get_paginated_dynamic_partitions(self, *_: object, **__: object) -> Any:
+        raise NotImplementedError
+
+    def get_dynamic_partitions_definition_id(self, partitions_def_name: str) -> str:
+        return f"{partitions_def_name}: {self._parts}"
+
+
+class Violated(AssertionError):  # noqa: N818 - reads as a verdict
+    """A consumer's table is not what a full computation gives."""
+
+
+@dataclass
+class Waiting:
+    """A run at work: published, failed or discarded later."""
+
+    run: Run
+    step: Step | None = None
+
+
+class World:
+    """One history, by its seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random = Random(seed)
+        self.writer = Writer(random)
+        self.lake = Lake(self.writer)
+        self.told: list[str] = []
+        self.seen: Counter[str] = Counter()
+        self.waiting: list[Waiting] = []
+        self.parts = list(_PARTS[: 1 + random.randrange(3)])
+        self.instance: Any = _Partitions(self.parts)
+        self.inputs = ("one", "two") if random.random() < 0.3 else ("one",)
+        self.nulls = random.random() < 0.3
+        self.kinds = [self._kind(number) for number in range(1 if random.random() < 0.7 else 2)]
+        self.runs = 0
+
+    def _kind(self, number: int) -> Kind:
+        pattern = self.random.choice(("rows", "keys", "range", "range", "range"))
+        definition: Any = None
+        if self.random.random() < {"rows": 0.4, "keys": 0, "range": 0.6}[pattern]:
+            definition = PARTS if self.random.random() < 0.8 else DAYS
+        inputs = self.inputs if pattern != "rows" else self.inputs[:1]
+        return Kind(f"{pattern}{number}", pattern, inputs, self._lost(), definition)
+
+    def _lost(self) -> str:
+        return "rebuild" if self.random.random() < 0.6 else "fail"
+
+    def story(self) -> str:
+        return "\n".join(self.told)
+
+    def tell(self, what: str, more: object = "") -> None:
+        self.seen[what] += 1
+        self.told.append(f"{what} {more}".rstrip())
+
+    # -- the play --------------------------------------------------------------------------------------
+
+    def play(self) -> None:
+        with model_files():
+            for name in self.inputs:
+                table = self.writer.create(by_part=self.random.random() < 0.6)
+                self.lake.put({name: self.writer.append(table, self._rows(3))})
+                self.tell("input", f"{name} {_shown(self.lake.main[name])}")
+            for _ in range(MOVES):
+                self._move()
+            self._settle()
+
+    def _move(self) -> None:
+        chance = self.random.random()
+        if chance < 0.4:
+            self._write_on_main()
+        elif chance < 0.75:
+            self._launch()
+        elif self.waiting:
+            self._end(self.waiting.pop(self.random.randrange(len(self.waiting))))
+
+    def _settle(self) -> None:
+        """All runs end, and every consumer catches up; then nothing is left for it."""
+        while self.waiting:
+            self._end(self.waiting.pop())
+        for kind in self.kinds:
+            for name in kind.inputs:
+                if name not in self.lake.main:
+                    self._create(name)
+            for _ in range(12):
+                if not self._consume(kind):
+                    break
+            else:
+                raise Violated(f"{kind.name} never catches up")
+            self._require_all(kind)
+            self.seen["caught up"] += 1
+
+    # -- inputs ----------------------------------------------------------------------------------------
+
+    def _rows(self, most: int) -> list[Row]:
+        random = self.random
+        none = 0.1 if self.nulls else 0
+        return [
+            Row(
+                None if random.random() < none else random.choice(_PARTS),
+                None if random.random() < none else date(2026, 1, 1 + random.randrange(5)),
+                random.choice(_KEYS),
+                random.randrange(3),
+            )
+            for _ in range(1 + random.randrange(most))
+        ]
+
+    def _change_of(self, table: Table) -> tuple[str, Callable[[Table], Table]]:
+        """What a writer does to a table."""
+        random, writer = self.random, self.writer
+        key, part = random.choice(_KEYS), random.choice(_PARTS)
+        by_key: Callable[[Row], bool] = lambda row: row.key == key  # noqa: E731
+        more = self._rows(3)
+        choices: list[tuple[float, str, Callable[[Table], Table]]] = [
+            (4, "append", lambda one: writer.append(one, more)),
+            (
+                2,
+                "replace part",
+                lambda one: writer.replace_part(one, part, [r._replace(part=part) for r in more]),
+            ),
+            (1, "update", lambda one: writer.rewrite(one, by_key, lambda r: r._replace(value=r.value + 1))),
+            (
+                1,
+                "move",
+                lambda one: writer.rewrite(one, by_key, lambda r: r._replace(part=part, day=more[0].day)),
+            ),
+            (1, "delete", lambda one: writer.rewrite(one, by_key, lambda _: None)),
+            (2, "delete rows", lambda one: writer.delete_rows(one, by_key)),
+            (1, "update rows", lambda one: writer.delete_rows(one, by_key, more)),
+            (2, "compact", self._compacted),
+        ]
+        _, name, how = random.choices(choices, [one[0] for one in choices])[0]
+        return name, how
+
+    def _compacted(self, table: Table) -> Table:
+        chosen = [one for one in table.data if self.random.random() < 0.7]
+        return self.writer.compact(table, chosen) if chosen else table
+
+    def _write_on_main(self) -> None:
+        name = self.random.choice(self.inputs)
+        table = self.lake.main.get(name)
+        if table is None:
+            self._create(name)
+            return
+        chance = self.random.random()
+        if chance < 0.8:
+            what, change = self._change_of(table)
+            now = change(table)
+        elif chance < 0.86 and len(table.metadata.snapshots) > 1:
+            what, now = "roll back", self._rolled_back(table)
+        elif chance < 0.88:
+            self.tell("drop", name)
+            self.lake.put({name: None})
+            return
+        elif chance < 0.93:
+            what, now = "expire", self.writer.expire(table, 1 + self.random.randrange(3))
+        else:
+            new = [part for part in _PARTS if part not in self.parts]
+            if new:
+                self.parts.append(new[0])
+                self.tell("partition", new[0])
+            return
+        idle = [kind for kind in self.kinds if self._idle(kind)]
+        self.lake.put({name: now})
+        self.tell(what, f"{name} {_shown(now)}")
+        if what == "compact" and not all(map(self._idle, idle)):
+            raise Violated("a compaction counts as a change")
+
+    def _create(self, name: str) -> None:
+        made = self.writer.create(by_part=self.random.random() < 0.6)
+        if self.random.random() < 0.8:
+            made = self.writer.append(made, self._rows(3))
+        self.lake.put({name: made})
+        self.tell("create", f"{name} {_shown(made)}")
+
+    def _rolled_back(self, table: Table) -> Table:
+        """To a snapshot that the table knows, or to an older state of the whole table."""
+        older = [one for one in table.metadata.snapshots if one is not table.head]
+        if self.random.random() < 0.5 or not older:
+            return self.writer.roll_back(table, self.random.choice(older)) if older else table
+        uuid = table.metadata.table_uuid
+        states = [
+            one
+            for tables in self.lake.states
+            for one in tables.values()
+            if one.metadata.table_uuid == uuid and one.head is not None
+        ]
+        return self.random.choice(states)
+
+    # -- runs ------------------------------------------------------------------------------------------
+
+    def _run(self) -> Run:
+        self.runs += 1
+        return Run(self.lake, f"r{self.runs}", len(self.lake.states) - 1)
+
+    def _launch(self) -> None:
+        """A run of an input, of a consumer, or of both, which stays at work for a while."""
+        random = self.random
+        run, kind = self._run(), random.choice(self.kinds)
+        waiting = Waiting(run)
+        chance = random.random()
+        if chance < 0.35:
+            self._write_in(run)
+        if chance > 0.2 and all(name in run.view for name in kind.inputs):
+            waiting.step = self._consume_in(run, kind)
+        if not run.tables:
+            return
+        if random.random() < 0.5:
+            self._end(waiting)
+        else:
+            self.waiting.append(waiting)
+
+    def _write_in(self, run: Run) -> None:
+        for name in self.inputs:
+            if self.random.random() < 0.7:
+                table = run.view.get(name) or self.writer.create(by_part=True)
+                for _ in range(1 + self.random.randrange(2)):
+                    what, change = self._change_of(table)
+                    table = change(table)
+                    self.tell(f"{what} on a branch", f"{run.run_id} {name} {_shown(table)}")
+                run.tables[name] = table
+
+    def _consume_in(self, run: Run, kind: Kind, *, rebuild: bool = False) -> Step | None:
+        """The step of a consumer on a run's branch, for some of what is pending."""
+        partitions: tuple[str, ...] = ()
+        if kind.definition is not None:
+            known = self._keys(kind)
+            try:
+                wanted = self._pending(kind)
+            except ChangeLost as lost:
+                self.tell(f"lost: {lost.loss}", kind.name)
+                wanted = set(known)
+            # Somebody may launch any partition; most take what is pending.
+            some = [p for p in known if (p in wanted) == (self.random.random() < 0.9)]
+            partitions = tuple(some or sorted(wanted))
+            if not partitions:
+                return None
+        rebuild = rebuild or self.random.random() < 0.04
+        for attempt in range(2 if self.random.random() < 0.15 else 1):
+            step = Step.of(kind, run, partitions=partitions, rebuild=rebuild, instance=self.instance)
+            try:
+                step.write(self.writer.create(by_part=False))
+            except ChangeLost as lost:
+                self.tell(f"lost: {lost.loss}", f"{kind.name} in {run.run_id}")
+                if kind.when_lost != "fail":
+                    raise
+                rebuild = True
+                step = Step.of(kind, run, partitions=partitions, rebuild=rebuild, instance=self.instance)
+                step.write(self.writer.create(by_part=False))
+            told = step.consumption.update().set.values()
+            self.seen["rows beyond main"] += any('"beyond"' in one for one in told)
+            self.seen["both tables"] += all(name in run.tables for name in kind.inputs)
+            how = "everything" if step.consumption.whole else "a change"
+            self.tell(
+                f"{kind.pattern} of {how}" + (" again" if attempt else ""),
+                f"{kind.name} in {run.run_id} at {run.base} {' '.join(partitions)}: {step.run.changes[kind.name]}",
+            )
+        return step
+
+    def _end(self, one: Waiting) -> None:
+        run = one.run
+        if self.random.random() < 0.15:
+            self.tell("discarded", run.run_id)
+            return
+        try:
+            run.publish()
+        except Refused as refused:
+            self.tell("refused", f"{run.run_id}: {refused}")
+            self.seen[f"refused: {str(refused).partition(': ')[2]}"] += 1
+            return
+        self.tell("published", f"{run.run_id} {' '.join(run.tables)}")
+        if one.step is not None:
+            self._require_seen(one.step)
+
+    def _consume(self, kind: Kind) -> bool:
+        """A run of all that is pending, published at once; whether there was anything."""
+        if kind.definition is not None:
+            if not self._pending_or_all(kind):
+                return False
+        elif self._idle(kind):
+            return False
+        run = self._run()
+        step = self._consume_in(run, kind)
+        assert step is not None
+        run.publish()
+        self.tell("published", run.run_id)
+        self._require_seen(step)
+        return True
+
+    def _idle(self, kind: Kind) -> bool:
+        """Whether nothing has changed since the whole table stood at one place."""
+        table, main = self.lake.main.get(kind.name), self.lake.main
+        floor = records.read(table.metadata.properties, table=kind.name).floor if table else None
+        if floor is None or any(name not in main for name in kind.inputs):
+            return False
+        try:
+            return all(
+                capture(main[name], floor.inputs[f"shop.{name}"], name=name).empty  # type: ignore[arg-type]
+                for name in kind.inputs
+            )
+        except ChangeLost:
+            return False
+
+    # -- what is pending -------------------------------------------------------------------------------
+
+    def _keys(self, kind: Kind) -> list[str]:
+        return list(self.parts) if kind.definition is PARTS else list(DAYS.get_partition_keys())
+
+    def _pending(self, kind: Kind) -> set[str]:
+        table = self.lake.main.get(kind.name)
+        found = records.read(table.metadata.properties if table else {}, table=kind.name)
+        inputs = [
+            Input(key, f"shop.{key.path[-1]}", kind.pattern, one, position_of(one))  # type: ignore[arg-type]
+            for key in kind.consumer.inputs
+            if (one := self.lake.main.get(key.path[-1])) is not None
+        ]
+        told = Backlog(
+            kind.consumer,
+            found,
+            inputs,
+            lambda one, since: capture(one.table, since, name=one.name),
+            self.instance,
+        )
+        wanted = pending(told)
+        if len(inputs) == len(kind.inputs):
+            self._require_rest(kind, wanted)
+        return wanted
+
+    def _pending_or_all(self, kind: Kind) -> set[str]:
+        try:
+            return self._pending(kind)
+        except ChangeLost:
+            return set(self._keys(kind))
+
+    # -- what must hold --------------------------------------------------------------------------------
+
+    def _require_seen(self, step: Step) -> None:
+        """A published result is what a full computation over what the run saw gives."""
+        kind, partitions = step.kind, step.consumption.partitions
+        update = step.consumption.update()
+        if not (update.set or update.remove):
+            return  # it found nothing to consume, and others may have consumed more before it was published
+        self._compare(kind, kind.result(step.seen), partitions if kind.definition else None)
+
+    def _require_rest(self, kind: Kind, wanted: set[str]) -> None:
+        """Partitions for which nothing is pending are as though computed now."""
+        full = kind.result({name: self.lake.main[name].rows for name in kind.inputs})
+        self._compare(kind, full, [key for key in self._keys(kind) if key not in wanted])
+
+    def _require_all(self, kind: Kind) -> None:
+        full = kind.result({name: self.lake.main[name].rows for name in kind.inputs})
+        self._compare(kind, full, self._keys(kind) if kind.definition else None)
+
+    def _compare(self, kind: Kind, full: dict[Any, Any], places: Any) -> None:
+        table = self.lake.main.get(kind.name)
+        held = kind.shown(table.kept) if table else {}
+        if places is not None:
+            full = {place: value for place, value in full.items() if place in places}
+            held = {place: value for place, value in held.items() if place in places}
+        if held != full:
+            raise Violated(f"{kind.name} holds {held}, and a full computation gives {full}")
+
+
+def _shown(table: Table) -> str:
+    head = table.head
+    if head is None:
+        return "(empty)"
+    deletes = head.deletes
+    files = [f"{one.file_path}: {left(one, deletes)}" for one in table.data]
+    return f"snapshot {head.snapshot_id}, {'; '.join(files)}".replace("Row", "").replace("datetime.date", "")
+
+
+# -- the model's files in place of real ones -----------------------------------------------------------
+
+
+def _own(snapshots: Any, head: object, io: object) -> list[tuple[Any, OwnFiles]]:
+    return [(one, OwnFiles(one.added, one.removed)) for one in snapshots]
+
+
+def _scan(self: RowReader, tasks: Any) -> pa.Table:
+    found = [row for task in tasks for row in left(task.file, task.delete_files)]
+    return arrow(found, self._schema.column_names)
+
+
+def _arrow_schema(schema: Any) -> pa.Schema:
+    return pa.schema([COLUMNS.field(name) for name in schema.column_names])
+
+
+def _deleted_positions(io: object, file: File) -> dict[str, pa.ChunkedArray]:
+    return {path: pa.chunked_array([pa.array(where, pa.int64())]) for path, where in file.names.items()}
+
+
+@contextmanager
+def model_files() -> Any:
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(own_files, "_read", _own))
+        stack.enter_context(patch.object(RowReader, "_scan", _scan))
+        stack.enter_context(patch.object(rows, "arrow_schema", _arrow_schema))
+        stack.enter_context(patch.object(rows, "deleted_positions", _deleted_positions))
+        yield
