@@ -41,11 +41,11 @@ def prepare_starts(settings: Settings, *, say: Callable[[str], None]) -> list[Pa
         if missing:
             say("Rehearsing the servers' start, once, so that the next ones take half as long (40 s) …")
             _rehearse(settings, Path(folder))
-        return [archive.path for archive in missing if archive.adopt()]
+        return [path for archive in missing if (path := archive.adopt())]
 
 
 def _missing(servers: EmbeddedServers) -> list[Archive]:
-    return [archive for archive in servers.archives().values() if not archive.path.exists()]
+    return [archive for archive in servers.archives().values() if not archive.found()]
 
 
 def _rehearse(settings: Settings, folder: Path) -> None:

@@ -120,8 +120,8 @@ class EmbeddedServers:
     def archives(self) -> dict[str, Archive]:
         """The archives of the wanted servers, there or not; those left out that cannot have one."""
         jars = self.fetch_jars()
-        found = {NESSIE: self._nessie_archive(jars), SPARK: self._spark_archive(jars)}
-        return {name: archive for name in self.wanted() if (archive := found[name])}
+        make = {NESSIE: _nessie_archive, SPARK: _spark_archive}
+        return {name: archive for name in self.wanted() if (archive := make[name](jars))}
 
     def status(self) -> dict[str, ProcessRecord | None]:
         """The record of each server that runs, None for one that does not."""
@@ -248,7 +248,7 @@ class EmbeddedServers:
             self._credentials_path.unlink(missing_ok=True)
         # The second compiler takes half of the start's time, and a call is no faster for it.
         command = [str(bundled_java()), "-Xms64m", "-Xmx768m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
-        command += self._archive_options(self._nessie_archive(jars))
+        command += self._archive_options(_nessie_archive(jars))
         command += [f"-D{key}={value}" for key, value in flags.items()]
         command += ["-jar", str(jars[NESSIE_SERVER])]
         environment = catalog_environment(self._settings)
@@ -270,7 +270,7 @@ class EmbeddedServers:
         settings = self._settings
         port = self._port(SPARK, settings.spark_port, (SPARK,))
         scratch = private_folder(self._root / "spark")
-        home = spark_home()
+        home, java = spark_home(), user_java()
         nessie_uri = settings.nessie_uri or f"http://{LOOPBACK}:{nessie_port}/api/v2"
         conf = {
             "spark.connect.grpc.binding.address": LOOPBACK,
@@ -293,14 +293,14 @@ class EmbeddedServers:
         configured = os.environ.get("SPARK_CONF_DIR")
         if not configured:
             options = [f"-Dlog4j2.configurationFile={spark_log.configure(scratch / 'conf').as_uri()}"]
-            options += self._archive_options(self._spark_archive(jars))
+            options += self._archive_options(_spark_archive(jars, java))
             command += ["--driver-java-options", " ".join(f'"{option}"' for option in options)]
         for key, value in conf.items():
             command += ["--conf", f"{key}={value}"]
         command += ["--class", "org.apache.spark.sql.connect.service.SparkConnectServer", "spark-internal"]
         environment = {
             "SPARK_HOME": str(home),
-            "JAVA_HOME": str(user_java().resolve().parent.parent),
+            "JAVA_HOME": str(java.resolve().parent.parent),
             "SPARK_LOCAL_IP": LOOPBACK,
             # The server starts its Python workers with this; spark.pyspark.python has no effect there.
             "PYSPARK_PYTHON": sys.executable,
@@ -317,13 +317,6 @@ class EmbeddedServers:
         if archive is None:
             return []
         return archive.record() if self._recording else archive.use()
-
-    def _nessie_archive(self, jars: dict[Jar, Path]) -> Archive | None:
-        return archive_of(NESSIE, bundled_java(), [jars[NESSIE_SERVER]])
-
-    def _spark_archive(self, jars: dict[Jar, Path]) -> Archive | None:
-        of_spark = sorted((spark_home() / "jars").glob("*.jar"))
-        return archive_of(SPARK, user_java(), [*_spark_jars(jars), *of_spark])
 
     def _await(self, record: ProcessRecord) -> ProcessRecord:
         ready = _nessie_answers if record.name == NESSIE else process.listening
@@ -345,6 +338,15 @@ class EmbeddedServers:
 
 def _spark_jars(jars: dict[Jar, Path]) -> list[Path]:
     return [path for jar, path in jars.items() if jar is not NESSIE_SERVER]
+
+
+def _nessie_archive(jars: dict[Jar, Path]) -> Archive | None:
+    return archive_of(NESSIE, bundled_java(), [jars[NESSIE_SERVER]])
+
+
+def _spark_archive(jars: dict[Jar, Path], java: Path | None = None) -> Archive | None:
+    of_spark = sorted((spark_home() / "jars").glob("*.jar"))
+    return archive_of(SPARK, java or user_java(), [*_spark_jars(jars), *of_spark])
 
 
 def catalog_conf(settings: Settings, nessie_uri: str, *, ref: str = "main") -> dict[str, str]:
