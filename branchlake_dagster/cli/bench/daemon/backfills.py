@@ -23,9 +23,9 @@ def backfill_ratios(
 ) -> dict[str, float]:
     """Seconds of the four backfills, and ours over the plain one's as fifty runs and as one.
 
-    All through one daemon, launcher and queue, ours and the plain one in turns, into tables that exist and are
-    empty. The clock starts when the first run is created: before that Dagster's backfill daemon looks around
-    every 30 seconds, whatever the runs are.
+    All through one daemon, launcher and queue, ours and the plain one in turns, into tables that exist and
+    are empty. The clock starts with the creation of the first run: that depends on when the backfill daemon
+    looks around, which it does every 30 seconds.
     """
     lake.catalog(MAIN).create_namespace_if_not_exists((NAMESPACE,))
     took: dict[tuple[bool, bool], float] = {}
