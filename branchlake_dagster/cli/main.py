@@ -75,7 +75,7 @@ def fetch(to: str | None, prepare: bool) -> None:
         try:
             prepare_starts(Settings(), say=say)
         except (OSError, BranchlakeError) as error:
-            say(f"The servers start without it: {error}")
+            say(f"Later starts will not be faster: {error}")
 
 
 @main.command()
