@@ -25,7 +25,7 @@ $(VENV)/.running: requirements-run.lock setup.cfg
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) --no-compile --require-hashes -r requirements-run.lock
 	$(INSTALL) --no-build-isolation -e .
-	$(BIN)/branchlake fetch
+	$(BIN)/branchlake fetch --prepare
 	@touch $@
 
 $(VENV)/.ready: $(VENV)/.running requirements.lock

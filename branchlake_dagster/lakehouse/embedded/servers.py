@@ -21,6 +21,7 @@ from pathlib import Path
 import requests
 
 from branchlake_dagster.lakehouse.embedded import process, spark_log
+from branchlake_dagster.lakehouse.embedded.archives import Archive, archive_of
 from branchlake_dagster.lakehouse.embedded.jars import (
     ICEBERG_AWS,
     ICEBERG_SPARK,
@@ -62,14 +63,21 @@ class Endpoints:
 class EmbeddedServers:
     """The two servers of one state folder. Safe to use from several processes at once.
 
-    `volatile`: a Nessie that is to be started keeps its store in memory, and starts faster.
+    `volatile`: a Nessie that is to be started keeps its store in memory. `recording`: servers that are
+    started write their archives when they end, which takes long.
     """
 
     def __init__(
-        self, settings: Settings, *, say: Callable[[str], None] = lambda _: None, volatile: bool = False
+        self,
+        settings: Settings,
+        *,
+        say: Callable[[str], None] = lambda _: None,
+        volatile: bool = False,
+        recording: bool = False,
     ) -> None:
         self._settings = settings
         self._volatile = volatile
+        self._recording = recording
         self._root = settings.state_dir
         self._say = say
 
@@ -108,6 +116,12 @@ class EmbeddedServers:
         return resolve(
             jars, state_folder(self._root) / "jars", ivy_settings=self._settings.ivy_settings, say=self._say
         )
+
+    def archives(self) -> dict[str, Archive]:
+        """The archives of the wanted servers, there or not; those left out that cannot have one."""
+        jars = self.fetch_jars()
+        make = {NESSIE: _nessie_archive, SPARK: _spark_archive}
+        return {name: archive for name in self.wanted() if (archive := make[name](jars))}
 
     def status(self) -> dict[str, ProcessRecord | None]:
         """The record of each server that runs, None for one that does not."""
@@ -232,9 +246,9 @@ class EmbeddedServers:
             }
         else:
             self._credentials_path.unlink(missing_ok=True)
-        command = [str(bundled_java()), "-Xms64m", "-Xmx768m", "-XX:+UseSerialGC"]
-        if self._volatile:
-            command += ["-XX:TieredStopAtLevel=1"]  # it ends before the second compiler pays
+        # The second compiler takes half of the start's time, and a call is no faster for it.
+        command = [str(bundled_java()), "-Xms64m", "-Xmx768m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
+        command += self._archive_options(_nessie_archive(jars))
         command += [f"-D{key}={value}" for key, value in flags.items()]
         command += ["-jar", str(jars[NESSIE_SERVER])]
         environment = catalog_environment(self._settings)
@@ -256,7 +270,7 @@ class EmbeddedServers:
         settings = self._settings
         port = self._port(SPARK, settings.spark_port, (SPARK,))
         scratch = private_folder(self._root / "spark")
-        home = spark_home()
+        home, java = spark_home(), user_java()
         nessie_uri = settings.nessie_uri or f"http://{LOOPBACK}:{nessie_port}/api/v2"
         conf = {
             "spark.connect.grpc.binding.address": LOOPBACK,
@@ -269,25 +283,40 @@ class EmbeddedServers:
             "spark.sql.shuffle.partitions": str(max(2, os.cpu_count() or 2)),
             **catalog_conf(settings, nessie_uri),
         }
-        paths = [str(path) for jar, path in jars.items() if jar is not NESSIE_SERVER]
+        paths = [str(path) for path in _spark_jars(jars)]
         command = [str(home / "bin" / "spark-submit"), "--master", settings.spark_master]
-        command += ["--driver-memory", settings.spark_driver_memory, "--jars", ",".join(paths)]
+        command += ["--driver-memory", settings.spark_driver_memory]
+        # On the class path, as what `--jars` brings is in no archive; executors of their own need that.
+        command += ["--driver-class-path", os.pathsep.join(paths)]
+        if not settings.spark_master.startswith("local"):
+            command += ["--jars", ",".join(paths)]
+        configured = os.environ.get("SPARK_CONF_DIR")
+        if not configured:
+            options = [f"-Dlog4j2.configurationFile={spark_log.configure(scratch / 'conf').as_uri()}"]
+            options += self._archive_options(_spark_archive(jars, java))
+            command += ["--driver-java-options", " ".join(f'"{option}"' for option in options)]
         for key, value in conf.items():
             command += ["--conf", f"{key}={value}"]
         command += ["--class", "org.apache.spark.sql.connect.service.SparkConnectServer", "spark-internal"]
         environment = {
             "SPARK_HOME": str(home),
-            "JAVA_HOME": str(user_java().resolve().parent.parent),
+            "JAVA_HOME": str(java.resolve().parent.parent),
             "SPARK_LOCAL_IP": LOOPBACK,
             # The server starts its Python workers with this; spark.pyspark.python has no effect there.
             "PYSPARK_PYTHON": sys.executable,
             "SPARK_CONNECT_AUTHENTICATE_TOKEN": self._spark_token(),
             # Of the JVM that only works the command out; it ends before its second compiler pays.
             "SPARK_LAUNCHER_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
-            "SPARK_CONF_DIR": os.environ.get("SPARK_CONF_DIR") or str(spark_log.configure(scratch / "conf")),
+            # A folder on the class path with anything in it, and there is no archive: this one is not there.
+            "SPARK_CONF_DIR": configured or str(home / "no-conf"),
             **s3_environment(settings),
         }
         return process.launch(SPARK, command, log=self.log_path(SPARK), environment=environment, port=port)
+
+    def _archive_options(self, archive: Archive | None) -> list[str]:
+        if archive is None:
+            return []
+        return archive.record() if self._recording else archive.use()
 
     def _await(self, record: ProcessRecord) -> ProcessRecord:
         ready = _nessie_answers if record.name == NESSIE else process.listening
@@ -305,6 +334,19 @@ class EmbeddedServers:
         if not path.exists():
             write_secret(path, secrets.token_urlsafe(24))
         return path.read_text()
+
+
+def _spark_jars(jars: dict[Jar, Path]) -> list[Path]:
+    return [path for jar, path in jars.items() if jar is not NESSIE_SERVER]
+
+
+def _nessie_archive(jars: dict[Jar, Path]) -> Archive | None:
+    return archive_of(NESSIE, bundled_java(), [jars[NESSIE_SERVER]])
+
+
+def _spark_archive(jars: dict[Jar, Path], java: Path | None = None) -> Archive | None:
+    of_spark = sorted((spark_home() / "jars").glob("*.jar"))
+    return archive_of(SPARK, java or user_java(), [*_spark_jars(jars), *of_spark])
 
 
 def catalog_conf(settings: Settings, nessie_uri: str, *, ref: str = "main") -> dict[str, str]:

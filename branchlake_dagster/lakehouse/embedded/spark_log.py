@@ -23,7 +23,8 @@ appender.console.layout.pattern = \
 
 
 def configure(folder: Path) -> Path:
-    """Write the log configuration into `folder`, a Spark configuration folder, and return it."""
+    """Write the log configuration into `folder`, and return the file."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "log4j2.properties").write_text(_CONFIGURATION)
-    return folder
+    found = folder / "log4j2.properties"
+    found.write_text(_CONFIGURATION)
+    return found

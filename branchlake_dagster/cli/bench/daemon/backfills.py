@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from statistics import median
 
 import dagster as dg
 
@@ -13,6 +14,8 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.waiting import holds_within
 
 _TIMEOUT_S = 1_800.0
+_ROUNDS = {False: 1, True: 3}
+"""Of a backfill as one run there is time for several."""
 
 
 def backfill_ratios(
@@ -20,17 +23,22 @@ def backfill_ratios(
 ) -> dict[str, float]:
     """Seconds of the four backfills, and ours over the plain one's as fifty runs and as one.
 
-    All through one daemon, launcher and queue, one after the other, into tables that exist and are empty.
+    All through one daemon, launcher and queue, ours and the plain one in turns, into tables that exist and
+    are empty. The clock starts with the creation of the first run: that depends on when the backfill daemon
+    looks around, which it does every 30 seconds.
     """
-    catalog = lake.catalog(MAIN)
-    catalog.create_namespace_if_not_exists((NAMESPACE,))
-    for asset in ASSETS.values():
-        catalog.create_table(tuple(asset.key.path), SCHEMA, partition_spec=LAYOUT)
-    took = {}
-    for (plain, one_run), asset in ASSETS.items():
-        took[plain, one_run] = _timed(lake, instance, url, asset.key)
-        how = "plain IO manager" if plain else "on branches"
-        say(f"backfill, {'one run' if one_run else 'fifty runs'}, {how}: {took[plain, one_run]:.1f} s")
+    lake.catalog(MAIN).create_namespace_if_not_exists((NAMESPACE,))
+    took: dict[tuple[bool, bool], float] = {}
+    for one_run, rounds in _ROUNDS.items():
+        samples: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(rounds):
+            for plain in samples:
+                key = ASSETS[plain, one_run].key
+                _empty(lake, key)
+                samples[plain].append(_timed(lake, instance, url, key))
+                how = "plain IO manager" if plain else "on branches"
+                say(f"backfill, {'one run' if one_run else 'fifty runs'}, {how}: {samples[plain][-1]:.1f} s")
+        took |= {(plain, one_run): median(found) for plain, found in samples.items()}
     return {
         "backfill_50_s": round(took[False, False], 1),
         "backfill_50_plain_s": round(took[True, False], 1),
@@ -41,16 +49,22 @@ def backfill_ratios(
     }
 
 
+def _empty(lake: Lakehouse, key: dg.AssetKey) -> None:
+    catalog, identifier = lake.catalog(MAIN), tuple(key.path)
+    if catalog.table_exists(identifier):
+        catalog.drop_table(identifier)
+    catalog.create_table(identifier, SCHEMA, partition_spec=LAYOUT)
+
+
 def _timed(lake: Lakehouse, instance: dg.DagsterInstance, url: str, key: dg.AssetKey) -> float:
-    began = time.perf_counter()
+    """Seconds from the creation of the backfill's first run until all its rows are on `main`."""
     backfill = launch_backfill(url, key.path, PARTITIONS)
+    of_backfill = {"dagster/backfill": backfill}
     wanted = len(PARTITIONS) * ROWS
     failed: list[str] = []
 
     def settled() -> bool:
-        runs = instance.get_runs(
-            dg.RunsFilter(tags={"dagster/backfill": backfill}, statuses=[dg.DagsterRunStatus.FAILURE])
-        )
+        runs = instance.get_runs(dg.RunsFilter(tags=of_backfill, statuses=[dg.DagsterRunStatus.FAILURE]))
         failed.extend(run.run_id for run in runs)
         return bool(failed) or _rows(lake, key) == wanted
 
@@ -59,7 +73,9 @@ def _timed(lake: Lakehouse, instance: dg.DagsterInstance, url: str, key: dg.Asse
             f"The backfill of {key.to_user_string()} left {_rows(lake, key)} rows of {wanted} on main;"
             f" {len(set(failed))} runs failed."
         )
-    return time.perf_counter() - began
+    ended = time.time()
+    records = instance.get_run_records(dg.RunsFilter(tags=of_backfill))
+    return ended - min(record.create_timestamp.timestamp() for record in records)
 
 
 def _rows(lake: Lakehouse, key: dg.AssetKey) -> int:
