@@ -117,7 +117,8 @@ def incremental_sensor(
         graph, namespace = repository.asset_graph, lake.lakehouse.settings.default_namespace
         assets = list(consumers(graph, namespace, selection.resolve(graph, allow_missing=True)))
         head = lake.lakehouse.nessie.reference(MAIN).hash
-        quiet = f"{head} {_fingerprint(assets, context.instance)}: all is consumed"
+        # Dagster shows the cursor as what the tick did.
+        quiet = f"all is consumed at {head}, {_fingerprint(assets, context.instance)}"
         if context.cursor == quiet:
             return SensorResult(skip_reason=SkipReason("Nothing was published since."), cursor=context.cursor)
         now = datetime.now(UTC)
@@ -136,7 +137,7 @@ def incremental_sensor(
             run_requests=look.requests,
             asset_events=events,
             skip_reason=None if look.requests else SkipReason(look.row()),
-            cursor=quiet if look.quiet else f"{head[:12]}: {look.row()}",
+            cursor=quiet if look.quiet else look.row(),
         )
 
     return incremental_sensor_
