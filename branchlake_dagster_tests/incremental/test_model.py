@@ -32,6 +32,8 @@ from branchlake_dagster.changes.model import ChangeKind, ChangeSet, Position
 from branchlake_dagster.changes.rows import RowReader
 from branchlake_dagster_tests.incremental.play import failures, play
 
+pytestmark = pytest.mark.chaos
+
 HISTORIES = int(os.environ.get("BRANCHLAKE_TEST_HISTORIES", "10000"))
 FIRST_SEED = int(os.environ.get("BRANCHLAKE_TEST_HISTORIES_SEED", "0"))
 
@@ -136,10 +138,6 @@ def _always_floor(now_at: Positions, now: Consumed, *_: Any, **__: Any) -> Updat
     return _ADVANCE(now_at, now, (), None)
 
 
-def _entries_stay(*args: Any, **how: Any) -> Update:
-    return Update(_ADVANCE(*args, **how).set)
-
-
 def _only_the_floor(*args: Any, **_: Any) -> Update:
     """`advance`, without the entries that make appending runs of one partition meet."""
     return _ADVANCE(*args)
@@ -189,7 +187,6 @@ _BUGS: dict[str, Any] = {
     "only rows that came have keys": (inputs, "_key_rows", _added_keys),
     "only rows that came have ranges": (ChangeSet, "files", lambda self: iter(self.added)),
     "the floor moves whatever is pending": (positions, "advance", _always_floor),
-    "entries stay when the floor moves": (positions, "advance", _entries_stay),
     "new partitions count as consumed": (Consumption, "_covered", lambda *_: True),
     "new partitions are not looked for": (pending_partitions, "_with_rows", lambda *_: set()),
     "a lost floor never moves again": (Consumption, "_pending", _lost),

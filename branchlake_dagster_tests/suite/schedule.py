@@ -13,6 +13,7 @@ LONGEST: tuple[str, ...] = (
     "publication/cleanup/test_kill.py",
     "simulation/test_simulation.py",
     "incremental/test_model.py",
+    "incremental/test_model.py",
     "lossy/test_lossy.py",
     "cli/test_demo.py",
     "remote/test_remote.py",
