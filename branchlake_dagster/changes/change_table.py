@@ -75,6 +75,8 @@ def copied(made: ChangeTable, rows: pa.Table) -> list[DataFile]:
     table = made.table
     found = list(data_files(table.metadata, rows, table.io, commit=uuid.uuid4(), numbers=itertools.count()))
     made.written += [one.file_path for one in found]
+    for one in found:
+        one.spec_id = table.metadata.default_spec_id  # PyIceberg sets it where it reads a manifest
     return found
 
 

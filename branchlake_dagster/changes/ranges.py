@@ -151,7 +151,7 @@ class Bounds:
         if file.content is DataFileContent.POSITION_DELETES:
             return self._bounds(file, spec) if self._constant(spec) else by_partition
         if file.content is DataFileContent.EQUALITY_DELETES:
-            told = self._field.field_id in (file.equality_ids or [])
+            told = self._constant(spec) or self._field.field_id in (file.equality_ids or [])
             return _narrower(self._bounds(file, spec) if told else Ranges(anything=True), by_partition)
         return _narrower(self._bounds(file, spec), by_partition)
 

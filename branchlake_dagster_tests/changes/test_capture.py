@@ -11,6 +11,7 @@ from pyiceberg.catalog import Catalog
 from pyiceberg.table import Table
 
 from branchlake_dagster.changes.capture import capture, position_of, position_on_branch
+from branchlake_dagster.changes.change_table import copied, referring
 from branchlake_dagster.changes.errors import ChangeLost, Loss
 from branchlake_dagster.changes.model import ChangeKind, ChangeSet, Position
 from branchlake_dagster.changes.own_files import OwnFilesCache
@@ -239,3 +240,11 @@ def test_rows_are_read_with_the_columns_of_today(table: Table) -> None:
         }
     ]
     assert found.tracked()["_change_type"].to_pylist() == ["INSERT"]
+
+
+def test_rows_that_no_file_stands_for_are_copied_into_a_change_table(table: Table) -> None:
+    how = {"name": ("shop", "c"), "location": f"{table.location()}-change", "change_of": "shop.t"}
+    empty = referring(table, (), properties={}, **how)
+    files = copied(empty, frame([("a", 4), ("b", 5)]))
+    made = referring(empty.table, files, properties={}, **how)
+    assert counted(made.table.scan().to_arrow()) == Counter([("a", 4), ("b", 5)])

@@ -7,6 +7,7 @@ from functools import reduce
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
+from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster.branching.consuming.consumer import Identifier, Input
 from branchlake_dagster.branching.consuming.consumption import Consumption
@@ -56,7 +57,10 @@ def of_keys(frame: DataFrame, keys: DataFrame) -> DataFrame:
 
 def from_arrow(session: SparkSession, rows: pa.Table) -> DataFrame:
     """Rows of our own as a frame."""
-    found: DataFrame = session.createDataFrame(rows)
+    # Without a schema Spark cannot take an empty table, and gives a time stamp without zone the session's.
+    found: DataFrame = session.createDataFrame(
+        rows, from_arrow_schema(rows.schema, prefer_timestamp_ntz=True)
+    )
     return found
 
 

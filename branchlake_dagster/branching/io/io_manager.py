@@ -256,7 +256,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
         ):  # without rows there is nothing to match, and no Spark is needed
             if selection is not None and spec.write_mode == "replace_partitions":
                 table = splitting.divide(table, selection, properties)
-            frame = obj if is_spark else self.spark.own_session().createDataFrame(obj)
+            frame = obj if is_spark else spark_inputs.from_arrow(self.spark.own_session(), obj)
             with merging(spec.identifier):
                 if changed_keys is not None:
                     replaced_keys = spark_inputs.from_arrow(frame.sparkSession, changed_keys)

@@ -16,7 +16,7 @@ from pyiceberg.manifest import ManifestFile
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Snapshot
 
-from branchlake_dagster.branching.table.files import FileUnreadable, TableFiles, folders, home, plain
+from branchlake_dagster.branching.table.files import FileUnreadable, TableFiles, folders, home, plain, within
 from branchlake_dagster.branching.table.provenance import PREFIX
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, Delete, IcebergTable, LogEntry, Put
 
@@ -130,9 +130,12 @@ class Borrowed:
         """Whether the file may be older than the run.
 
         PyIceberg names manifests and data files of a commit by one UUID, and our IO manager adds only what
-        it has just written. Of any other file the store's clock must say that it is younger than the base,
-        and the base's tables must not name it: a restored backup makes all files young.
+        it has just written. A change table's files are its input's, but for rows that were copied. Of any
+        other file the store's clock must say that it is younger than the base, and the base's tables must
+        not name it: a restored backup makes all files young.
         """
+        if _told(snapshot, "change_of"):
+            return not within(path, (home(manifest.manifest_path),))
         commit = manifest.manifest_path.rpartition("/")[2].rpartition("-m")[0]
         if commit and commit in path.rpartition("/")[2]:
             return False

@@ -1,10 +1,12 @@
 """Deleting the files of discarded branches, on the real Nessie and real Iceberg files."""
 
 import itertools
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 from zlib import crc32
@@ -12,16 +14,20 @@ from zlib import crc32
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from dagster import AssetKey
 from pyiceberg.table import Table
 from pyiceberg.types import StringType
 
 from branchlake_dagster.branching.branch.run_branch import branch_name
+from branchlake_dagster.branching.consuming.consumer import Input
+from branchlake_dagster.branching.delivering.change_tables import ChangeTables
 from branchlake_dagster.branching.fencing.discard import discard, discarded_name, take_over
 from branchlake_dagster.branching.reaping.main_history import MainHistory
 from branchlake_dagster.branching.reaping.origin import INSTANCE
 from branchlake_dagster.branching.reaping.rules import Owner, RunState
 from branchlake_dagster.branching.sweeping.sweeper import Sweeper, Sweeping
 from branchlake_dagster.branching.table.files import TableFiles, plain, within
+from branchlake_dagster.changes.capture import capture, position_of
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieUnavailable
@@ -530,6 +536,33 @@ def test_what_a_run_gave_another_name_is_not_its_own(lake: Lake, does: Callable[
     past = lake.lake.catalog(f"@{head}")
     with pytest.raises(FileNotFoundError):
         assert [past.load_table(key).scan().to_arrow().num_rows for key in mine]
+
+
+def test_a_change_table_that_was_left_behind_takes_no_file_of_its_input_along(lake: Lake) -> None:
+    table = lake.table()
+    start = position_of(table)
+    table.overwrite(pa.table({"n": [5]}))
+    for name in lake.files():  # a restored backup: all files are young, and one is in no state of today
+        os.utime(lake.root / name, times=(2e9, 2e9))
+    before = lake.files()
+    branch = lake.branch("consumer")
+    lake.table(branch).append(pa.table({"n": [10]}))
+    run: Any = SimpleNamespace(lakehouse=lake.lake, own_catalog=lambda: lake.lake.catalog(branch))
+    name = lake.namespace, "t"
+    change = capture(lake.table(branch), start, name=".".join(name))
+    one = Input(AssetKey(list(name)), ".".join(name), "rows", lake.table(branch), change.upto)
+    pair = ChangeTables(run).make(one, name, (lake.namespace, "copy"), change)
+    assert pair.added is not None
+    assert pair.removed is not None
+    made = [
+        Path(lake.table(branch, found[-1]).location().removeprefix("file://"))
+        for found in (pair.added, pair.removed)
+    ]
+    lake.discard(branch)
+    (done,) = lake.sweep()
+    assert done.done
+    assert lake.files() == before
+    assert not [path for folder in made for path in folder.rglob("*") if path.is_file()]
 
 
 def everything(lake: Lake, ref: str, name: str) -> list[Any]:

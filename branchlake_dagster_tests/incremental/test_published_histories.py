@@ -1,0 +1,255 @@
+"""Random histories on the real Nessie: writers, rebased runs, consumers that meet, and the same equality.
+
+`BRANCHLAKE_TEST_REAL_HISTORIES` sets how many are played (88), `BRANCHLAKE_TEST_REAL_SEED` with which seed they
+begin. Spark's are in test_real_histories.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import date
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pytest
+from dagster import AssetKey, AssetSpec
+from pyiceberg.exceptions import NoSuchTableError
+from pyiceberg.expressions import EqualTo
+from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.table import Table
+from pyiceberg.transforms import DayTransform, IdentityTransform
+from pyiceberg.types import DateType, LongType, NestedField, StringType
+
+from branchlake_dagster import incremental, table_metadata
+from branchlake_dagster.branching.consuming.consumer import Consumer
+from branchlake_dagster.branching.consuming.consumption import Consumption
+from branchlake_dagster.branching.consuming.declaration import declared
+from branchlake_dagster.branching.consuming.steps import consumer_of
+from branchlake_dagster.branching.delivering import arrow_inputs, inputs, outputs, replace_keys
+from branchlake_dagster.branching.frames import arrow_frames
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.publication.ledger.candidate import Published, Refused
+from branchlake_dagster_tests.changes.tables import compact, counted
+from branchlake_dagster_tests.publication.workbench import Run, Workbench
+
+HISTORIES = int(os.environ.get("BRANCHLAKE_TEST_REAL_HISTORIES", "88"))
+FIRST_SEED = int(os.environ.get("BRANCHLAKE_TEST_REAL_SEED", "0"))
+MOVES = 3
+
+ORDERS = Schema(
+    NestedField(1, "day", DateType()),
+    NestedField(2, "key", StringType()),
+    NestedField(3, "value", LongType()),
+)
+FRAME = pa.schema([("day", pa.date32()), ("key", pa.string()), ("value", pa.int64())])
+LAYOUTS = (
+    PartitionSpec(),
+    PartitionSpec(PartitionField(1, 1000, DayTransform(), "day_day")),
+    PartitionSpec(PartitionField(2, 1000, IdentityTransform(), "key")),
+)
+HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rows": ({"write_mode": "append"}, {"when_removed": "deliver"}),
+    "keys": ({"write_mode": "upsert", "keys": ["key"]}, {"keys": ["key"]}),
+    "range": ({}, {"on": "day"}),
+}
+
+
+def computed(pattern: str, rows: pa.Table) -> pa.Table:
+    """What the consumer makes of the rows that it is given."""
+    frame = pl.DataFrame(pl.from_arrow(rows))
+    if pattern == "rows":
+        return frame.select("day", "key", "value", "_change_type").to_arrow()
+    column = "key" if pattern == "keys" else "day"
+    return frame.group_by(column).agg(pl.col("value").sum(), pl.len().cast(pl.Int64).alias("rows")).to_arrow()
+
+
+def shown(pattern: str, held: pa.Table) -> Counter[tuple[Any, ...]]:
+    """A consumer's table, to be compared with a computation over everything."""
+    if pattern != "rows":
+        return counted(held)
+    found = Counter[tuple[Any, ...]]()
+    for *row, kind in (tuple(one.values()) for one in held.to_pylist()):
+        found[tuple(row)] += 1 if kind == "INSERT" else -1
+    return Counter({row: count for row, count in found.items() if count})
+
+
+@dataclass
+class History:
+    """One input and one consumer in a namespace of their own."""
+
+    bench: Workbench
+    random: Random
+    told: list[str] = field(default_factory=list)
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.pattern = self.random.choice(list(HOW))
+        self.layout = self.random.choice(LAYOUTS)
+        table, how = HOW[self.pattern]
+        key, orders = AssetKey([self.bench.namespace, "result"]), AssetKey([self.bench.namespace, "orders"])
+        told = table_metadata(**table) | incremental({orders: self.pattern}, when_lost="rebuild", **how)
+        declaration = declared(told, asset="result")
+        assert declaration is not None
+        self.consumer: Consumer = consumer_of(AssetSpec(key, metadata=told), declaration, None, "default")
+
+    def tell(self, what: str) -> None:
+        self.told.append(what)
+        self.seen[what.partition(":")[0]] += 1
+
+    def play(self) -> None:
+        first = self.bench.run()
+        first.create("orders", self.layout, ORDERS).append(self.rows())
+        self.bench.published(first)
+        self.consume()
+        for _ in range(MOVES):
+            self.random.choice(
+                (self.write, self.write, self.rebase, self.together, self.consume, self.meet)
+            )()
+        self.consume()
+
+    def rows(self) -> pa.Table:
+        random = self.random
+        found = [
+            {
+                "day": date(2026, 8, random.randrange(1, 5)),
+                "key": random.choice("abcd"),
+                "value": random.randrange(9),
+            }
+            for _ in range(1 + random.randrange(4))
+        ]
+        self.tell(f"rows: {[tuple(row.values()) for row in found]}")
+        return pa.Table.from_pylist(found, schema=FRAME)
+
+    # -- moves -----------------------------------------------------------------------------------------
+
+    def write(self) -> None:
+        """Somebody changes the input on `main`."""
+        self.change(self.bench.main("orders"), main=True)
+
+    def change(self, table: Table, *, main: bool) -> None:
+        how = self.random.choice(("append", "append", "overwrite", "delete", "compact", *(["undo"] * main)))
+        self.tell(how)
+        key, day = self.random.choice("abcd"), date(2026, 8, self.random.randrange(1, 5))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if how == "append":
+                table.append(self.rows())
+            elif how == "overwrite":
+                table.overwrite(self.rows(), overwrite_filter=EqualTo("day", day.isoformat()))
+            elif how == "delete":
+                table.delete(EqualTo("key", key))
+            elif how == "compact" and table.scan().to_arrow().num_rows:
+                compact(table)
+            elif how == "undo" and len(table.metadata.snapshots) > 1:
+                to = self.random.choice(table.metadata.snapshots)
+                with_parents = {one.snapshot_id for one in table.metadata.snapshots}
+                if to.snapshot_id in with_parents and to.snapshot_id != table.metadata.current_snapshot_id:
+                    table.manage_snapshots().set_current_snapshot(snapshot_id=to.snapshot_id).commit()
+
+    def rebase(self) -> None:
+        """A run writes the input while `main` moves on, so that its snapshots are replayed, or refused."""
+        run = self.bench.run()
+        run.table("orders").append(self.rows())
+        self.write()
+        self.publish(run)
+
+    def together(self) -> None:
+        """A run writes the input and consumes it, while `main` moves on."""
+        run = self.bench.run()
+        run.table("orders").append(self.rows())
+        if self.random.random() < 0.5:
+            self.change(run.table("orders"), main=False)
+        self.step(run)
+        self.write()
+        self.publish(run)
+
+    def consume(self) -> None:
+        """A run that consumes, and nobody beside it: then all is as though computed anew."""
+        run = self.bench.run()
+        self.step(run)
+        if self.random.random() < 0.2:  # an attempt of a run that came to nothing
+            self.tell("discarded")
+            run = self.bench.run()
+            self.step(run)
+        assert self.publish(run)
+        rows = self.bench.main("orders").scan().to_arrow()
+        held = self.bench.main("result").scan().to_arrow()
+        full = counted(rows) if self.pattern == "rows" else counted(computed(self.pattern, rows))
+        assert shown(self.pattern, held) == full, "not what a full computation gives"
+
+    def meet(self) -> None:
+        """Two runs of the consumer at once: one of them is published."""
+        before = self.bench.main("orders").metadata.current_snapshot_id
+        one, two = self.bench.run(), self.bench.run()
+        self.step(one)
+        self.step(two)
+        both = [self.publish(two), self.publish(one)]
+        assert both == [True, False], before
+
+    def step(self, run: Run) -> None:
+        """What the IO manager does for a step of the consumer."""
+        place = SimpleNamespace(base_hash=run.base)
+        resource: Any = SimpleNamespace(
+            lakehouse=self.bench.lake,
+            run_branch=SimpleNamespace(run_id=run.run_id, open=lambda: place),
+            open_branch=lambda: run.name,
+            own_catalog=lambda: run.catalog,
+        )
+        consumption = Consumption(resource, self.consumer)
+        (one,) = consumption.inputs.values()
+        result = computed(self.pattern, arrow_inputs.load(consumption, one))
+        spec = outputs.effective(consumption, self.consumer.spec)
+        self.tell(f"{self.pattern} of {'everything' if consumption.whole else 'a change'}")
+        try:
+            table = run.table("result")
+        except NoSuchTableError:
+            table = run.catalog.create_table(spec.identifier, result.schema)
+        result = result.cast(table.schema().as_arrow())
+        properties = run.properties(spec.write_mode, ",".join(spec.keys))
+        if outputs.by_keys(consumption):
+            keys = inputs.changed_keys(consumption)
+            if keys.num_rows:
+                replace_keys.by_arrow(result, table, spec, keys, properties)
+        else:
+            by_range = outputs.by_range(consumption)
+            where = outputs.replaced_range(consumption, table.schema()) if by_range else None
+            arrow_frames.write(result, table, spec, where, properties)
+        outputs.record(consumption, table)
+
+    def publish(self, run: Run) -> bool:
+        (found,) = self.bench.publish(run)
+        assert isinstance(found, Published | Refused), found
+        self.tell("published" if isinstance(found, Published) else f"refused: {found.reason()}")
+        return isinstance(found, Published)
+
+
+@pytest.fixture
+def bench(lakehouse: Lakehouse, namespace: str) -> Iterator[Workbench]:
+    found = Workbench(lakehouse, namespace)
+    yield found
+    found.clean()
+
+
+def test_published_results_are_what_a_full_computation_gives(bench: Workbench) -> None:
+    seen = Counter[str]()
+    for seed in range(FIRST_SEED, FIRST_SEED + HISTORIES):
+        history = History(Workbench(bench.lake, f"{bench.namespace}x{seed}"), Random(seed))
+        try:
+            history.play()
+        except Exception as error:
+            error.add_note("\n".join([f"seed {seed}", *history.told]))
+            raise
+        seen += history.seen
+    if HISTORIES >= 50:
+        wanted = [f"{pattern} of {what}" for pattern in HOW for what in ("a change", "everything")]
+        wanted += ["compact", "overwrite", "delete", "undo", "discarded", "refused", "published"]
+        assert [name for name in wanted if not seen[name]] == []
+    assert bench.lake.nessie.reference(MAIN)

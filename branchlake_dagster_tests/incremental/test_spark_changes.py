@@ -1,0 +1,189 @@
+"""Changes as Spark frames, small and large, and what their change tables leave behind: nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import date, datetime
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pyarrow as pa
+import pytest
+from pyiceberg.expressions import EqualTo
+from pyiceberg.table import Table
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
+
+from branchlake_dagster import incremental, table_metadata
+from branchlake_dagster.branching.delivering import spark_inputs
+from branchlake_dagster.branching.delivering.change_tables import CHANGE
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.cleanup.reaping import sweep_discarded
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster_tests.changes.tables import counted
+from branchlake_dagster_tests.harness import Project, project
+
+pytestmark = pytest.mark.spark
+
+COLUMNS = pa.schema([("day", pa.date32()), ("account", pa.string()), ("price", pa.int64())])
+FREE: dict[str, Any] = {"require_checks": False}
+
+
+def frame(*rows: tuple[int, str, int]) -> pa.Table:
+    told = [{"day": date(2026, 8, day), "account": account, "price": price} for day, account, price in rows]
+    return pa.Table.from_pylist(told, schema=COLUMNS)
+
+
+class Shop:
+    """An input that anybody writes, and consumers of each pattern that get Spark frames."""
+
+    def __init__(self, lake: Lakehouse, namespace: str) -> None:
+        self.lake, self.namespace = lake, namespace
+        self.breaks = False
+        catalog = lake.catalog()
+        catalog.create_namespace(namespace)
+        catalog.create_table((namespace, "orders"), COLUMNS)
+
+        @dg.asset(key=[namespace, "orders"], metadata=table_metadata(write_mode="append", **FREE))
+        def orders() -> pa.Table:
+            return frame()
+
+        ins = {"orders": dg.AssetIn(orders.key)}
+
+        @dg.asset(
+            key=[namespace, "copy"],
+            ins=ins,
+            metadata=table_metadata(write_mode="append", **FREE)
+            | incremental({orders.key: "rows"}, when_removed="deliver"),
+        )
+        def copy(orders: DataFrame) -> DataFrame:
+            if self.breaks:
+                raise RuntimeError("broken")
+            return orders
+
+        @dg.asset(
+            key=[namespace, "spent"],
+            ins=ins,
+            metadata=table_metadata(write_mode="upsert", keys=["account"], **FREE)
+            | incremental({orders.key: "keys"}, keys=["account"]),
+        )
+        def spent(orders: DataFrame) -> DataFrame:
+            return orders.groupBy("account").agg(F.sum("price").alias("price"))
+
+        @dg.asset(
+            key=[namespace, "daily"],
+            ins=ins,
+            metadata=table_metadata(**FREE) | incremental({orders.key: "range"}, on="day"),
+        )
+        def daily(orders: DataFrame) -> DataFrame:
+            return orders.groupBy("day").agg(F.sum("price").alias("price"))
+
+        self.assets = [orders, copy, spent, daily]
+        self.consumers = [copy.key, spent.key, daily.key]
+
+    @property
+    def table(self) -> Table:
+        return self.lake.catalog().load_table((self.namespace, "orders"))
+
+    def sql(self, *statements: str) -> None:
+        session = self.lake.spark_session()
+        try:
+            for statement in statements:
+                session.sql(statement.format(t=f"nessie.{self.namespace}.orders")).collect()
+        finally:
+            session.stop()
+
+    def consumed(self, p: Project) -> None:
+        """A run of all consumers, after which each holds what a full computation gives."""
+        run_id = p.run(*self.consumers)
+        assert self.left() == (set(), set()), run_id
+        branch = p.lake.nessie.entries(f"run-{run_id}")
+        assert not [entry.key.name for entry in branch if CHANGE in entry.key.name]
+        assert p.settle(run_id).action is PublicationAction.PUBLISHED
+        full = counted(self.table.scan().to_arrow())
+        log = Counter[tuple[Any, ...]]()
+        for row in p.rows(self.namespace, "copy"):
+            kind = row.pop("_change_type")
+            log[tuple(row.values())] += 1 if kind == "INSERT" else -1
+        assert Counter({row: count for row, count in log.items() if count}) == full
+        for name, column in (("spent", 1), ("daily", 0)):
+            sums = Counter[Any]()
+            for row, count in full.items():
+                sums[row[column]] += row[2] * count
+            held = {tuple(row.values()) for row in p.rows(self.namespace, name)}
+            assert held == set(sums.items()), name
+
+    def left(self) -> tuple[set[Path], set[str]]:
+        """Files of change tables, and data files of the input that are gone."""
+        root = Path(self.lake.settings.warehouse_uri.removeprefix("file://"))
+        changes = {
+            path
+            for folder in (root / "_branchlake" / "changes").glob(f"{self.namespace}.*")
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
+        known = self.table.inspect.all_data_files()["file_path"].to_pylist()
+        return changes, {
+            path for path in known if not Path(path.removeprefix("file:").replace("///", "/")).exists()
+        }
+
+
+@pytest.fixture
+def shop(lakehouse: Lakehouse, namespace: str) -> Shop:
+    return Shop(lakehouse, namespace)
+
+
+def test_rows_that_are_sent_keep_their_types_and_may_be_none(spark_session: SparkSession) -> None:
+    rows = pa.table(
+        {
+            "at": pa.array([datetime(2026, 8, 1, 3)], pa.timestamp("us")),
+            "instant": pa.array([datetime(2026, 8, 1, 3)], pa.timestamp("us", "UTC")),
+            "name": pa.array(["x"], pa.large_string()),
+        }
+    )
+    for some in (rows, rows.slice(0, 0)):
+        found = spark_inputs.from_arrow(spark_session, some)
+        assert found.schema.simpleString() == "struct<at:timestamp_ntz,instant:timestamp,name:string>"
+        assert [row["at"] for row in found.collect()] == some["at"].to_pylist()
+
+
+def test_each_pattern_gets_a_spark_frame_of_the_change(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    with project(shop.lake, *shop.assets) as p:
+        shop.table.append(frame((1, "a", 1), (1, "b", 2), (2, "c", 3), (3, "d", 4)))
+        shop.consumed(p)
+        shop.table.append(frame((1, "a", 10)))
+        shop.table.delete(EqualTo("account", "b"))
+        shop.consumed(p)  # a few rows: sent with the query
+        monkeypatch.setattr(spark_inputs, "FEW_ROWS", 0)
+        shop.table.append(frame((4, "e", 5), (4, "e", 5)))
+        shop.table.overwrite(frame((2, "c", 7)), overwrite_filter=EqualTo("account", "c"))
+        shop.consumed(p)  # whole files
+        shop.sql(
+            "ALTER TABLE {t} SET TBLPROPERTIES ('write.delete.mode'='merge-on-read')",
+            "DELETE FROM {t} WHERE account = 'd' OR price = 5",
+        )
+        shop.consumed(p)  # rows that delete files hit, copied
+        shop.consumed(p)  # nothing is left
+
+
+def test_a_step_that_fails_leaves_no_change_table_and_takes_no_file_along(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake = Lakehouse(shop.lake.settings.model_copy(update={"discard_grace_h": 0}))
+    monkeypatch.setattr(spark_inputs, "FEW_ROWS", 0)
+    with project(lake, *shop.assets) as p:
+        shop.table.append(frame((1, "a", 1), (1, "b", 2)))
+        shop.consumed(p)
+        shop.table.append(frame((2, "c", 3)))
+        shop.table.delete(EqualTo("account", "a"))
+        shop.breaks = True
+        run_id = p.run(shop.consumers[0], ok=False)
+        changes, gone = shop.left()
+        assert changes
+        assert not gone
+        assert p.settle(run_id).action is PublicationAction.DISCARDED
+        list(sweep_discarded(lake, p.instance))
+        assert shop.left() == (set(), set())
+        shop.breaks = False
+        shop.consumed(p)
