@@ -27,7 +27,6 @@ from branchlake_dagster.wording import counted
 MOST_KEYS = 2_000
 """Keys that are replaced without Spark: PyIceberg looks each of them up in a predicate."""
 _GONE = "__branchlake_gone"
-_PLACE = "__branchlake_place"
 _COPIES = "__branchlake_copies"
 _NOT_UNIQUE = "branchlake: upsert key not unique"
 _OTHER_KEY = "branchlake: key has not changed"
@@ -114,15 +113,13 @@ def by_spark(frame: DataFrame, spec: TableSpec, keys: pa.Table, properties: Mapp
             _replaced(frame.sparkSession, spec, keys).withColumn(_GONE, F.lit(True)), allowMissingColumns=True
         )
     )
-    window = Window.partitionBy(*map(quoted, spec.keys))
-    copies = F.sum(F.when(F.col(_GONE), 0).otherwise(1)).over(window)
+    copies = F.sum(F.when(F.col(_GONE), 0).otherwise(1)).over(Window.partitionBy(*map(quoted, spec.keys)))
     present = " AND ".join(f"{quoted(key)} IS NOT NULL" for key in spec.keys)
     valid = f"assert_true({_GONE} OR ({_COPIES} = 1 AND {present}), '{_NOT_UNIQUE}') IS NULL"
     source = (
         both.withColumn(_COPIES, copies)
-        .withColumn(_PLACE, F.row_number().over(window.orderBy(_GONE)))
         .filter(F.expr(valid))
-        .filter(F.col(_PLACE) == 1)
+        .filter(~F.col(_GONE) | (F.col(_COPIES) == 0))
         .alias("incoming")
     )
     columns = {quoted(name): F.col(f"incoming.{quoted(name)}") for name in frame.columns}
@@ -161,14 +158,14 @@ def _among(frame: DataFrame, keys: pa.Table) -> DataFrame:
 
 
 def _replaced(session: SparkSession, spec: TableSpec, keys: pa.Table) -> DataFrame:
-    """The upsert keys of the rows that are replaced: of rows there are, or that there may be."""
+    """The upsert keys of the rows that are replaced, of rows there are or that there may be, each once."""
     changed = session.createDataFrame(keys)
     if set(spec.keys) == set(keys.column_names):
         return changed
     target = session.table(spec.spark_name)
     rows = target.filter(spark_keys.may_have(keys, lambda name: target[quoted(name)]))
     same = spark_keys.same(keys, lambda name: rows[quoted(name)], lambda name: changed[quoted(name)])
-    return rows.join(changed, same, "left_semi").select(*map(quoted, spec.keys))
+    return rows.join(changed, same, "left_semi").select(*map(quoted, spec.keys)).distinct()
 
 
 def _on(spec: TableSpec, keys: pa.Table) -> Column:
