@@ -15,9 +15,9 @@ from branchlake_dagster_tests.suite.instances import new_instance
 def test_both_ways_give_the_same_rows(lakehouse: Lakehouse, namespace: str) -> None:
     simulation = Simulation(lakehouse, namespace, Size("tiny", 300, late=0.1))
     with new_instance() as instance:
-        runs = simulation.begin(instance, days=2)
+        runs = simulation.begin(instance, days=2, ways=["changes"])
         runs += simulation.day(instance, 2)
-    assert [(one.way, one.stage) for one in runs[4:]] == [
+    assert [(one.way, one.stage) for one in runs[2:]] == [
         (way, stage) for way in ("changes", "lookback") for stage in STAGES
     ]
 
@@ -29,7 +29,6 @@ def test_both_ways_give_the_same_rows(lakehouse: Lakehouse, namespace: str) -> N
     for stage in STAGES:
         assert rows(f"changes_{stage}") == rows(f"lookback_{stage}")
     assert len(rows("changes_daily")) == 900
-    assert simulation.differences() == dict.fromkeys(STAGES, 0)
     # Late events were among them: the days before have more rows than had come on them.
     late = lakehouse.catalog(MAIN).load_table((namespace, "playback"))
     assert len(late.scan(row_filter="day < '2026-01-03'").to_arrow()) > 600

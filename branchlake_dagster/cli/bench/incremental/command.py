@@ -22,11 +22,10 @@ from branchlake_dagster.changes.own_files import OwnFilesCache
 from branchlake_dagster.cli.bench.incremental import capture_speed
 from branchlake_dagster.cli.bench.incremental.executor_metrics import ExecutorMetrics, configuration
 from branchlake_dagster.cli.bench.incremental.playback import SIZES, WINDOW, Size
-from branchlake_dagster.cli.bench.incremental.simulation import STAGES, Simulation, StageRun
+from branchlake_dagster.cli.bench.incremental.simulation import STAGES, WAYS, Simulation, StageRun
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.settings import Settings
 
-WAYS = ("lookback", "changes")
 _CONF = "SPARK_CONF_DIR"
 
 
@@ -38,9 +37,10 @@ def measure(
     Of each size `rounds` days are counted, after the 14 that are there before and one to warm up. A figure is
     the mean over these days; seconds of executors are the sum of their tasks' run times, from Spark's event
     log. Keys without a size's name are of the largest one: `lookback_s` and `incremental_s` (executor seconds
-    of both stages), `ratio`, `cpu_ratio`, `wall_ratio`, `bytes_ratio` (changes over look-back), `equal` (row
-    by row, both stages, all sizes), `capture_ms` and `changelog_view_ms` (the last day's events out of all,
-    by manifests, and by Iceberg's own changelog view in Spark), and those of `capture_speed`.
+    of both stages), `ratio`, `cpu_ratio`, `wall_ratio`, `bytes_ratio` (changes over look-back; bytes are the
+    sizes of the files that scans planned), `equal` (row by row, both stages, all sizes), `capture_ms` and
+    `changelog_view_ms` (the last day's events out of all, by manifests, and by Iceberg's own changelog view
+    in Spark), and those of `capture_speed`.
     """
     with tempfile.TemporaryDirectory(prefix="branchlake-bench-") as folder:
         bench = settings.model_copy(update={"state_dir": Path(folder) / "state"})
@@ -111,7 +111,7 @@ def _used(runs: Sequence[StageRun], rounds: int, way: str, stage: str | None = N
         "executor_s": round(sum(one.used.run_s for one in some) / rounds, 2),
         "executor_cpu_s": round(sum(one.used.cpu_s for one in some) / rounds, 2),
         "wall_s": round(sum(one.wall_s for one in some) / rounds, 2),
-        "megabytes_read": round(sum(one.used.bytes_read for one in some) / rounds / 1e6, 2),
+        "megabytes_scanned": round(sum(one.used.bytes_scanned for one in some) / rounds / 1e6, 2),
     }
 
 
@@ -124,7 +124,7 @@ def _compared(runs: Sequence[StageRun], rounds: int) -> dict[str, float]:
         "ratio": ratio["executor_s"],
         "cpu_ratio": ratio["executor_cpu_s"],
         "wall_ratio": ratio["wall_s"],
-        "bytes_ratio": ratio["megabytes_read"],
+        "bytes_ratio": ratio["megabytes_scanned"],
     }
 
 
@@ -163,9 +163,9 @@ def show(found: dict[str, Any]) -> None:
     """Stages of each size side by side, and capture."""
     for name, size in found["sizes"].items():
         title = f"{name}: {size['events_a_day']:,} events a day, {size['ratio']:.0%} of the executor time"
-        table = Table("stage", "way", "executor s", "its CPU s", "wall s", "MB read", title=title)
+        table = Table("stage", "way", "executor s", "its CPU s", "wall s", "MB scanned", title=title)
         for one in sorted(size["stages"], key=lambda one: (one["stage"], one["way"]), reverse=False):
-            figures = ("executor_s", "executor_cpu_s", "wall_s", "megabytes_read")
+            figures = ("executor_s", "executor_cpu_s", "wall_s", "megabytes_scanned")
             table.add_row(one["stage"], one["way"], *(f"{one[figure]:.2f}" for figure in figures))
         Console().print(table)
     table = Table("capture", "ms", title="Ten files of a table")

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown
 from branchlake_dagster.lakehouse.embedded import spark_log
 
 _QUIET_S = 0.3
 _PATIENCE_S = 60.0
+_SIZES = (".TotalDataFileSize", ".TotalDeleteFileSize")
+"""Iceberg's classes of a scan's metrics; those of a write have other names."""
 
 
 class MetricsMissing(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like the other outcomes
@@ -23,14 +27,19 @@ class MetricsMissing(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named lik
 
 @dataclass(frozen=True)
 class Used:
-    """What tasks used: seconds that they ran, seconds of processor, bytes that they read from files."""
+    """What tasks used: seconds that they ran, of these on a processor, and the size of their files.
+
+    Spark's own count of bytes read leaves out what Iceberg reads of local files.
+    """
 
     run_s: float = 0.0
     cpu_s: float = 0.0
-    bytes_read: int = 0
+    bytes_scanned: int = 0
 
     def __add__(self, other: Used) -> Used:
-        return Used(self.run_s + other.run_s, self.cpu_s + other.cpu_s, self.bytes_read + other.bytes_read)
+        return Used(
+            self.run_s + other.run_s, self.cpu_s + other.cpu_s, self.bytes_scanned + other.bytes_scanned
+        )
 
 
 def configuration(folder: Path) -> Path:
@@ -51,6 +60,7 @@ class ExecutorMetrics:
         self._events = folder / "events"
         self._offset = 0
         self._running: set[int] = set()
+        self._sizes: set[int] = set()
 
     def since_last(self) -> Used:
         """What has been used. Waits until the log has the end of every job; raises MetricsMissing."""
@@ -73,16 +83,29 @@ class ExecutorMetrics:
         self._offset += len(whole) + len(newline)
         return whole.splitlines()
 
-    def _told(self, event: dict[str, object]) -> Used:
-        kind = event["Event"]
+    def _told(self, event: dict[str, Any]) -> Used:
+        kind: str = event["Event"]
         if kind == "SparkListenerJobStart":
-            self._running.add(int(str(event["Job ID"])))
+            self._running.add(event["Job ID"])
         elif kind == "SparkListenerJobEnd":
-            self._running.discard(int(str(event["Job ID"])))
-        elif kind == "SparkListenerTaskEnd" and isinstance(told := event.get("Task Metrics"), dict):
+            self._running.discard(event["Job ID"])
+        elif kind == "SparkListenerTaskEnd" and (told := event.get("Task Metrics")):
             return Used(
                 told["Executor Run Time"] / 1e3,
                 told["Executor CPU Time"] / 1e9,
-                told["Input Metrics"]["Bytes Read"],
             )
+        elif kind.endswith("SparkListenerDriverAccumUpdates"):
+            sizes = (value for name, value in event["accumUpdates"] if name in self._sizes)
+            return Used(bytes_scanned=sum(sizes))
+        if plan := event.get("sparkPlanInfo"):
+            self._sizes.update(_sizes(plan))
         return Used()
+
+
+def _sizes(plan: dict[str, Any]) -> Iterator[int]:
+    """The accumulators in which Iceberg's scans tell the size of the files that they have planned."""
+    for metric in plan["metrics"]:
+        if metric["metricType"].endswith(_SIZES):
+            yield metric["accumulatorId"]
+    for child in plan["children"]:
+        yield from _sizes(child)

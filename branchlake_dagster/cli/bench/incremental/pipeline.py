@@ -11,7 +11,7 @@ import dagster as dg
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
 
-from branchlake_dagster.branching.consuming.declaration import incremental
+from branchlake_dagster.branching.consuming.declaration import consumes
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.cli.bench.incremental.playback import FIRST_DAY
 
@@ -122,7 +122,7 @@ def _by_changes(namespace: str, playback: dg.AssetKey) -> Stages:
 
     @dg.asset(
         key=key,
-        metadata=table_metadata(write_mode="append", **_FREE) | incremental({playback: "rows"}),
+        metadata=table_metadata(write_mode="append", **_FREE) | consumes({playback: "rows"}),
         ins={"events": dg.AssetIn(playback)},
     )
     def changes_daily(events: DataFrame) -> DataFrame:
@@ -131,7 +131,7 @@ def _by_changes(namespace: str, playback: dg.AssetKey) -> Stages:
     @dg.asset(
         key=[namespace, "changes_daily_agg"],
         metadata=table_metadata(write_mode="upsert", keys=["day", "account"], **_FREE)
-        | incremental({key: "keys"}, keys=["day", "account"]),
+        | consumes({key: "keys"}, keys=["day", "account"]),
         ins={"daily": dg.AssetIn(key)},
     )
     def changes_daily_agg(daily: DataFrame) -> DataFrame:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import dagster as dg
@@ -21,6 +21,7 @@ from branchlake_dagster.publication.runtime.definitions import branchlake_defini
 
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 _RANGE = "dagster/asset_partition_range"
+WAYS = ("lookback", "changes")
 STAGES = ("daily", "daily_agg")
 
 
@@ -61,15 +62,17 @@ class Simulation:
         self._job = self._definitions.resolve_implicit_global_asset_job_def()
         self._graph = self._definitions.get_repository_def().asset_graph
 
-    def begin(self, instance: dg.DagsterInstance, *, days: int = WINDOW) -> list[StageRun]:
-        """The first days' events, and both pipelines on all of them: what there is before it is measured."""
+    def begin(
+        self, instance: dg.DagsterInstance, *, days: int = WINDOW, ways: Collection[str] = WAYS
+    ) -> list[StageRun]:
+        """The first days' events, and pipelines on all of them: what there is before it is measured."""
         with self._session() as session:
             session.sql(f"CREATE NAMESPACE IF NOT EXISTS nessie.{self._namespace}")
             create(session, self._table("playback"))
             create_targets(session, self._namespace)
             for number in range(days):
                 arrive(session, self._table("playback"), self._size, number)
-        return self._runs(instance, days - 1)
+        return self._runs(instance, days - 1, ways)
 
     def day(self, instance: dg.DagsterInstance, number: int) -> list[StageRun]:
         """One more day; who goes first changes from day to day."""
@@ -87,21 +90,16 @@ class Simulation:
                 found[stage] = one.exceptAll(other).count() + other.exceptAll(one).count()
             return found
 
-    def rows(self, name: str) -> int:
-        """Of a table on `main`."""
-        table = self._lake.catalog(MAIN).load_table((self._namespace, name))
-        snapshot = table.current_snapshot()
-        told = snapshot.summary.additional_properties if snapshot and snapshot.summary else {}
-        return int(told["total-records"])
-
-    def _runs(self, instance: dg.DagsterInstance, number: int) -> list[StageRun]:
+    def _runs(
+        self, instance: dg.DagsterInstance, number: int, ways: Collection[str] = WAYS
+    ) -> list[StageRun]:
         self._used()
-        ways = {"lookback": self.pipeline.lookback, "changes": self.pipeline.changes}
+        assets = {"lookback": self.pipeline.lookback, "changes": self.pipeline.changes}
         first = day_number(max(0, number - WINDOW + 1)).isoformat()
         tags = {f"{_RANGE}_start": first, f"{_RANGE}_end": day_number(number).isoformat()}
         found = []
         for way in sorted(ways, reverse=bool(number % 2)):
-            for stage, asset in zip(STAGES, ways[way], strict=True):
+            for stage, asset in zip(STAGES, assets[way], strict=True):
                 began = time.perf_counter()
                 self._publish(instance, asset.key, tags if way == "lookback" else {})
                 took = time.perf_counter() - began
