@@ -286,3 +286,24 @@ def publication(as_json: bool, rounds: int, branches: int, waiting: int, commits
     sizes = {"rounds": rounds, "branches": branches, "waiting": waiting, "commits": commits}
     found = measure(Settings(), **sizes, say=say)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+
+
+@bench.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--rounds", default=3, show_default=True, help="Days that are counted; the mean counts.")
+@click.option(
+    "--sizes",
+    default="small,medium,large",
+    show_default=True,
+    help="Of small, medium, large; comma-separated.",
+)
+def incremental(as_json: bool, rounds: int, sizes: str) -> None:
+    """A two-stage pipeline by changes beside a look-back of 14 days, and change capture."""
+    from branchlake_dagster.cli.bench.incremental.command import measure, show
+    from branchlake_dagster.cli.bench.incremental.playback import SIZES
+
+    names = sizes.split(",")
+    if unknown := [name for name in names if name not in SIZES]:
+        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(SIZES)}.", param_hint="--sizes")
+    found = measure(Settings(), rounds=rounds, sizes=names, say=say)
+    click.echo(json.dumps(found, indent=2)) if as_json else show(found)

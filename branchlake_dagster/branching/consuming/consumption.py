@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from dagster import AssetKey, DagsterInstance
 from pyiceberg.exceptions import NoSuchTableError
@@ -29,6 +29,8 @@ from branchlake_dagster.changes.ranges import Ranges, changed, union
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.lakehouse import MAIN
+
+Known = TypeVar("Known")
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Consumption:
         self._rebuild = rebuild
         self.instance = instance
         self._changes: dict[tuple[str, Position | None], ChangeSet] = {}
+        self._known: dict[str, Any] = {}
         self.when_written: list[Callable[[], None]] = []
         """What is to be cleaned up once the result is stored."""
 
@@ -235,8 +238,16 @@ class Consumption:
         each = self.consumer.spec.write_mode == "append"
         return records.advance(self.positions, told, self.partitions, self._pending(), each=each)
 
+    def once(self, name: str, make: Callable[[], Known]) -> Known:
+        """What `make` gives, which is asked for once: inputs and output of a step need the same."""
+        if name not in self._known:
+            self._known[name] = make()
+        found: Known = self._known[name]
+        return found
+
     def written(self) -> None:
         """The result is stored: what was made to compute it is cleaned up."""
+        self._known.clear()
         while self.when_written:
             self.when_written.pop()()
 

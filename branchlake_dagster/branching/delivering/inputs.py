@@ -87,7 +87,11 @@ def rows_removed(one: Input, count: str) -> RowsRemoved:
 
 
 def changed_keys(consumption: Consumption) -> pa.Table:
-    """The keys of all rows that came or went in any input, each once."""
+    """The keys of all rows that came or went in any input, each once. Read once for a step."""
+    return consumption.once("keys", lambda: _changed_keys(consumption))
+
+
+def _changed_keys(consumption: Consumption) -> pa.Table:
     keys = list(consumption.consumer.declaration.keys)
     found: list[pa.Table] = []
     for one in consumption.inputs.values():

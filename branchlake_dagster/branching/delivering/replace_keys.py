@@ -13,9 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression, EqualTo, In, IsNull, Or
 from pyiceberg.table import Table
-from pyspark.sql import DataFrame, SparkSession, Window
+from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
 
+from branchlake_dagster.branching.delivering import spark_keys
 from branchlake_dagster.branching.errors import PartitionMismatch, UpsertKeyInvalid
 from branchlake_dagster.branching.frames.spark_frames import check_keys, session_properties
 from branchlake_dagster.branching.table.spec import TableSpec
@@ -26,9 +27,9 @@ from branchlake_dagster.wording import counted
 MOST_KEYS = 2_000
 """Keys that are replaced without Spark: PyIceberg looks each of them up in a predicate."""
 _GONE = "__branchlake_gone"
-_PLACE = "__branchlake_place"
 _COPIES = "__branchlake_copies"
 _NOT_UNIQUE = "branchlake: upsert key not unique"
+_OTHER_KEY = "branchlake: key has not changed"
 
 
 def by_arrow(
@@ -61,12 +62,15 @@ def _require_among(frame: pa.Table, keys: pa.Table, spec: TableSpec) -> None:
     names = keys.column_names
     rows, allowed = (pl.DataFrame(pl.from_arrow(side.select(names))) for side in (frame, keys))
     if outside := rows.join(allowed.cast(rows.schema), on=names, how="anti", nulls_equal=True).height:
-        raise PartitionMismatch(
-            f"{counted(outside, 'row')} of the frame {'has' if outside == 1 else 'have'} a key that has not"
-            " changed.",
-            table=spec.name,
-            hint=f"Compute the rows of the input's keys ({', '.join(names)}) and no others.",
-        )
+        raise _other_keys(counted(outside, "row"), keys, spec, one=outside == 1)
+
+
+def _other_keys(rows: str, keys: pa.Table, spec: TableSpec, *, one: bool = False) -> PartitionMismatch:
+    return PartitionMismatch(
+        f"{rows} of the frame {'has' if one else 'have'} a key that has not changed.",
+        table=spec.name,
+        hint=f"Compute the rows of the input's keys ({', '.join(keys.column_names)}) and no others.",
+    )
 
 
 def any_of(keys: pa.Table) -> BooleanExpression:
@@ -96,34 +100,34 @@ def _union(parts: Sequence[BooleanExpression]) -> BooleanExpression:
     return Or(_union(parts[:middle]), _union(parts[middle:]))
 
 
-def by_spark(frame: DataFrame, spec: TableSpec, keys: DataFrame, properties: Mapping[str, str]) -> None:
-    """Replace the rows of `keys` in one MERGE. Raises UpsertKeyInvalid."""
+def by_spark(frame: DataFrame, spec: TableSpec, keys: pa.Table, properties: Mapping[str, str]) -> None:
+    """Replace the rows of `keys` in one MERGE.
+
+    Raises UpsertKeyInvalid, and PartitionMismatch for rows of other keys.
+    """
     check_keys(spec, frame.columns)
-    session: SparkSession = frame.sparkSession
-    target = session.table(spec.spark_name)
-    same = [target[quoted(name)].eqNullSafe(keys[quoted(name)]) for name in keys.columns]
-    old = target.join(keys, same, "left_semi").select(*map(quoted, spec.keys))
-    both = frame.withColumn(_GONE, F.lit(False)).unionByName(
-        old.withColumn(_GONE, F.lit(True)), allowMissingColumns=True
+    both = (
+        _among(frame, keys)
+        .withColumn(_GONE, F.lit(False))
+        .unionByName(
+            _replaced(frame.sparkSession, spec, keys).withColumn(_GONE, F.lit(True)), allowMissingColumns=True
+        )
     )
-    window = Window.partitionBy(*map(quoted, spec.keys))
-    copies = F.sum(F.when(F.col(_GONE), 0).otherwise(1)).over(window)
+    copies = F.sum(F.when(F.col(_GONE), 0).otherwise(1)).over(Window.partitionBy(*map(quoted, spec.keys)))
     present = " AND ".join(f"{quoted(key)} IS NOT NULL" for key in spec.keys)
     valid = f"assert_true({_GONE} OR ({_COPIES} = 1 AND {present}), '{_NOT_UNIQUE}') IS NULL"
     source = (
         both.withColumn(_COPIES, copies)
-        .withColumn(_PLACE, F.row_number().over(window.orderBy(_GONE)))
         .filter(F.expr(valid))
-        .filter(F.col(_PLACE) == 1)
+        .filter(~F.col(_GONE) | (F.col(_COPIES) == 0))
         .alias("incoming")
     )
-    on = " AND ".join(f"{spec.spark_name}.{quoted(key)} <=> incoming.{quoted(key)}" for key in spec.keys)
     columns = {quoted(name): F.col(f"incoming.{quoted(name)}") for name in frame.columns}
     gone = F.expr(f"incoming.{_GONE}")
-    with session_properties(session, properties):
+    with session_properties(frame.sparkSession, properties):
         try:
             (
-                source.mergeInto(spec.spark_name, F.expr(on))
+                source.mergeInto(spec.spark_name, _on(spec, keys))
                 .whenMatched(gone)
                 .delete()
                 .whenMatched()
@@ -139,4 +143,42 @@ def by_spark(frame: DataFrame, spec: TableSpec, keys: DataFrame, properties: Map
                     table=spec.name,
                     hint="Keep one row per key before returning the frame.",
                 ) from error
+            if _OTHER_KEY in str(error):
+                raise _other_keys("Rows", keys, spec) from error
             raise
+
+
+def _among(frame: DataFrame, keys: pa.Table) -> DataFrame:
+    """The frame, whose job fails at a row of another key: that would be looked for in the wrong files."""
+    changed = frame.sparkSession.createDataFrame(keys).withColumn(_GONE, F.lit(True))
+    same = spark_keys.same(keys, lambda name: frame[quoted(name)], lambda name: changed[quoted(name)])
+    known = F.expr(f"assert_true({_GONE}, '{_OTHER_KEY}') IS NULL")
+    columns = [frame[quoted(name)] for name in frame.columns]
+    return frame.join(F.broadcast(changed), same, "left").filter(known).select(*columns)
+
+
+def _replaced(session: SparkSession, spec: TableSpec, keys: pa.Table) -> DataFrame:
+    """The upsert keys of the rows that are replaced, of rows there are or that there may be, each once."""
+    changed = session.createDataFrame(keys)
+    if set(spec.keys) == set(keys.column_names):
+        return changed
+    target = session.table(spec.spark_name)
+    rows = target.filter(spark_keys.may_have(keys, lambda name: target[quoted(name)]))
+    same = spark_keys.same(keys, lambda name: rows[quoted(name)], lambda name: changed[quoted(name)])
+    return rows.join(changed, same, "left_semi").select(*map(quoted, spec.keys)).distinct()
+
+
+def _on(spec: TableSpec, keys: pa.Table) -> Column:
+    """Target and source have the same upsert key, in files that may have rows of the changed ones."""
+
+    def target(name: str) -> Column:
+        return F.col(f"{spec.spark_name}.{quoted(name)}")
+
+    def incoming(name: str) -> Column:
+        return F.col(f"incoming.{quoted(name)}")
+
+    found = spark_keys.may_have(keys, target) & spark_keys.same(keys, target, incoming)
+    for name in spec.keys:
+        if name not in keys.column_names:
+            found = found & target(name).eqNullSafe(incoming(name))
+    return found

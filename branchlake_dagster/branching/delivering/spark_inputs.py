@@ -11,7 +11,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster.branching.consuming.consumer import Identifier, Input
 from branchlake_dagster.branching.consuming.consumption import Consumption
-from branchlake_dagster.branching.delivering import arrow_inputs
+from branchlake_dagster.branching.delivering import arrow_inputs, spark_keys
 from branchlake_dagster.branching.delivering.change_tables import ChangeTables, Pair
 from branchlake_dagster.branching.delivering.inputs import (
     changed_keys,
@@ -40,7 +40,7 @@ def load(consumption: Consumption, one: Input, session: SparkSession, lake: Lake
         return found.withColumn(CHANGE_TYPE, F.lit(INSERT)) if deliver else found
     if one.pattern == "keys":
         found = _where(frame, of_partitions(consumption, one, consumption.partitions), one)
-        return of_keys(found, from_arrow(session, changed_keys(consumption)))
+        return of_keys(found, changed_keys(consumption))
     rows = sum(change.rows_added + change.rows_removed for _, change in consumption.changes(one.key))
     if rows <= FEW_ROWS:
         return from_arrow(session, arrow_inputs.load(consumption, one))
@@ -49,10 +49,12 @@ def load(consumption: Consumption, one: Input, session: SparkSession, lake: Lake
     return _changed_rows(consumption, one, session, tables)
 
 
-def of_keys(frame: DataFrame, keys: DataFrame) -> DataFrame:
+def of_keys(frame: DataFrame, keys: pa.Table) -> DataFrame:
     """The rows whose key is among `keys`, null equal to null."""
-    same = [frame[quoted(name)].eqNullSafe(keys[quoted(name)]) for name in keys.columns]
-    return frame.join(F.broadcast(keys), same, "left_semi")
+    wanted = from_arrow(frame.sparkSession, keys)
+    found = frame.filter(spark_keys.may_have(keys, lambda name: frame[quoted(name)]))
+    same = spark_keys.same(keys, lambda name: found[quoted(name)], lambda name: wanted[quoted(name)])
+    return found.join(F.broadcast(wanted), same, "left_semi")
 
 
 def from_arrow(session: SparkSession, rows: pa.Table) -> DataFrame:

@@ -259,8 +259,7 @@ class NessieBranchIOManager(ConfigurableIOManager):
             frame = obj if is_spark else spark_inputs.from_arrow(self.spark.own_session(), obj)
             with merging(spec.identifier):
                 if changed_keys is not None:
-                    replaced_keys = spark_inputs.from_arrow(frame.sparkSession, changed_keys)
-                    replace_keys.by_spark(frame, spec, replaced_keys, properties)
+                    replace_keys.by_spark(frame, spec, changed_keys, properties)
                 else:
                     spark_frames.write(frame, spec, table.schema(), selection, properties)
         return earlier_attempts.settle(catalog.load_table(spec.identifier), spec, properties)

@@ -1,0 +1,87 @@
+"""Changed keys as Spark frames: which rows come, and whose place the result takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import dagster as dg
+import polars as pl
+import pytest
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
+
+from branchlake_dagster import consumes, table_metadata
+from branchlake_dagster.branching.errors import PartitionMismatch, UpsertKeyInvalid
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster_tests.harness import project
+from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
+
+pytestmark = pytest.mark.spark
+
+
+def asset_of(
+    source: Source, namespace: str, *, keys: Sequence[str], upsert: Sequence[str]
+) -> dg.AssetsDefinition:
+    def spent(orders):  # type: ignore[no-untyped-def]  # annotated below: annotations here are text
+        made = orders.groupBy(*upsert).agg(F.sum("price").alias("spent"))
+        return made.withColumn("account", F.lit("other")) if source.mistaken else made
+
+    spent.__annotations__ = {"orders": DataFrame}
+    return dg.asset(
+        key=[namespace, "spent"],
+        ins={"orders": dg.AssetIn(source.key)},
+        metadata=table_metadata(write_mode="upsert", keys=upsert, **FREE)
+        | consumes({source.key: "keys"}, keys=keys),
+    )(spent)
+
+
+class Orders(Source):
+    """Orders of accounts; `mistaken` makes the asset of them return rows of another one."""
+
+    mistaken = False
+
+    def __init__(self, namespace: str) -> None:
+        super().__init__(namespace)
+        self.columns = {"account": pl.String, "kind": pl.String, "price": pl.Int64}
+
+    def delete(self, lake: Lakehouse, what: str) -> None:
+        lake.catalog().load_table(tuple(self.key.path)).delete(what)
+
+
+def test_rows_of_changed_keys_are_replaced(lakehouse: Lakehouse, namespace: str) -> None:
+    orders = Orders(namespace)
+    spent = asset_of(orders, namespace, keys=["account"], upsert=["account", "kind"])
+    with project(lakehouse, orders.asset, spent) as p:
+        orders.publish(p, ("a", "x", 1), ("a", "y", 2), ("b", "x", 3), ("gone", "x", 4))
+        published(p, spent)
+        orders.publish(p, ("a", "x", 10), ("new", "x", 5))
+        orders.delete(lakehouse, "account = 'gone' or kind = 'y'")
+        published(p, spent)
+        assert values(p, spent) == [("a", "x", 11), ("b", "x", 3), ("new", "x", 5)]
+
+
+def test_a_null_is_a_key_like_any_other_until_a_row_has_it(lakehouse: Lakehouse, namespace: str) -> None:
+    orders = Orders(namespace)
+    spent = asset_of(orders, namespace, keys=["account"], upsert=["account"])
+    with project(lakehouse, orders.asset, spent) as p:
+        orders.publish(p, ("a", "x", 1), (None, "x", 2))
+        published(p, spent)  # everything takes the place of everything, and no key is matched
+        orders.delete(lakehouse, "account is null")
+        orders.publish(p, ("a", "x", 1))
+        published(p, spent)
+        assert values(p, spent) == [("a", 2)]
+        orders.publish(p, (None, "x", 3))
+        p.run(spent.key, ok=False)
+        p.failed_with(UpsertKeyInvalid)
+
+
+def test_a_result_of_other_keys_is_refused(lakehouse: Lakehouse, namespace: str) -> None:
+    orders = Orders(namespace)
+    spent = asset_of(orders, namespace, keys=["account"], upsert=["account"])
+    with project(lakehouse, orders.asset, spent) as p:
+        orders.publish(p, ("a", "x", 1), ("other", "x", 9))
+        published(p, spent)
+        orders.publish(p, ("a", "x", 2))
+        orders.mistaken = True
+        p.run(spent.key, ok=False)
+        p.failed_with(PartitionMismatch, "have a key that has not changed")
