@@ -46,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
         "fusion",
         "definitions",
         "incremental",
+        "changes",
     },
 }
 """The packages and modules directly under the root, and what each may import. Only downwards."""

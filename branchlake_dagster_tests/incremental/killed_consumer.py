@@ -14,7 +14,7 @@ from typing import Any
 import dagster as dg
 import polars as pl
 
-from branchlake_dagster import incremental, table_metadata
+from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.branching.consuming import consumption
 from branchlake_dagster.branching.consuming.consumption import Consumption
 from branchlake_dagster.branching.delivering import outputs
@@ -36,7 +36,7 @@ def orders() -> pl.DataFrame:
 @dg.asset(
     key=[NAMESPACE, "copy"],
     ins={"orders": dg.AssetIn(orders.key)},
-    metadata=table_metadata(**FREE) | incremental({orders.key: "rows"}),
+    metadata=table_metadata(**FREE) | consumes({orders.key: "rows"}),
 )
 def copy(orders: pl.DataFrame) -> pl.DataFrame:
     if dies_in_compute:

@@ -28,7 +28,7 @@ from pyiceberg.table import Table
 from pyiceberg.transforms import DayTransform, IdentityTransform
 from pyiceberg.types import DateType, LongType, NestedField, StringType
 
-from branchlake_dagster import incremental, table_metadata
+from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.branching.consuming.consumer import Consumer
 from branchlake_dagster.branching.consuming.consumption import Consumption
 from branchlake_dagster.branching.consuming.declaration import declared
@@ -95,7 +95,7 @@ class History:
         self.layout = self.random.choice(LAYOUTS)
         table, how = HOW[self.pattern]
         key, orders = AssetKey([self.bench.namespace, "result"]), AssetKey([self.bench.namespace, "orders"])
-        told = table_metadata(**table) | incremental({orders: self.pattern}, when_lost="rebuild", **how)
+        told = table_metadata(**table) | consumes({orders: self.pattern}, when_lost="rebuild", **how)
         declaration = declared(told, asset="result")
         assert declaration is not None
         self.consumer: Consumer = consumer_of(AssetSpec(key, metadata=told), declaration, None, "default")

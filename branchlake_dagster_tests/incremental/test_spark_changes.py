@@ -15,7 +15,7 @@ from pyiceberg.table import Table
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
 
-from branchlake_dagster import incremental, table_metadata
+from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.branching.delivering import spark_inputs
 from branchlake_dagster.branching.delivering.change_tables import CHANGE
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -55,7 +55,7 @@ class Shop:
             key=[namespace, "copy"],
             ins=ins,
             metadata=table_metadata(write_mode="append", **FREE)
-            | incremental({orders.key: "rows"}, when_removed="deliver"),
+            | consumes({orders.key: "rows"}, when_removed="deliver"),
         )
         def copy(orders: DataFrame) -> DataFrame:
             if self.breaks:
@@ -66,7 +66,7 @@ class Shop:
             key=[namespace, "spent"],
             ins=ins,
             metadata=table_metadata(write_mode="upsert", keys=["account"], **FREE)
-            | incremental({orders.key: "keys"}, keys=["account"]),
+            | consumes({orders.key: "keys"}, keys=["account"]),
         )
         def spent(orders: DataFrame) -> DataFrame:
             return orders.groupBy("account").agg(F.sum("price").alias("price"))
@@ -74,7 +74,7 @@ class Shop:
         @dg.asset(
             key=[namespace, "daily"],
             ins=ins,
-            metadata=table_metadata(**FREE) | incremental({orders.key: "range"}, on="day"),
+            metadata=table_metadata(**FREE) | consumes({orders.key: "range"}, on="day"),
         )
         def daily(orders: DataFrame) -> DataFrame:
             return orders.groupBy("day").agg(F.sum("price").alias("price"))
