@@ -17,7 +17,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the library's own abbrevi
 
 from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.branching.delivering import spark_inputs
-from branchlake_dagster.branching.delivering.change_tables import CHANGE
+from branchlake_dagster.changes.summary import CHANGE_TABLE
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.cleanup.reaping import sweep_discarded
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
@@ -99,7 +99,7 @@ class Shop:
         run_id = p.run(*self.consumers)
         assert self.left() == (set(), set()), run_id
         branch = p.lake.nessie.entries(f"run-{run_id}")
-        assert not [entry.key.name for entry in branch if CHANGE in entry.key.name]
+        assert not [entry.key.name for entry in branch if CHANGE_TABLE in entry.key.name]
         assert p.settle(run_id).action is PublicationAction.PUBLISHED
         full = counted(self.table.scan().to_arrow())
         log = Counter[tuple[Any, ...]]()
