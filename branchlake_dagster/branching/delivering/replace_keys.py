@@ -17,8 +17,8 @@ from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
 
 from branchlake_dagster.branching.delivering import spark_keys
-from branchlake_dagster.branching.errors import PartitionMismatch, UpsertKeyInvalid
-from branchlake_dagster.branching.frames.spark_frames import check_keys, session_properties
+from branchlake_dagster.branching.errors import PartitionMismatch
+from branchlake_dagster.branching.frames.spark_frames import check_keys, not_unique, session_properties
 from branchlake_dagster.branching.table.spec import TableSpec
 from branchlake_dagster.lakehouse.spark.quoting import quoted
 from branchlake_dagster.library_internals.pyiceberg import transaction_on
@@ -51,11 +51,7 @@ def _require_unique(frame: pa.Table, spec: TableSpec) -> None:
     nulls = any(frame[key].null_count for key in spec.keys)
     distinct = frame.group_by(list(spec.keys)).aggregate([]).num_rows
     if nulls or distinct < frame.num_rows:
-        raise UpsertKeyInvalid(
-            f"Two rows share a key, or a key is null, in ({', '.join(spec.keys)}).",
-            table=spec.name,
-            hint="Keep one row per key before returning the frame.",
-        )
+        raise not_unique(spec)
 
 
 def _require_among(frame: pa.Table, keys: pa.Table, spec: TableSpec) -> None:
@@ -138,11 +134,7 @@ def by_spark(frame: DataFrame, spec: TableSpec, keys: pa.Table, properties: Mapp
             )
         except Exception as error:
             if _NOT_UNIQUE in str(error):
-                raise UpsertKeyInvalid(
-                    f"Two rows share a key, or a key is null, in ({', '.join(spec.keys)}).",
-                    table=spec.name,
-                    hint="Keep one row per key before returning the frame.",
-                ) from error
+                raise not_unique(spec) from error
             if _OTHER_KEY in str(error):
                 raise _other_keys("Rows", keys, spec) from error
             raise

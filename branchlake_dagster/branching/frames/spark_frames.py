@@ -147,11 +147,7 @@ def _merge(
             )
         except Exception as error:
             if _NOT_UNIQUE in str(error):
-                raise UpsertKeyInvalid(
-                    f"Two rows share a key, or a key is null, in ({', '.join(spec.keys)}).",
-                    table=spec.name,
-                    hint="Keep one row per key before returning the frame.",
-                ) from error
+                raise not_unique(spec) from error
             if _OUTSIDE in str(error):
                 raise _mismatch(spec, schema, selection, "Rows") from error
             raise
@@ -162,6 +158,15 @@ def _mismatch(spec: TableSpec, schema: Schema, selection: Selection | None, rows
         f"{rows} of the frame are outside the run's partitions.",
         table=spec.name,
         hint=must_be(selection, schema) if selection else None,
+    )
+
+
+def not_unique(spec: TableSpec) -> UpsertKeyInvalid:
+    """The error for keys that are null or occur twice."""
+    return UpsertKeyInvalid(
+        f"Two rows share a key, or a key is null, in ({', '.join(spec.keys)}).",
+        table=spec.name,
+        hint="Keep one row per key before returning the frame.",
     )
 
 
