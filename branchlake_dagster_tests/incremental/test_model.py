@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -30,7 +31,12 @@ from branchlake_dagster.changes import capture, history
 from branchlake_dagster.changes.errors import ChangeLost
 from branchlake_dagster.changes.model import ChangeKind, ChangeSet, Position
 from branchlake_dagster.changes.rows import RowReader
+from branchlake_dagster_tests.incremental.consumers import PARTS, Kind, Step
+from branchlake_dagster_tests.incremental.iceberg import Row
+from branchlake_dagster_tests.incremental.lake import Lake, Refused, Run
 from branchlake_dagster_tests.incremental.play import failures, play
+from branchlake_dagster_tests.incremental.world import Partitions, model_files
+from branchlake_dagster_tests.incremental.writing import Writer
 
 pytestmark = pytest.mark.chaos
 
@@ -221,3 +227,34 @@ def test_it_finds_the_bug(name: str) -> None:
         found = failures(range(FIRST_SEED, FIRST_SEED + _WITHIN))
         why = (played.failure or "" for played in found)
         assert any(wanted in text.rsplit("\n", 1)[-1] for text in why), f"{_WITHIN} histories did not notice"
+
+
+# -- a schedule that chance rarely finds ---------------------------------------------------------------
+
+
+def test_an_old_run_meets_one_whose_entry_the_floor_has_taken() -> None:
+    writer = Writer(Random(0))
+    lake = Lake(writer)
+    kind = Kind("copy", "rows", ("one",), "fail", PARTS)
+    instance: Any = Partitions(["p0", "p1"])
+
+    def run(name: str, *partitions: str) -> Run:
+        found = Run(lake, name, len(lake.states) - 1)
+        step = Step.of(kind, found, partitions=partitions, instance=instance)
+        step.write(writer.create(by_part=False))
+        return found
+
+    def rows(*parts: str) -> list[Row]:
+        return [Row(part, None, "a", 1) for part in parts]
+
+    with model_files():
+        lake.put({"one": writer.append(writer.create(by_part=True), rows("p0", "p1"))})
+        run("r1", "p0", "p1").publish()
+        lake.put({"one": writer.append(lake.main["one"], rows("p1"))})
+        run("r2", "p1").publish()
+        lake.put({"one": writer.append(lake.main["one"], rows("p0", "p1"))})
+        old = run("r3", "p0")
+        run("r4", "p0").publish()
+        run("r5", "p1").publish()
+        with pytest.raises(Refused):
+            old.publish()

@@ -32,7 +32,7 @@ _KEYS = "abc"
 _PARTS = ("p0", "p1", "p2")
 
 
-class _Partitions(DynamicPartitionsStore):
+class Partitions(DynamicPartitionsStore):
     """A Dagster instance, as far as dynamic partitions ask for it."""
 
     def __init__(self, parts: list[str]) -> None:
@@ -74,7 +74,7 @@ class World:
         self.seen: Counter[str] = Counter()
         self.waiting: list[Waiting] = []
         self.parts = list(_PARTS[: 1 + random.randrange(3)])
-        self.instance: Any = _Partitions(self.parts)
+        self.instance: Any = Partitions(self.parts)
         self.inputs = ("one", "two") if random.random() < 0.3 else ("one",)
         self.nulls = random.random() < 0.3
         self.kinds = [self._kind(number) for number in range(1 if random.random() < 0.7 else 2)]

@@ -53,12 +53,13 @@ def affected(
 def coverage(
     definition: PartitionsDefinition[str], *, instance: DagsterInstance | None = None
 ) -> dict[str, Any]:
-    """Which partitions there are now, in few words: by dimension the end of the last window, or the keys."""
+    """Which partitions there are now, in few words: by dimension from when to when, or the keys."""
     found: dict[str, Any] = {}
     for name, part in dimensions(definition).items():
         if isinstance(part, TimeWindowPartitionsDefinition):
-            last = part.get_last_partition_window()
-            found[name] = last.end.astimezone(UTC).isoformat() if last else ""
+            first, last = part.get_first_partition_window(), part.get_last_partition_window()
+            ends = (first.start, last.end) if first and last else ()
+            found[name] = "/".join(one.astimezone(UTC).isoformat() for one in ends)
         else:
             found[name] = sorted(part.get_partition_keys(dynamic_partitions_store=instance))
     return found
@@ -77,7 +78,9 @@ def _covered(told: Any, definition: PartitionsDefinition[str], key: str) -> bool
     if isinstance(definition, TimeWindowPartitionsDefinition):
         if not isinstance(told, str) or not told:
             return False
-        return definition.time_window_for_partition_key(key).end <= datetime.fromisoformat(told)
+        window = definition.time_window_for_partition_key(key)
+        start, end = map(datetime.fromisoformat, told.split("/"))
+        return start <= window.start and window.end <= end
     return isinstance(told, list) and key in told
 
 

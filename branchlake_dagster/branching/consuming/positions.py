@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from branchlake_dagster.branching.errors import PositionUnreadable
@@ -33,6 +33,8 @@ class Consumed:
     run_id: str = ""
     base: str = ""
     covers: Mapping[str, Any] = field(default_factory=dict)
+    turned: bool = False
+    """Says nothing, and is the other way round after each run that left the floor: see `advance`."""
 
     def text(self) -> str:
         """As a property's value."""
@@ -42,6 +44,7 @@ class Consumed:
                 "run": self.run_id,
                 "base": self.base,
                 **({"covers": dict(self.covers)} if self.covers else {}),
+                **({"turned": True} if self.turned else {}),
             },
             separators=(",", ":"),
         )
@@ -51,7 +54,7 @@ class Consumed:
         """Back again. Raises ValueError, KeyError or TypeError."""
         told = json.loads(text)
         inputs = {name: Position.from_dict(one) for name, one in told["inputs"].items()}
-        return cls(inputs, told["run"], told["base"], told.get("covers", {}))
+        return cls(inputs, told["run"], told["base"], told.get("covers", {}), told.get("turned", False))
 
 
 @dataclass(frozen=True)
@@ -121,11 +124,13 @@ def advance(
     `affected` are the partitions for which the table as a whole has something left to consume up to there;
     None when that is not known. With nothing left, the whole table stands at `now` and no partition needs
     an entry of its own; `each` sets those of the run all the same, so that it meets every other run of one
-    of them.
+    of them. And a run that leaves the floor turns it, so that it meets those that moved it meanwhile: they
+    may have taken away the entries that it would have met. Two that turn it say the same.
     """
     mine = {property_of(one): now.text() for one in partitions}
     if mine and (affected is None or not {property_of(one) for one in affected} <= mine.keys()):
-        return Update(mine)
+        floor = positions.floor if each else None
+        return Update(mine | ({CONSUMED: replace(floor, turned=not floor.turned).text()} if floor else {}))
     kept = mine if each else {}
     gone = {property_of(one) for one in positions.partitions} - kept.keys()
     return Update({CONSUMED: now.text(), **kept}, tuple(sorted(gone)))

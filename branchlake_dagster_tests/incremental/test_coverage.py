@@ -1,0 +1,39 @@
+"""Which partitions a position speaks of: of others nothing has been consumed."""
+
+from __future__ import annotations
+
+import dagster as dg
+import pytest
+
+from branchlake_dagster.branching.consuming.affected import coverage, covers
+
+AUGUST = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-04")
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "key", "covered"),
+    [
+        ("2026-08-01", "2026-08-04", "2026-08-03", True),
+        ("2026-08-01", "2026-08-05", "2026-08-04", False),
+        ("2026-07-01", "2026-08-04", "2026-08-01", True),
+        ("2026-07-01", "2026-08-04", "2026-07-31", False),
+    ],
+)
+def test_windows_that_came_later_at_either_end_are_not_covered(
+    start: str, end: str, key: str, covered: bool
+) -> None:
+    later = dg.DailyPartitionsDefinition(start, end_date=end)
+    assert covers(coverage(AUGUST), later, key) is covered
+
+
+def test_keys_that_came_later_are_not_covered() -> None:
+    both = dg.MultiPartitionsDefinition({"day": AUGUST, "kind": dg.StaticPartitionsDefinition(["a"])})
+    later = dg.MultiPartitionsDefinition({"day": AUGUST, "kind": dg.StaticPartitionsDefinition(["a", "b"])})
+    told = coverage(both)
+    assert covers(told, later, "2026-08-01|a")
+    assert not covers(told, later, "2026-08-01|b")
+
+
+def test_no_window_yet_covers_nothing() -> None:
+    none = dg.DailyPartitionsDefinition("2099-01-01")
+    assert not covers(coverage(none), AUGUST, "2026-08-01")
