@@ -161,6 +161,34 @@ def test_removed_rows_stop_a_consumer_that_only_appends(
         assert values(p, copy) == [("a", 1, 1), ("c", 3, 1)]
 
 
+def test_each_row_tells_its_change_and_its_commit(
+    lakehouse: Lakehouse, namespace: str, orders: Source
+) -> None:
+    seen: list[pl.DataFrame] = []
+
+    @dg.asset(
+        key=[namespace, "history"],
+        ins={"orders": dg.AssetIn(orders.key)},
+        metadata=table_metadata(write_mode="append", **FREE)
+        | consumes({orders.key: "rows"}, when_removed="deliver", commits=True),
+    )
+    def history(orders: pl.DataFrame) -> pl.DataFrame:
+        seen.append(orders)
+        return orders.select(pl.all().exclude("^_.*$"))
+
+    with project(lakehouse, orders.asset, history) as p:
+        orders.publish(p, ("a", 1), ("b", 2))
+        published(p, history)
+        assert seen[0]["_commit_snapshot_id"].to_list() == [None, None]
+        orders.publish(p, ("c", 3))
+        lakehouse.catalog().load_table(tuple(orders.key.path)).delete("account = 'a'")
+        published(p, history)
+        table = lakehouse.catalog().load_table(tuple(orders.key.path))
+        added, deleted = [one.snapshot_id for one in table.metadata.snapshots[-2:]]
+        rows = seen[1].select("account", "_change_ordinal", "_commit_snapshot_id", "_change_type").rows()
+        assert sorted(rows) == [("a", 1, deleted, "DELETE"), ("c", 0, added, "INSERT")]
+
+
 @pytest.mark.parametrize(
     ("how", "expected"), [("rebuild", ["new"]), ("skip", ["a", "later"]), ("fail", None)]
 )

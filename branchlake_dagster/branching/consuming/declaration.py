@@ -29,6 +29,7 @@ def consumes(
     start: str = "beginning",
     when_lost: WhenLost = "fail",
     when_removed: WhenRemoved = "fail",
+    commits: bool = False,
 ) -> dict[str, Any]:
     """Asset metadata for `@dg.asset(metadata=…)`: which inputs it consumes by their changes, and how.
 
@@ -52,6 +53,8 @@ def consumes(
             because it was rolled back, created again, or its snapshots have expired. (default: `fail`)
         when_removed (Literal["fail", "ignore", "deliver"]): For `rows`, when rows have gone. `deliver` gives
             all rows with a column `_change_type` (`INSERT`, `DELETE`). (default: `fail`)
+        commits (bool): For `rows`: add the columns `_change_ordinal` and `_commit_snapshot_id`, as Iceberg's
+            changelog views have them; null where everything is computed anew. (default: False)
 
     Returns:
         Dict[str, Any]: Metadata, to be joined with that of `table_metadata` by `|`.
@@ -82,6 +85,7 @@ def consumes(
         "start": start,
         "when_lost": when_lost,
         "when_removed": when_removed,
+        "commits": commits,
     }
     _read(told, "this asset")
     return {CONSUMES: told}
@@ -98,6 +102,7 @@ class Declaration:
     start: str = "beginning"
     when_lost: WhenLost = "fail"
     when_removed: WhenRemoved = "fail"
+    commits: bool = False
     patterns: frozenset[Pattern] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
@@ -128,6 +133,7 @@ def _read(told: Mapping[str, Any], asset: str) -> Declaration:
         told.get("start") or "beginning",
         told.get("when_lost") or "fail",
         told.get("when_removed") or "fail",
+        bool(told.get("commits")),
     )
     wrong = _mistake(found)
     if wrong:

@@ -57,7 +57,7 @@ def changed_rows(consumption: Consumption, one: Input) -> ChangedRows:
     """The rows that came and went, without those that were only carried along in rewritten files."""
     parts = [
         _inside(
-            RowReader(one.table, change).read(),
+            RowReader(one.table, change, commits=consumption.consumer.declaration.commits).read(),
             of_partitions(consumption, one, group.partitions),
         )
         for group, change in consumption.changes(one.key)

@@ -11,6 +11,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster.branching.consuming.consumer import Identifier, Input
 from branchlake_dagster.branching.consuming.consumption import Consumption
+from branchlake_dagster.branching.consuming.declaration import Declaration
 from branchlake_dagster.branching.delivering import arrow_inputs, spark_keys
 from branchlake_dagster.branching.delivering.change_tables import ChangeTables, Pair
 from branchlake_dagster.branching.delivering.inputs import (
@@ -21,7 +22,7 @@ from branchlake_dagster.branching.delivering.inputs import (
 )
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.table.selection import Selection, to_sql
-from branchlake_dagster.changes.rows import CHANGE_TYPE, DELETE, INSERT
+from branchlake_dagster.changes.rows import CHANGE_TYPE, DELETE, INSERT, ORDINAL, SNAPSHOT
 from branchlake_dagster.lakehouse.spark.quoting import dotted, quoted
 
 FEW_ROWS = 20_000
@@ -36,17 +37,25 @@ def load(consumption: Consumption, one: Input, session: SparkSession, lake: Lake
         return _where(frame, of_range(consumption, one), one)
     if consumption.whole:
         found = _where(frame, of_partitions(consumption, one, consumption.partitions), one)
-        deliver = one.pattern == "rows" and consumption.consumer.declaration.when_removed == "deliver"
-        return found.withColumn(CHANGE_TYPE, F.lit(INSERT)) if deliver else found
+        return _everything(found, consumption.consumer.declaration) if one.pattern == "rows" else found
     if one.pattern == "keys":
         found = _where(frame, of_partitions(consumption, one, consumption.partitions), one)
         return of_keys(found, changed_keys(consumption))
     rows = sum(change.rows_added + change.rows_removed for _, change in consumption.changes(one.key))
-    if rows <= FEW_ROWS:
+    # Which commit a row of a change table came with, nothing in the table says.
+    if rows <= FEW_ROWS or consumption.consumer.declaration.commits:
         return from_arrow(session, arrow_inputs.load(consumption, one))
     tables = ChangeTables(lake)
     consumption.when_written.append(tables.drop)
     return _changed_rows(consumption, one, session, tables)
+
+
+def _everything(frame: DataFrame, declaration: Declaration) -> DataFrame:
+    if declaration.commits:
+        frame = frame.withColumn(ORDINAL, F.lit(None).cast("int"))
+        frame = frame.withColumn(SNAPSHOT, F.lit(None).cast("bigint"))
+    deliver = declaration.when_removed == "deliver"
+    return frame.withColumn(CHANGE_TYPE, F.lit(INSERT)) if deliver else frame
 
 
 def of_keys(frame: DataFrame, keys: pa.Table) -> DataFrame:
