@@ -17,12 +17,14 @@ from pyspark.sql import functions as F  # noqa: N812 - the library's own abbrevi
 
 from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.branching.delivering import spark_inputs
+from branchlake_dagster.changes.errors import RowsUnreadable
 from branchlake_dagster.changes.summary import CHANGE_TABLE
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.cleanup.reaping import sweep_discarded
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.changes.tables import counted
 from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.publication.rebase.deleting import delete_equal
 
 pytestmark = pytest.mark.spark
 
@@ -187,3 +189,16 @@ def test_a_step_that_fails_leaves_no_change_table_and_takes_no_file_along(
         assert shop.left() == (set(), set())
         shop.breaks = False
         shop.consumed(p)
+
+
+def test_rows_deleted_by_value_stop_rows_and_keys_and_no_range(shop: Shop) -> None:
+    with project(shop.lake, *shop.assets) as p:
+        shop.table.append(frame((1, "a", 1), (1, "b", 2), (2, "a", 3)))
+        shop.consumed(p)
+        delete_equal(shop.table, "account", "a")
+        copy, spent, daily = shop.consumers
+        for key in (copy, spent):
+            p.run(key, ok=False)
+            p.failed_with(RowsUnreadable, "deleted by value", "branchlake/rebuild")
+        assert p.settle(p.run(daily)).action is PublicationAction.PUBLISHED
+        assert [tuple(row.values()) for row in p.rows(shop.namespace, "daily")] == [(date(2026, 8, 1), 2)]
