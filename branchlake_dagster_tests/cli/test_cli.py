@@ -47,6 +47,12 @@ def test_every_command_is_described() -> None:
         assert call(command, "--help").exit_code == 0
 
 
+def test_a_size_that_the_benchmark_does_not_have_is_named() -> None:
+    done = call("bench", "incremental", "--sizes", "small,huge")
+    assert done.exit_code == 2
+    assert "'huge' is none of small, medium, large" in done.output
+
+
 def test_demo_help_tells_the_options() -> None:
     told = call("demo", "--help").output
     assert "--catalogue FILE" in told
