@@ -11,7 +11,7 @@ from io import BytesIO
 
 import polars as pl
 from pyiceberg.io import FileIO
-from pyiceberg.manifest import DataFile, ManifestEntryStatus, ManifestFile
+from pyiceberg.manifest import DataFile, ManifestEntryStatus, ManifestFile, read_manifest_list
 from pyiceberg.table.snapshots import Operation, Snapshot
 
 from branchlake_dagster.library_internals.manifests import entries_of
@@ -106,11 +106,13 @@ def _manifests(snapshot: Snapshot, kept: list[ManifestFile], io: FileIO) -> list
     """The manifests that name what the snapshot changed."""
     if _is_whole_append(snapshot, kept):
         return kept
-    return [
-        manifest
-        for manifest in snapshot.manifests(io)
-        if manifest.added_snapshot_id == snapshot.snapshot_id and _has_changes(manifest)
-    ]
+    own: list[ManifestFile] = []
+    for manifest in read_manifest_list(io.new_input(snapshot.manifest_list)):
+        if manifest.added_snapshot_id == snapshot.snapshot_id and _has_changes(manifest):
+            own.append(manifest)
+            if _is_whole_append(snapshot, own):
+                break  # engines put the new ones first, and the list is as long as the table is old
+    return own
 
 
 def _has_changes(manifest: ManifestFile) -> bool:
