@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 
 from dagster import (
     AssetKey,
@@ -15,6 +16,7 @@ from dagster import (
     DagsterInstance,
     DefaultSensorStatus,
     RunRequest,
+    RunsFilter,
     SensorDefinition,
     SensorEvaluationContext,
     SensorResult,
@@ -24,13 +26,13 @@ from dagster import (
 
 from branchlake_dagster.branching.consuming.affected import coverage
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.errors import BranchlakeError, Transient
+from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.incremental.backlog import Standing, Unconsumed
 from branchlake_dagster.incremental.consumers import ConsumingAsset, consumers
 from branchlake_dagster.incremental.in_flight import InFlight
 from branchlake_dagster.incremental.report import standing_metadata
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.library_internals.dagster import CoercibleToAssetSelection
+from branchlake_dagster.library_internals.dagster import RUN_KEY_TAG, CoercibleToAssetSelection
 from branchlake_dagster.wording import counted, named
 
 
@@ -185,16 +187,26 @@ class _Look:
         name = asset.key.to_user_string()
         try:
             found = self.found[asset.key] = standing.unconsumed
-            wanted = list(self._wanted(asset, standing, found))
-        except BranchlakeError as error:
-            self.quiet = self.quiet and not isinstance(error, Transient)
-            self.lines.append(f"{name}: {error}")
+            wanted = self._not_launched(self._wanted(asset, standing, found))
+            self.requests += islice(wanted, self._most - len(self.requests))
+        except Exception as error:  # noqa: BLE001 - whatever a store or a table's metadata comes up with
+            self.quiet = False
+            told = str(error) if isinstance(error, BranchlakeError) else f"{type(error).__name__}: {error}"
+            self.lines.append(f"{name}: {told}")
             return
         if found.any or found.trouble or found.waiting:
             self.quiet = False
             self.lines.append(f"{name}: {found.text()}")
-        room = self._most - len(self.requests)
-        self.requests += wanted[:room]
+
+    def _not_launched(self, requests: Iterable[RunRequest]) -> Iterator[RunRequest]:
+        """Without those that a run was made for: Dagster drops them, and the next in line would wait."""
+        rest = iter(requests)
+        while part := list(islice(rest, _CHUNK)):
+            runs = self._instance.get_runs(
+                RunsFilter(tags={RUN_KEY_TAG: [one.run_key or "" for one in part]})
+            )
+            known = {run.tags[RUN_KEY_TAG] for run in runs}
+            yield from (one for one in part if one.run_key not in known)
 
     def _wanted(self, asset: ConsumingAsset, standing: Standing, found: Unconsumed) -> Iterator[RunRequest]:
         if not self._threshold.reached(found, self._now) or self._in_flight.whole(asset.key):
@@ -214,6 +226,10 @@ class _Look:
             return f"{counted(len(self.found), 'consumer')} looked at, nothing to consume"
         started = f", {counted(len(self.requests), 'run')} launched" if self.requests else ""
         return f"change for {named('asset', left[:5])}{started}"
+
+
+_CHUNK = 200
+"""Keys in one query."""
 
 
 def _request(key: AssetKey, state: str, partition: str | None = None) -> RunRequest:

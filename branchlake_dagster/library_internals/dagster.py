@@ -42,6 +42,7 @@ from dagster._core.storage.tags import (
     BACKFILL_ID_TAG,
     PARENT_RUN_ID_TAG,
     ROOT_RUN_ID_TAG,
+    RUN_KEY_TAG,
 )
 from dagster._core.storage.tags import PARTITION_NAME_TAG as PARTITION_TAG
 from dagster._core.utils import make_new_backfill_id
@@ -54,6 +55,7 @@ __all__ = [
     "PARTITION_TAG",
     "RANGE_START_TAG",
     "ROOT_RUN_ID_TAG",
+    "RUN_KEY_TAG",
     "AndAutomationCondition",
     "AssetGraph",
     "AssetKeyPartitionKey",

@@ -14,7 +14,7 @@ from branchlake_dagster import (
     table_metadata,
 )
 from branchlake_dagster.branching.consuming.positions import CONSUMED
-from branchlake_dagster.branching.errors import PartitionMismatch, RowsRemoved
+from branchlake_dagster.branching.errors import PartitionMismatch, PositionUnreadable, RowsRemoved
 from branchlake_dagster.changes.errors import ChangeLost
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
@@ -210,6 +210,23 @@ def test_an_input_that_was_created_again(
             orders.publish(p, ("later", 3))
             published(p, copy)
         assert [row[0] for row in values(p, copy)] == expected
+
+
+def test_a_position_that_cannot_be_read_is_replaced_by_a_rebuild(
+    lakehouse: Lakehouse, namespace: str, orders: Source
+) -> None:
+    copy = copy_of(orders, namespace)
+    with project(lakehouse, orders.asset, copy) as p:
+        orders.publish(p, ("a", 1))
+        published(p, copy)
+        with lakehouse.catalog().load_table((namespace, "copy")).transaction() as change:
+            change.set_properties({CONSUMED: "spoilt"})
+        p.run(copy.key, ok=False)
+        p.failed_with(PositionUnreadable, CONSUMED, "branchlake/rebuild=true")
+        published(p, copy, tags={"branchlake/rebuild": "true"})
+        orders.publish(p, ("b", 2))
+        published(p, copy)
+        assert [row[0] for row in values(p, copy)] == ["a", "b"]
 
 
 def test_a_consumer_that_begins_now(lakehouse: Lakehouse, namespace: str, orders: Source) -> None:

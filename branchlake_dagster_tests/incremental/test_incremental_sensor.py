@@ -9,6 +9,7 @@ import pytest
 
 from branchlake_dagster import consumes, incremental_sensor, table_metadata, unconsumed_change
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.incremental.backlog import Standing
 from branchlake_dagster.incremental.report import LEFT, ROWS
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import Project, project
@@ -216,3 +217,44 @@ def test_a_consumer_that_comes_later_is_looked_at(
         with project(lakehouse, orders.asset, spent) as again:
             ticks._p = again
             assert len(ticks.tick()) == 1
+
+
+def test_partitions_whose_runs_failed_hold_up_no_others(lakehouse: Lakehouse, namespace: str) -> None:
+    events = Source(namespace, "events")
+    events.columns = {"day": pl.Date, "price": pl.Int64}
+
+    @dg.asset(
+        key=[namespace, "daily"],
+        partitions_def=DAYS,
+        ins={"events": dg.AssetIn(events.key)},
+        metadata=table_metadata(partition_by="day", **FREE) | consumes({events.key: "range"}),
+    )
+    def daily(events: pl.DataFrame) -> pl.DataFrame:
+        raise ValueError("it fails")
+
+    with project(lakehouse, events.asset, daily) as p:
+        for number in (1, 2, 3):
+            events.publish(p, (date(2026, 8, number), number))
+        ticks, seen = Ticks(p, target=[daily], max_runs=1), []
+        for _ in range(4):
+            for request in ticks.tick():
+                seen.append(request.partition_key)
+                tags = {"dagster/run_key": str(request.run_key)}
+                p.settle(p.run(daily.key, partition=request.partition_key, tags=tags, ok=False))
+        assert seen == ["2026-08-01", "2026-08-02", "2026-08-03"]
+
+
+def test_an_error_of_any_class_is_told_and_nothing_is_called_consumed(
+    lakehouse: Lakehouse, namespace: str, orders: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Standing) -> None:
+        raise KeyError("metadata")
+
+    spent = spent_of(orders, namespace)
+    with project(lakehouse, orders.asset, spent) as p:
+        ticks = Ticks(p, target=[spent])
+        with monkeypatch.context() as patched:
+            patched.setattr(Standing, "unconsumed", property(broken))
+            assert ticks.tick() == []
+        orders.publish(p, ("a", 1))
+        assert len(ticks.tick()) == 1

@@ -19,7 +19,7 @@ from branchlake_dagster.branching.consuming.declaration import Pattern
 from branchlake_dagster.branching.consuming.main_at import position_at
 from branchlake_dagster.branching.consuming.pending import Backlog, pending
 from branchlake_dagster.branching.consuming.positions import Consumed, Positions, Update
-from branchlake_dagster.branching.errors import TableMissing
+from branchlake_dagster.branching.errors import PositionUnreadable, TableMissing
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.table.spec import table_name
 from branchlake_dagster.changes.capture import capture, position_on_branch
@@ -114,7 +114,12 @@ class Consumption:
         """
         if self._target is None:
             return Positions()
-        return records.read(self._target.metadata.properties, table=self.consumer.spec.name)
+        try:
+            return records.read(self._target.metadata.properties, table=self.consumer.spec.name)
+        except PositionUnreadable:
+            if not self._rebuild:
+                raise
+            return Positions()  # what is computed anew takes its place
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
