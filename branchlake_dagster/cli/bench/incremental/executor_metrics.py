@@ -46,7 +46,8 @@ def configuration(folder: Path) -> Path:
     """A Spark configuration folder for a server that logs its events; for SPARK_CONF_DIR."""
     events = folder / "events"
     events.mkdir(parents=True, exist_ok=True)
-    found = spark_log.configure(folder / "conf")
+    found = folder / "conf"
+    spark_log.configure(found)
     conf = {"enabled": "true", "dir": events.as_uri(), "compress": "false", "rolling.enabled": "false"}
     lines = [f"spark.eventLog.{name} {value}" for name, value in conf.items()]
     (found / "spark-defaults.conf").write_text("\n".join(lines) + "\n")
