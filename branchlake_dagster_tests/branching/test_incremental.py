@@ -1,5 +1,7 @@
 """Incremental assets on the real Nessie, without Spark: the three patterns, positions, and what may be lost."""
 
+import time
+from datetime import UTC, date, datetime
 from typing import Any
 
 import dagster as dg
@@ -240,6 +242,22 @@ def test_a_consumer_that_begins_now(lakehouse: Lakehouse, namespace: str, orders
         assert values(p, copy) == [("b", 2, 1)]
 
 
+def test_a_consumer_that_begins_at_a_time(lakehouse: Lakehouse, namespace: str, orders: Source) -> None:
+    with project(lakehouse, orders.asset) as p:
+        before = datetime.now(UTC)
+        time.sleep(1.1)
+        orders.publish(p, ("a", 1))
+        time.sleep(1.1)
+        middle = datetime.now(UTC)
+        orders.publish(p, ("b", 2))
+    for start, expected in ((before, ["a", "b"]), (middle, ["b"]), (datetime.now(UTC), [])):
+        copy = copy_of(orders, namespace, start=start.isoformat())
+        with project(lakehouse, orders.asset, copy) as p:
+            published(p, copy)
+            assert [row[0] for row in values(p, copy)] == expected
+            lakehouse.catalog().drop_table((namespace, "copy"))
+
+
 DAYS = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-05")
 
 
@@ -257,8 +275,6 @@ def test_partitions_have_positions_of_their_own(lakehouse: Lakehouse, namespace:
         return events.group_by("day").agg(pl.col("price").sum())
 
     def day(number: int) -> Any:
-        from datetime import date
-
         return date(2026, 8, number)
 
     def held(p: Project) -> set[str]:
@@ -282,8 +298,6 @@ def test_partitions_have_positions_of_their_own(lakehouse: Lakehouse, namespace:
 
 
 def test_changed_ranges_of_a_table_without_partitions(lakehouse: Lakehouse, namespace: str) -> None:
-    from datetime import datetime
-
     events = Source(namespace, "events")
     events.columns = {"at": pl.Datetime("us"), "price": pl.Int64}
     seen = []

@@ -17,6 +17,8 @@ from branchlake_dagster.settings import Settings
 
 _LISTING = Path("jars", "jars.classpath")
 _LENT = (Path("run", "spark.json"), Path("run", "spark.token"))
+_BORROWED = Path("run", "spark.borrowed")
+"""There while what is lent is somebody else's."""
 _NOWHERE = "http://127.0.0.1:1/api/v2"
 """The Nessie that Spark itself is told: no session may rely on it."""
 
@@ -47,19 +49,24 @@ class Lakes:
 
     def join_spark(self) -> None:
         """Let the lake of this process use the shared Spark server, which starts if it does not run."""
-        if not self.worker:
+        if not self.worker or self._has_its_own():
             return
         EmbeddedServers(Settings(state_dir=self.shared, nessie_uri=_NOWHERE)).endpoints()
         for part in _LENT:
             (self.own / part).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(self.shared / part, self.own / part)
+        (self.own / _BORROWED).touch()
+
+    def _has_its_own(self) -> bool:
+        """Whether a test of this worker started a Spark server here: to forget it would be to leave it running."""
+        return (self.own / _LENT[0]).exists() and not (self.own / _BORROWED).exists()
 
     def leave(self) -> None:
         """Stop the servers of this process alone."""
         if self.kept:
             return
-        if self.worker:
-            for part in _LENT:
+        if self.worker and not self._has_its_own():
+            for part in (*_LENT, _BORROWED):
                 (self.own / part).unlink(missing_ok=True)
         _down(self.own)
 
