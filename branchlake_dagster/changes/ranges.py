@@ -124,11 +124,9 @@ def changed(change: ChangeSet, field: str, metadata: TableMetadata) -> Ranges:
 
     Raises ConfigurationError for a field that the table lacks or whose type has no order.
     """
-    return union(Bounds(metadata, field, table=change.table).of(one) for one in _distinct(change))
-
-
-def _distinct(change: ChangeSet) -> Iterable[ChangedFile]:
-    return {(one.path, one.file.record_count): one for one in change.files()}.values()
+    bounds = Bounds(metadata, field, table=change.table)
+    # Each file by itself, also two of one path: the deletion vectors of several partitions lie in one file.
+    return union(bounds.of(one) for one in change.files())
 
 
 class Bounds:
