@@ -258,6 +258,36 @@ def test_a_consumer_that_begins_at_a_time(lakehouse: Lakehouse, namespace: str, 
             lakehouse.catalog().drop_table((namespace, "copy"))
 
 
+def test_a_partition_that_comes_later_is_new_whenever_its_consumer_began(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    events = Source(namespace, "events")
+    events.columns = {"day": pl.Date, "price": pl.Int64}
+
+    def lines_until(end: str) -> dg.AssetsDefinition:
+        @dg.asset(
+            key=[namespace, "lines"],
+            partitions_def=dg.DailyPartitionsDefinition("2026-08-01", end_date=end),
+            ins={"events": dg.AssetIn(events.key)},
+            metadata=table_metadata(write_mode="append", partition_by="day", **FREE)
+            | consumes({events.key: "rows"}, start="now"),
+        )
+        def lines(events: pl.DataFrame) -> pl.DataFrame:
+            return events
+
+        return lines
+
+    two, three = lines_until("2026-08-03"), lines_until("2026-08-04")
+    with project(lakehouse, events.asset, two) as p:
+        events.publish(p, (date(2026, 8, 1), 1))
+        events.publish(p, (date(2026, 8, 3), 3))
+        published(p, two, partition="2026-08-01")
+        assert values(p, two) == []
+    with project(lakehouse, events.asset, three) as p:
+        published(p, three, partition="2026-08-03")
+        assert values(p, three) == [(date(2026, 8, 3), 3)]
+
+
 DAYS = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-05")
 
 

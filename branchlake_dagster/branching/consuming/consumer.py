@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dagster import AssetKey, PartitionsDefinition
+from dagster import AssetKey, PartitionsDefinition, TimeWindowPartitionsDefinition
 from pyiceberg.table import Table
 
 from branchlake_dagster.branching.consuming.affected import dimensions
@@ -34,10 +34,9 @@ class Consumer:
     def column_of_input(self, dimension: str) -> str:
         """The column of the inputs that decides on a partition of the asset."""
         own = self.spec.columns_by_dimension[dimension]
-        assert self.definition is not None  # noqa: S101 - there are dimensions
-        parts = dimensions(self.definition)
-        times = [name for name, part in parts.items() if hasattr(part, "cron_schedule")]
-        return self.declaration.on or own if dimension in times else own
+        part = dimensions(self.definition).get(dimension) if self.definition is not None else None
+        in_time = isinstance(part, TimeWindowPartitionsDefinition)
+        return self.declaration.on or own if in_time else own
 
     def columns_of_inputs(self, table: Table) -> dict[str, str]:
         """By dimension the column of an input that decides on a partition, as far as the input has it."""

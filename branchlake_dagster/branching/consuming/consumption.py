@@ -163,7 +163,9 @@ class Consumption:
     def _since(self, consumed: Consumed | None) -> dict[str, Position | None]:
         found = {}
         for one in self.inputs.values():
-            position = consumed.inputs.get(one.name) if consumed else self._start(one)
+            # A partition that came after the table's position is new, whenever its consumer began.
+            begun = consumed is not None or self.positions.floor is not None
+            position = (consumed.inputs.get(one.name) if consumed else None) if begun else self._start(one)
             found[one.name] = self._kept(one, position)
         return found
 

@@ -48,12 +48,10 @@ class ChangeTables:
             removed = self._refer(one, (*identifier[:-1], f"{base}_removed"), change.removed)
             return Pair(added, removed)
         rows = reader.read()
-        sides = (
-            ((*identifier[:-1], base), rows.added),
-            ((*identifier[:-1], f"{base}_removed"), rows.removed),
+        return Pair(
+            self._copy(one, (*identifier[:-1], base), rows.added),
+            self._copy(one, (*identifier[:-1], f"{base}_removed"), rows.removed),
         )
-        found = [self._copy(one, name, side) if side.num_rows else None for name, side in sides]
-        return Pair(*found)
 
     def empty(self, one: Input, identifier: Identifier) -> Identifier:
         """A table of the input's columns without a row."""

@@ -13,7 +13,7 @@ from branchlake_dagster.branching.consuming.consumer import Input
 from branchlake_dagster.branching.consuming.consumption import Consumption
 from branchlake_dagster.branching.consuming.steps import consumption_of
 from branchlake_dagster.branching.delivering import outputs
-from branchlake_dagster.branching.delivering.change_tables import ChangeTables
+from branchlake_dagster.branching.delivering.change_tables import ChangeTables, Pair
 from branchlake_dagster.branching.errors import TableMissing
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.changes.ranges import Ranges
@@ -43,6 +43,7 @@ class Changes:
     def __init__(self, consumption: Consumption, tables: ChangeTables) -> None:
         self._consumption = consumption
         self._tables = tables
+        self._pairs: dict[AssetKey, Pair] = {}
         self.whole = consumption.whole
         self.empty = not consumption.whole and consumption.empty
         self.partitions = consumption.partitions
@@ -86,8 +87,11 @@ class Changes:
 
     def _table(self, one: Input, *, removed: bool) -> str:
         consumer = self._consumption.consumer
-        ((_, change),) = self._consumption.changes(one.key)
-        pair = self._tables.make(one, consumer.inputs[one.key], consumer.spec.identifier, change)
+        if one.key not in self._pairs:
+            ((_, change),) = self._consumption.changes(one.key)
+            made = self._tables.make(one, consumer.inputs[one.key], consumer.spec.identifier, change)
+            self._pairs[one.key] = made
+        pair = self._pairs[one.key]
         name = pair.removed if removed else pair.added
         return f"nessie.{dotted(name or self._tables.empty(one, consumer.inputs[one.key]))}"
 

@@ -53,7 +53,7 @@ def progress(
 
 
 def _first(stage: Stage, state: BackfillState) -> Progress:
-    """The stage that Dagster's own backfill computes. Partitions are done when they are published."""
+    """The stage that Dagster's own backfill computes, as it counts: materialised, and not taken back."""
     planned = len(state.partitions) if state.partitions is not None else 1
     done, failed = len(state.done), len(state.failed)
     if state.partitions is None:
