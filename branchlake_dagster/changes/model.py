@@ -133,6 +133,16 @@ class ChangeSet:
         return sum(one.rows for one in (*self.removed, *self.deletes))
 
     @property
+    def rows_changed(self) -> int:
+        """Both together."""
+        return self.rows_added + self.rows_removed
+
+    @property
+    def files_changed(self) -> int:
+        """How many files are in it."""
+        return len(self.added) + len(self.removed) + len(self.deletes)
+
+    @property
     def bytes(self) -> int:
         """The size of all its files."""
         return sum(one.file.file_size_in_bytes for one in self.files())

@@ -101,7 +101,7 @@ class Standing:
 def _counted(changes: list[ChangeSet]) -> Unconsumed:
     times = [change.oldest for change in changes if not change.empty and change.oldest]
     return Unconsumed(
-        files=sum(len(list(change.files())) for change in changes),
-        rows=sum(change.rows_added + change.rows_removed for change in changes),
+        files=sum(change.files_changed for change in changes),
+        rows=sum(change.rows_changed for change in changes),
         oldest=min(times, default=None),
     )

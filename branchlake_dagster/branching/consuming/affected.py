@@ -76,8 +76,8 @@ def covers(told: Mapping[str, Any], definition: PartitionsDefinition[str], key: 
 
 def _covered(told: Any, definition: PartitionsDefinition[str], key: str) -> bool:
     if isinstance(definition, TimeWindowPartitionsDefinition):
-        if not isinstance(told, str) or not told:
-            return False
+        if not isinstance(told, str) or told.count("/") != 1:
+            return False  # there were none, or it is not ours: what is not known to be covered is new
         window = definition.time_window_for_partition_key(key)
         start, end = map(datetime.fromisoformat, told.split("/"))
         return start <= window.start and window.end <= end

@@ -74,8 +74,8 @@ def consumed_metadata(consumption: Consumption) -> dict[str, Any]:
     rows = files = 0
     for key, one in consumption.inputs.items():
         for _, change in consumption.changes(key):
-            rows += change.rows_added + change.rows_removed
-            files += len(list(change.files()))
+            rows += change.rows_changed
+            files += change.files_changed
             kinds = ", ".join(change.kinds) or "nothing"
             lines.append(f"| {one.name} | {change.label()} | {kinds} | {one.upto.snapshot_id} |")
     found: dict[str, Any] = {

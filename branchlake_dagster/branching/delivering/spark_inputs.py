@@ -41,7 +41,7 @@ def load(consumption: Consumption, one: Input, session: SparkSession, lake: Lake
     if one.pattern == "keys":
         found = _where(frame, of_partitions(consumption, one, consumption.partitions), one)
         return of_keys(found, changed_keys(consumption))
-    rows = sum(change.rows_added + change.rows_removed for _, change in consumption.changes(one.key))
+    rows = sum(change.rows_changed for _, change in consumption.changes(one.key))
     # Which commit a row of a change table came with, nothing in the table says.
     if rows <= FEW_ROWS or consumption.consumer.declaration.commits:
         return from_arrow(session, arrow_inputs.load(consumption, one))

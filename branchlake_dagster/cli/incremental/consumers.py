@@ -38,8 +38,8 @@ def _told(one: TableStanding, now: datetime) -> dict[str, Any]:
         "run_id": one.run_id,
         "snapshot": one.position.snapshot_id,
         "partitions_ahead": one.ahead,
-        "unconsumed_files": len(list(change.files())) if change else None,
-        "unconsumed_rows": change.rows_added + change.rows_removed if change else None,
+        "unconsumed_files": change.files_changed if change else None,
+        "unconsumed_rows": change.rows_changed if change else None,
         "unconsumed_age_s": None if age is None else round(age, 1),
         "trouble": one.trouble,
     }
