@@ -39,9 +39,10 @@ from branchlake_dagster.branching.table.types import iceberg_schema, stored_sche
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized
 from branchlake_dagster.lakehouse.spark.session import telling_refusals
+from branchlake_dagster.library_internals.dagster_resources import CopiedByFields
 
 
-class NessieBranchIOManager(ConfigurableIOManager):
+class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
     """Stores assets as Iceberg tables on the branch of the run.
 
     Writes and loads Spark frames (Connect and classic), pandas, PyArrow and Polars, chosen by the value's

@@ -12,6 +12,7 @@ from typing import Any, Self
 from dagster import ConfigurableResource, EnvVar
 from pydantic import Field, field_validator, model_validator
 
+from branchlake_dagster.library_internals.dagster_resources import CopiedByFields
 from branchlake_dagster.settings import PREFIX, Settings
 
 EMBEDDED = "embedded"
@@ -70,7 +71,7 @@ def _resolved(
     return Settings(**dict(given))
 
 
-class LakeConfig(ConfigurableResource[Any]):
+class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
     """The fields of `Settings`; what is left out comes from the environment (`BRANCHLAKE_…`).
 
     Each takes a value or a `dg.EnvVar`. A secret that is given as a value is hidden from Dagster at once.

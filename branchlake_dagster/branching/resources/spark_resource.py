@@ -17,9 +17,10 @@ from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseR
 from branchlake_dagster.lakehouse.spark.plans import Scanned
 from branchlake_dagster.lakehouse.spark.reads import watch
 from branchlake_dagster.lakehouse.spark.session import is_connect
+from branchlake_dagster.library_internals.dagster_resources import CopiedByFields
 
 
-class BranchSparkResource(PySparkResource):
+class BranchSparkResource(CopiedByFields, PySparkResource):
     """dagster-pyspark's session resource, with a session per run that stands on the run's branch.
 
     What `spark.spark_session.sql(…)` reads and writes in `nessie.<namespace>.<table>` is on that branch. The
