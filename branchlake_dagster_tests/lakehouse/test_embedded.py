@@ -81,26 +81,28 @@ def test_what_an_older_version_left_open_is_closed_but_for_the_folder_itself(tmp
 OPENJDK_17 = 'openjdk version "17.0.15" 2025-04-15\nOpenJDK Runtime Environment (build 17.0.15+6-Debian-1)\n'
 NOISY_21 = 'Picked up JAVA_TOOL_OPTIONS: -Xmx1g\nopenjdk version "21" 2023-09-19 LTS\n'
 ORACLE_8 = 'java version "1.8.0_202"\nJava(TM) SE Runtime Environment (build 1.8.0_202-b08)\n'
+TOO_NEW_25 = 'openjdk version "25" 2025-09-16\n'
 JAVA_11 = 'openjdk version "11.0.22" 2024-01-16\n'
 
 
 @pytest.mark.parametrize(("text", "major"), [(OPENJDK_17, 17), (NOISY_21, 21)])
 def test_a_java_that_will_do(text: str, major: int) -> None:
-    assert java.check_version(Path("/usr/bin/java"), text) == major
+    assert java.check_version(Path("/usr/bin/java"), text, java.SPARK_RUNS_ON) == major
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (ORACLE_8, "/usr/bin/java is Java 8; Spark needs 17 or newer."),
-        (JAVA_11, "/usr/bin/java is Java 11; Spark needs 17 or newer."),
+        (ORACLE_8, "/usr/bin/java is Java 8; it takes Java 17 to 24."),
+        (TOO_NEW_25, "/usr/bin/java is Java 25; it takes Java 17 to 24."),
+        (JAVA_11, "/usr/bin/java is Java 11; it takes Java 17 to 24."),
         ("command not understood", "/usr/bin/java is Java of an unknown version;"),
         ("", "/usr/bin/java is Java of an unknown version;"),
     ],
 )
-def test_a_java_too_old_is_one_sentence_that_says_what_to_do(text: str, told: str) -> None:
+def test_a_java_too_old_or_too_new_is_one_sentence_that_says_what_to_do(text: str, told: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        java.check_version(Path("/usr/bin/java"), text)
+        java.check_version(Path("/usr/bin/java"), text, java.SPARK_RUNS_ON)
     assert str(caught.value).startswith(told)
     assert "JAVA_HOME" in str(caught.value)
 
@@ -108,7 +110,7 @@ def test_a_java_too_old_is_one_sentence_that_says_what_to_do(text: str, told: st
 def test_no_java_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigurationError, match=r"No Java was found on the PATH\. Install Java 17 or newer"):
+    with pytest.raises(ConfigurationError, match=r"No Java was found on the PATH\. Install Java 17 to 24"):
         java.user_java()
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "gone"))
     with pytest.raises(ConfigurationError, match=r"No Java was found in JAVA_HOME=.*gone\."):
@@ -136,7 +138,7 @@ def test_the_users_java_is_java_home_before_the_path(monkeypatch: pytest.MonkeyP
 
 def test_nessies_java_needs_nothing_of_the_users() -> None:
     text = java.java_version_text(java.bundled_java())
-    assert java.check_version(java.bundled_java(), text) >= 21
+    assert java.check_version(java.bundled_java(), text, java.NESSIE_RUNS_ON) >= 21
 
 
 # -- jars ----------------------------------------------------------------------------------------------
@@ -407,6 +409,8 @@ def test_data_survives_a_kill_and_a_down(own_folder: Path, own_lake: Callable[[]
     revived = own_lake().servers.status()[NESSIE]
     assert revived is not None
     assert revived.pid != record.pid
+    unpacked = list((own_folder / "tmp" / NESSIE).glob("librocksdb*.so"))
+    assert len(unpacked) == 1, "the killed one's is gone"
 
     assert lake.servers.down() == (NESSIE,)
     assert lake.servers.down() == ()

