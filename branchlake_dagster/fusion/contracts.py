@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pandera.pyspark as pa
 import pyspark.sql.types as T  # noqa: N812 - pandera's and Spark's own abbreviation
 
-from branchlake_dagster.fusion.gp.omm import MAX_SAT_NO
-from branchlake_dagster.fusion.gp.records import RejectReason
+from branchlake_dagster.fusion.gp.rules import MAX_MEAN_MOTION, MAX_SAT_NO, RejectReason
 from branchlake_dagster.fusion.sensors.native import SOURCE_KINDS
 
 if TYPE_CHECKING:
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
 else:
     # Generic to type checkers only: at run time pandera refuses the parameter.
     _Contract = pa.DataFrameModel
-
-MAX_MEAN_MOTION = 17.5
-"""Revolutions per day; a circular orbit at the surface makes 17.0."""
 
 _DATA_MODES = ["REAL", "SIMULATED", "TEST", "EXERCISE"]
 _UUID5 = "^[0-9a-f]{8}-[0-9a-f]{4}-5[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}$"
@@ -109,6 +105,7 @@ class RejectedRecord(_Contract):
     sat_no: T.LongType = _may("Catalogue number, as far as the record has a readable one.")
     raw_text: T.StringType = _must("The record as it is in the file.")
     reason: T.StringType = _must("Rule that it breaks.", isin=[str(reason) for reason in RejectReason])
+    field: T.StringType = _may("Column of the element set that is at fault, where it is one.")
     message: T.StringType = _must("What is wrong, in words.")
 
 

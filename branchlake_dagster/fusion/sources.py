@@ -10,7 +10,8 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.fusion.gp.records import CatalogueError
+from branchlake_dagster.fusion.gp.limits import ReadLimits
+from branchlake_dagster.fusion.gp.records import CatalogueError, TooLargeCatalogueError
 from branchlake_dagster.fusion.gp.simulated import REFERENCE_EPOCH, simulated_gp_file
 
 SIMULATED_PREFIX = "sim-"
@@ -26,11 +27,15 @@ class UnknownSnapshotError(CatalogueError):
 
 @dataclass(frozen=True)
 class GpFile:
-    """Bytes of a GP file, where they come from, and the Unified Data Library's data mode for them."""
+    """Bytes of a GP file, where they come from, and the Unified Data Library's data mode for them.
+
+    ``collected_at`` is the UTC time in the snapshot id, else the file's own; no later epoch is believed.
+    """
 
     content: bytes
     source: str
     data_mode: str
+    collected_at: datetime
 
 
 def snapshot_id(path: Path) -> str:
@@ -56,12 +61,19 @@ class GpSource(dg.ConfigurableResource[Any]):
 
     An id that begins with ``sim-`` is simulated from the seed at the time its id states (else the
     reference epoch), so a run can be launched with nothing configured; ``sim-bad-…`` is a damaged file
-    that the gate must block. Any other id is a file of ``catalogue_dir``.
+    that the gate must block. Any other id is a file of ``catalogue_dir``. ``max_unpacked_mb`` and
+    ``max_record_chars`` are what a file and a record of it may cost (MiB, characters).
     """
 
     catalogue_dir: str | None = None
     simulated_objects: int = 2_000
     seed: int = 2026
+    max_unpacked_mb: int = 256
+    max_record_chars: int = 65_536
+
+    def limits(self) -> ReadLimits:
+        """What reading a file may cost."""
+        return ReadLimits(self.max_unpacked_mb * 1024 * 1024, self.max_record_chars)
 
     def files(self) -> dict[str, Path]:
         """Files of ``catalogue_dir`` by snapshot id.
@@ -91,17 +103,19 @@ class GpSource(dg.ConfigurableResource[Any]):
         """The file of a snapshot.
 
         Raises:
+            TooLargeCatalogueError: the file is larger than what it may unpack to.
             UnknownSnapshotError: neither simulated nor in the folder.
 
         """
+        time = snapshot_time(snapshot)
         if snapshot.startswith(SIMULATED_PREFIX):
             text = simulated_gp_file(
                 seed=self.seed,
                 objects=self.simulated_objects,
-                epoch=snapshot_time(snapshot) or REFERENCE_EPOCH,
+                epoch=time or REFERENCE_EPOCH,
                 bad=snapshot.startswith(BAD_PREFIX),
             )
-            return GpFile(text.encode(), f"simulated {snapshot}", "SIMULATED")
+            return GpFile(text.encode(), f"simulated {snapshot}", "SIMULATED", time or REFERENCE_EPOCH)
         path = self.files().get(snapshot)
         if path is None:
             where = self.catalogue_dir or "a folder (catalogue_dir is not set)"
@@ -110,7 +124,13 @@ class GpSource(dg.ConfigurableResource[Any]):
                 f"no such file in {where}",
                 "Put the file there under that name, or use a snapshot id that begins with sim-.",
             )
-        return GpFile(path.read_bytes(), str(path), "REAL")
+        told = path.stat()
+        if told.st_size > self.limits().max_bytes:
+            raise TooLargeCatalogueError(
+                str(path), f"it has {told.st_size:,} bytes", "Raise max_unpacked_mb or divide the file."
+            )
+        made = datetime.fromtimestamp(told.st_mtime, UTC)
+        return GpFile(path.read_bytes(), str(path), "REAL", time or made)
 
 
 def _is_gp(path: Path) -> bool:

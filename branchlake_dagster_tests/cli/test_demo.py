@@ -37,7 +37,7 @@ def test_the_demo_publishes_what_passes_and_blocks_what_does_not(
     published = [line for line in result.lines if line.publication]
     (blocked,) = [line for line in result.lines if not line.publication]
     assert blocked.partition.startswith("sim-bad-")
-    assert "mean_motion" in (blocked.reason or "")
+    assert "rejected_share" in (blocked.reason or "")
     kinds = [line.publication for line in published if line.job == "observations_job"]
     assert (len(kinds), len(set(kinds))) == (3, 1), "runs of one table are published in one commit"
     assert result.catalogue_objects == (16_095 if real else 2_000)

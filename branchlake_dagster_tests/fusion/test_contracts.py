@@ -14,7 +14,8 @@ from branchlake_dagster.fusion.assets.observations import OBSERVATIONS, SENSOR_O
 from branchlake_dagster.fusion.assets.tracks import FUSED_TRACKS
 from branchlake_dagster.fusion.conjunctions.arrow import CANDIDATE_SCHEMA
 from branchlake_dagster.fusion.estimation.arrow import TRACK_SCHEMA
-from branchlake_dagster.fusion.gp.records import ELEMENT_COLUMNS, REJECTED_COLUMNS
+from branchlake_dagster.fusion.gp.records import ELEMENT_COLUMNS
+from branchlake_dagster.fusion.gp.rules import REJECTED_COLUMNS
 from branchlake_dagster.fusion.graph.definitions import fusion_assets
 from branchlake_dagster.fusion.sensors.native import NATIVE_COLUMNS
 

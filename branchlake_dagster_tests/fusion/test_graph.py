@@ -81,7 +81,8 @@ def test_ingest_of_a_file_and_of_simulated_snapshots(tmp_path):
     simulated = ingest(gp, "sim-1")
     assert simulated["element_sets"]["data_mode"].unique().to_list() == ["SIMULATED"]
     assert simulated["element_sets"].height == 80
-    assert ingest(gp, "sim-bad-1")["rejected_records"].height == 10
+    bad = ingest(gp, "sim-bad-1")["rejected_records"].group_by("reason").len()
+    assert dict(bad.iter_rows()) == {"checksum": 10, "field": 8}
 
 
 def test_unknown_and_empty_snapshots_say_what_to_do(tmp_path):

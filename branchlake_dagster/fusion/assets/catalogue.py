@@ -51,7 +51,7 @@ def gp_ingest(context: dg.AssetExecutionContext, gp: GpSource) -> Iterator[dg.Ou
     """Read one GP file. A damaged record is a row of ``rejected_records``, a damaged file an error."""
     snapshot = context.partition_key
     file = gp.read(snapshot)
-    parsed = read_catalogue(file.content, file.source)
+    parsed = read_catalogue(file.content, file.source, collected_at=file.collected_at, limits=gp.limits())
     context.log.info(
         f"{file.source}: element sets {parsed.elements.height}, rejected records {parsed.rejected.height}."
     )

@@ -8,9 +8,10 @@ name for NORAD_CAT_ID; it is 64-bit because OMM carries nine digits and the five
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 import polars as pl
+
+from branchlake_dagster.fusion.gp.rules import RejectReason, rejections
 
 ELEMENT_COLUMNS: dict[str, pl.DataType] = {
     "sat_no": pl.Int64(),
@@ -38,28 +39,6 @@ ELEMENT_COLUMNS: dict[str, pl.DataType] = {
 CANDIDATE_COLUMNS: dict[str, pl.DataType] = {**ELEMENT_COLUMNS, "raw_text": pl.String()}
 """What the format parsers return: every readable record, duplicates included, with its text."""
 
-REJECTED_COLUMNS: dict[str, pl.DataType] = {
-    "line_number": pl.Int32(),
-    "sat_no": pl.Int64(),
-    "raw_text": pl.String(),
-    "reason": pl.String(),
-    "message": pl.String(),
-}
-"""Columns of ``ParsedCatalogue.rejected``."""
-
-
-class RejectReason(StrEnum):
-    """Why a record did not become an element set."""
-
-    ORPHAN_LINE = "orphan_line"
-    LINE_LENGTH = "line_length"
-    CHECKSUM = "checksum"
-    CATALOGUE_NUMBER = "catalogue_number"
-    EPHEMERIS_TYPE = "ephemeris_type"
-    UNSUPPORTED_MESSAGE = "unsupported_message"
-    FIELD = "field"
-    DUPLICATE_OBJECT = "duplicate_object"
-
 
 class CatalogueError(Exception):
     """A GP file as a whole cannot be used; nothing was taken from it."""
@@ -83,33 +62,22 @@ class UnreadableCatalogueError(CatalogueError):
     """The file is not one of the formats this package reads, or is cut short."""
 
 
+class TooLargeCatalogueError(CatalogueError):
+    """The file is, or unpacks to, more than a catalogue can be; reading stopped there."""
+
+
 @dataclass(frozen=True)
 class ParsedCatalogue:
     """Result of reading one GP file.
 
     ``elements`` has ``ELEMENT_COLUMNS``, one row per object, sorted by ``sat_no``; ``rejected`` has
     ``REJECTED_COLUMNS``. Every non-blank record of the file is in exactly one of the two. ``line_number``
-    is the 1-based line of a TLE's line 1, or the ordinal of the message in an OMM file.
+    is the 1-based line of a TLE's line 1, of a CSV row, of a KVN message's first keyword and of an XML
+    message's element; in JSON it is the ordinal of the message.
     """
 
     elements: pl.DataFrame
     rejected: pl.DataFrame
-
-
-def rejections(
-    frame: pl.DataFrame, *, reason: RejectReason | pl.Expr, message: str | pl.Expr
-) -> pl.DataFrame:
-    """Rejected-record rows from a frame with ``line_number``, ``raw_text`` and perhaps ``sat_no``."""
-    reason_expr = reason if isinstance(reason, pl.Expr) else pl.lit(str(reason))
-    message_expr = message if isinstance(message, pl.Expr) else pl.lit(message)
-    sat_no = pl.col("sat_no") if "sat_no" in frame.columns else pl.lit(None)
-    return frame.select(
-        pl.col("line_number").cast(pl.Int32),
-        sat_no.cast(pl.Int64).alias("sat_no"),
-        pl.col("raw_text").cast(pl.String),
-        reason_expr.cast(pl.String).alias("reason"),
-        message_expr.cast(pl.String).alias("message"),
-    )
 
 
 def latest_per_object(candidates: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -127,6 +95,7 @@ def latest_per_object(candidates: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFr
     return elements, rejections(
         repeated,
         reason=RejectReason.DUPLICATE_OBJECT,
+        field="sat_no",
         message=pl.format(
             "object {} is also at record {} with the same or a later epoch",
             pl.col("sat_no"),

@@ -13,15 +13,18 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from branchlake_dagster.fusion.gp.records import (
-    CANDIDATE_COLUMNS,
+from branchlake_dagster.fusion.gp.records import CANDIDATE_COLUMNS
+from branchlake_dagster.fusion.gp.rules import (
     REJECTED_COLUMNS,
     RejectReason,
+    Rule,
+    ephemeris_rule,
+    range_rules,
     rejections,
+    split,
 )
 
 LINE_LENGTH = 69
-SGP4_XP = 4
 _ALPHA5 = {c: 10 + i for i, c in enumerate(c for c in string.ascii_uppercase if c not in "IO")}
 
 
@@ -80,7 +83,9 @@ def _epoch(line: str) -> pl.Expr:
     point = _text(line, 24, 24) == "."
     since = (day - 1) * 86_400_000_000 + fraction * 864
     start = pl.datetime(full_year, 1, 1, time_unit="us", time_zone="UTC")
-    return pl.when(point & day.is_between(1, 366)).then(start + pl.duration(microseconds=since))
+    # The last century's end is no exception among the years 1957 to 2056.
+    days = pl.when(full_year % 4 == 0).then(366).otherwise(365)
+    return pl.when(point & day.is_between(1, days)).then(start + pl.duration(microseconds=since))
 
 
 def _object_id(line: str) -> pl.Expr:
@@ -102,7 +107,7 @@ def pair_lines(text: str) -> tuple[pl.DataFrame, pl.DataFrame]:
     lines = (
         pl.DataFrame({"text": pl.Series(text.split("\n"), dtype=pl.String)})
         .with_row_index("line_number", offset=1)
-        .with_columns(pl.col("text").str.strip_chars_end("\r \t\x00\x1a"))
+        .with_columns(pl.col("text").str.strip_chars_end(" \t\x00\x1a"))
         .filter(pl.col("text") != "")
     )
     # A name may begin with "1 " too; an element line is recognised by its length as well.
@@ -189,22 +194,21 @@ def _judge(parsed: pl.DataFrame, orphans: pl.DataFrame) -> tuple[pl.DataFrame, p
         *("mean_anomaly", "ephemeris_type", "element_set_no", "rev_at_epoch", "bstar", "mean_motion_dot"),
         "mean_motion_ddot",
     ]
-    missing = pl.concat_str(
-        [pl.when(pl.col(c).is_null()).then(pl.lit(c + " ")).otherwise(pl.lit("")) for c in required]
-    ).str.strip_chars_end()
     length = pl.col("l1").str.len_chars(), pl.col("l2").str.len_chars()
     # Checksum columns hold a digit; anything else reads as null and fails the comparison.
     stated = [_text(f"l{n}", 69, 69).cast(pl.Int64, strict=False) for n in (1, 2)]
     wrong_sum = [(stated[n] != pl.col(f"sum{n + 1}")).fill_null(True) for n in (0, 1)]
-    rules: list[tuple[RejectReason, pl.Expr, pl.Expr]] = [
-        (
+    rules = [
+        Rule(
             RejectReason.LINE_LENGTH,
+            None,
             (length[0] != LINE_LENGTH) | (length[1] != LINE_LENGTH),
             pl.format("lines have {} and {} characters, expected 69", length[0], length[1]),
         ),
         *(
-            (
+            Rule(
                 RejectReason.CHECKSUM,
+                f"line_{n + 1}",
                 wrong_sum[n],
                 pl.format(
                     "line {} states checksum {}, computed {}",
@@ -215,34 +219,22 @@ def _judge(parsed: pl.DataFrame, orphans: pl.DataFrame) -> tuple[pl.DataFrame, p
             )
             for n in (0, 1)
         ),
-        (
+        Rule(
             RejectReason.CATALOGUE_NUMBER,
+            "sat_no",
             pl.col("sat_no").is_null() | (pl.col("sat_no") < 1),
             pl.format("catalogue number {} is neither digits nor Alpha-5", _text("l1", 3, 7)),
         ),
-        (
+        Rule(
             RejectReason.CATALOGUE_NUMBER,
+            "sat_no",
             (pl.col("sat_no") != pl.col("sat_no_2")).fill_null(True),
             pl.format("line 1 is object {}, line 2 is {}", _text("l1", 3, 7), _text("l2", 3, 7)),
         ),
-        (
-            RejectReason.EPHEMERIS_TYPE,
-            pl.col("ephemeris_type") == SGP4_XP,
-            pl.lit("ephemeris type 4 is SGP4-XP: a plain SGP4 would propagate it wrongly"),
-        ),
-        (RejectReason.FIELD, missing != "", pl.format("cannot read {}", missing)),
-        (
-            RejectReason.FIELD,
-            (pl.col("mean_motion") <= 0) | ~pl.col("inclination").is_between(0, 180),
-            pl.lit("mean motion must be positive and inclination within 0 to 180 degrees"),
-        ),
+        ephemeris_rule(),
+        *(Rule(RejectReason.FIELD, c, pl.col(c).is_null(), f"cannot read {c}") for c in required),
+        *range_rules(),
     ]
-    reason = pl.coalesce([pl.when(bad).then(pl.lit(str(code))) for code, bad, _ in rules])
-    message = pl.coalesce([pl.when(bad).then(text) for _, bad, text in rules])
-    judged = parsed.with_columns(reason=reason, message=message)
-    rejected = rejections(
-        judged.filter(pl.col("reason").is_not_null()), reason=pl.col("reason"), message=pl.col("message")
-    )
-    good = judged.filter(pl.col("reason").is_null())
+    good, rejected = split(parsed, rules)
     elements = good.select(pl.col(c).cast(t) for c, t in CANDIDATE_COLUMNS.items())
     return elements, pl.concat([orphans, rejected]).select(list(REJECTED_COLUMNS)).sort("line_number")

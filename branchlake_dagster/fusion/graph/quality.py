@@ -13,8 +13,10 @@ from branchlake_dagster.fusion.assets.tracks import FUSED_TRACKS
 from branchlake_dagster.fusion.partitions import gp_snapshots, windows, windows_by_kind
 
 MAX_REJECTED_SHARE = 0.01
-"""Of a snapshot's records, duplicates not counted. Real snapshots have none: one in a hundred means a
-broken feed."""
+"""Of a snapshot's records. Real snapshots have one in ten thousand: one in a hundred means a broken feed."""
+
+MAX_REJECTED = 10
+"""Records that say nothing of a feed, however few there are, unless they are most of the file."""
 
 MAX_CHI2_PER_DOF = 10.0
 
@@ -23,10 +25,11 @@ _DUPLICATES = "SELECT {key}, count(*) AS copies FROM {{this}} GROUP BY {key} HAV
 _REJECTED_SHARE = f"""
 SELECT r.snapshot_id, r.rejected, coalesce(e.accepted, 0) AS accepted
 FROM (SELECT snapshot_id, count(*) AS rejected FROM nessie.sda.rejected_records
-      WHERE reason <> 'duplicate_object' GROUP BY snapshot_id) AS r
+      WHERE reason NOT IN ('duplicate_object', 'ephemeris_type') GROUP BY snapshot_id) AS r
 LEFT JOIN (SELECT snapshot_id, count(*) AS accepted FROM nessie.sda.element_sets
            GROUP BY snapshot_id) AS e ON e.snapshot_id = r.snapshot_id
 WHERE r.rejected > {MAX_REJECTED_SHARE} * (r.rejected + coalesce(e.accepted, 0))
+  AND r.rejected > least({MAX_REJECTED}, coalesce(e.accepted, 0))
 """  # noqa: S608 - built from constants
 
 _WRONG_FIELDS = """
@@ -63,7 +66,7 @@ fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
             "rejected_share",
             _REJECTED_SHARE,
             partitions_def=gp_snapshots,
-            description=f"At most {MAX_REJECTED_SHARE:.0%} of a snapshot's records were rejected.",
+            description=f"At most {MAX_REJECTED_SHARE:.0%} of a snapshot's records were damaged, or few.",
         ),
         pandera_checks(REJECTED_RECORDS, contracts.RejectedRecord, partitions_def=gp_snapshots),
         pandera_checks(CATALOGUE, contracts.ElementSet, whole_table=True),
