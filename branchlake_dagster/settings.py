@@ -19,7 +19,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from branchlake_dagster.errors import ConfigurationError
 
 PREFIX = "BRANCHLAKE_"
-_OTHERS = (f"{PREFIX}GP_DIR",)
+_OTHERS = (f"{PREFIX}GP_DIR", f"{PREFIX}GP_PULL")
 """Read by the space pipeline."""
 _TESTS = f"{PREFIX}TEST_"
 

@@ -51,7 +51,14 @@ def test_a_mistyped_variable_is_an_error_that_names_the_right_one(monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "name", ["BRANCHLAKE_GP_DIR", "BRANCHLAKE_TEST_ANYTHING", "branchlake_nessie_port", "OTHER"]
+    "name",
+    [
+        "BRANCHLAKE_GP_DIR",
+        "BRANCHLAKE_GP_PULL",
+        "BRANCHLAKE_TEST_ANYTHING",
+        "branchlake_nessie_port",
+        "OTHER",
+    ],
 )
 def test_variables_that_are_read_or_somebody_elses_are_fine(
     monkeypatch: pytest.MonkeyPatch, name: str

@@ -76,7 +76,7 @@ class ElementSet(_Contract):
     ra_of_asc_node: T.DoubleType = _must("Right ascension of the ascending node.", "deg", ge=0.0, le=360.0)
     arg_of_pericenter: T.DoubleType = _must("Argument of pericentre.", "deg", ge=0.0, le=360.0)
     mean_anomaly: T.DoubleType = _must("Mean anomaly.", "deg", ge=0.0, le=360.0)
-    ephemeris_type: T.IntegerType = _may("Ephemeris type: 0 is SGP4; SGP4-XP (4) is rejected.")
+    ephemeris_type: T.IntegerType = _may("Ephemeris type: 0, SGP4; others are rejected.")
     classification_type: T.StringType = _may("Classification of the element set: U is unclassified.")
     element_set_no: T.IntegerType = _may("Number of the element set, counted by its issuer.")
     rev_at_epoch: T.IntegerType = _may("Number of the revolution at the epoch.", "rev")
@@ -90,7 +90,7 @@ class ElementSet(_Contract):
         "rev/day³",
     )
     source_format: T.StringType = _must("Format of the file it is from.", isin=["TLE", "OMM"])
-    line_number: T.IntegerType = _may("Line in the file, from 1; in an OMM file the ordinal of the message.")
+    line_number: T.IntegerType = _may("Line in the file, from 1; in JSON the ordinal of the message.")
     data_mode: T.StringType = _must("Real, simulated, of a test or of an exercise.", isin=_DATA_MODES)
 
 
@@ -98,9 +98,7 @@ class RejectedRecord(_Contract):
     """A record that did not become an element set. The names are this graph's own."""
 
     snapshot_id: T.StringType = _must("GP snapshot that the record is from: its file's name, no ending.")
-    line_number: T.IntegerType = _must(
-        "Line in the file, from 1; in an OMM file the ordinal of the message.", ge=1
-    )
+    line_number: T.IntegerType = _must("Line in the file, from 1; in JSON the ordinal of the message.", ge=1)
     # Also numbers that are no catalogue numbers: they may be why it was rejected.
     sat_no: T.LongType = _may("Catalogue number, as far as the record has a readable one.")
     raw_text: T.StringType = _must("The record as it is in the file.")

@@ -7,6 +7,7 @@ from branchlake_dagster.fusion.assets.catalogue import gp_ingest
 from branchlake_dagster.fusion.gp.records import EmptyCatalogueError
 from branchlake_dagster.fusion.graph import definitions
 from branchlake_dagster.fusion.partitions import all_kinds_of_window, windows, windows_by_kind
+from branchlake_dagster.fusion.providers.pulled import GpProvider, Pull
 from branchlake_dagster.fusion.sources import (
     DEFAULT_SNAPSHOT,
     GpSource,
@@ -27,12 +28,12 @@ def instance(tmp_path_factory):
 
 
 def code_location(gp: GpSource) -> dg.Definitions:
-    resources = {"gp": gp, "io_manager": dg.mem_io_manager}
+    resources = {"gp": gp, "gp_provider": GpProvider(), "io_manager": dg.mem_io_manager}
     return dg.Definitions(
         assets=definitions.fusion_assets,
         asset_checks=definitions.fusion_checks,
         jobs=definitions.fusion_jobs,
-        schedules=definitions.fusion_schedules,
+        schedules=[*definitions.fusion_schedules, definitions.pull_schedule(running=False)],
         sensors=definitions.fusion_sensors,
         resources=resources,
     )
@@ -153,3 +154,34 @@ def test_schedules_wait_for_a_current_catalogue(instance):
     assert [request.partition_key for request in requests] == [f"{kind}|2026-08-08-04:00" for kind in kinds]
     (window,) = tick(definitions.hourly_window).run_requests
     assert window.partition_key == "2026-08-08-04:00"
+
+
+class Fixed(GpProvider):
+    """A provider that always gives the same."""
+
+    text: str
+
+    def pull(self, around=None):
+        return Pull("fixed", "all", "tle", self.text.encode(), NOW)
+
+
+def test_a_pull_becomes_a_file_a_partition_and_a_run_and_again_the_same(instance, tmp_path):
+    def tick(provider: GpProvider, folder: str | None = str(tmp_path / "gp")):
+        context = dg.build_schedule_context(
+            instance=instance,
+            scheduled_execution_time=NOW,
+            resources={"gp": GpSource(catalogue_dir=folder), "gp_provider": provider},
+        )
+        return definitions.pull_schedule(running=True)(context)
+
+    assert "BRANCHLAKE_GP_PULL" in tick(GpProvider()).skip_message
+    provider = Fixed(text=f"{L1}\n{L2}\n")
+    assert "catalogue_dir" in tick(provider, None).skip_message
+    request, again = tick(provider), tick(provider)
+    assert (request.partition_key, request.run_key) == (again.partition_key, again.run_key)
+    assert request.partition_key == request.run_key == "fixed-all-20260808T0505Z"
+    assert instance.get_dynamic_partitions("gp_snapshots") == ["fixed-all-20260808T0505Z"]
+    out = ingest(GpSource(catalogue_dir=str(tmp_path / "gp")), "fixed-all-20260808T0505Z")
+    assert out["element_sets"]["sat_no"].to_list() == [900]
+    states = [definitions.pull_schedule(running=r).default_status for r in (False, True)]
+    assert states == [dg.DefaultScheduleStatus.STOPPED, dg.DefaultScheduleStatus.RUNNING]

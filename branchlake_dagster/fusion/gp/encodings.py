@@ -2,8 +2,8 @@
 
 JSON and CSV are read as CelesTrak and Space-Track serve them, XML by NDM/XML (CCSDS 505.0-B), and KVN. All
 values stay text here, so that no digit is lost before the one conversion in `omm`. A frame has the message's
-keywords that were there, ``line_number``, ``raw_text`` (empty: the keywords tell it) and ``broken``, which says
-in words why a record is none, and in ``broken_as`` by which reason.
+keywords that were there, ``line_number``, ``raw_text`` (empty: the keywords tell it) and ``broken``, which
+says in words why a record is none, with the reason in ``broken_as``.
 """
 
 from __future__ import annotations

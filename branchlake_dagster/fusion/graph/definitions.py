@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import dagster as dg
 
@@ -25,10 +26,18 @@ from branchlake_dagster.fusion.assets.upkeep import MAX_CATALOGUE_AGE
 from branchlake_dagster.fusion.gp.simulated import REFERENCE_EPOCH
 from branchlake_dagster.fusion.graph.quality import fusion_checks
 from branchlake_dagster.fusion.partitions import gp_snapshots, windows
+from branchlake_dagster.fusion.providers.pulled import GpProvider
 from branchlake_dagster.fusion.sensors.native import SOURCE_KINDS
 from branchlake_dagster.fusion.sources import DEFAULT_SNAPSHOT, GpSource, snapshot_time
 
-__all__ = ["fusion_assets", "fusion_checks", "fusion_jobs", "fusion_schedules", "fusion_sensors"]
+__all__ = [
+    "fusion_assets",
+    "fusion_checks",
+    "fusion_jobs",
+    "fusion_schedules",
+    "fusion_sensors",
+    "pull_schedule",
+]
 
 fusion_assets: list[dg.AssetsDefinition] = [
     gp_ingest,
@@ -112,6 +121,35 @@ def _last_window(context: dg.ScheduleEvaluationContext) -> str:
 
 fusion_schedules = [hourly_observations, hourly_window]
 """Running by default, and idle until a current GP snapshot is registered."""
+
+
+def pull_schedule(*, running: bool) -> dg.ScheduleDefinition:
+    """The schedule that asks the provider; `running` is its state before anybody has changed it."""
+
+    # Not on the hour, when everybody asks.
+    @dg.schedule(
+        name="gp_pull",
+        job=catalogue_job,
+        cron_schedule="47 */2 * * *",
+        execution_timezone="UTC",
+        default_status=dg.DefaultScheduleStatus.RUNNING if running else dg.DefaultScheduleStatus.STOPPED,
+        description="Fetch the provider's catalogue, keep it as a file, register and ingest it.",
+    )
+    def gp_pull(
+        context: dg.ScheduleEvaluationContext, gp: GpSource, gp_provider: GpProvider
+    ) -> dg.RunRequest | dg.SkipReason:
+        pulled = gp_provider.pull()
+        if pulled is None:
+            return dg.SkipReason("No provider of catalogues is configured: set BRANCHLAKE_GP_PULL.")
+        if gp.catalogue_dir is None:
+            return dg.SkipReason("No folder to keep catalogues in: set the GP source's catalogue_dir.")
+        # Each step may be repeated, and Dagster launches one run for a run key: a tick that dies here is made
+        # good by the next one, and one that is given what is known launches nothing.
+        pulled.write(Path(gp.catalogue_dir).expanduser())
+        context.instance.add_dynamic_partitions("gp_snapshots", [pulled.snapshot])
+        return dg.RunRequest(run_key=pulled.snapshot, partition_key=pulled.snapshot)
+
+    return gp_pull
 
 
 @dg.sensor(minimum_interval_seconds=30, default_status=dg.DefaultSensorStatus.RUNNING)
