@@ -11,6 +11,7 @@ from branchlake_dagster.fusion import contracts
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE, ELEMENT_SETS, REJECTED_RECORDS
 from branchlake_dagster.fusion.assets.conjunctions import CONJUNCTION_CANDIDATES
 from branchlake_dagster.fusion.assets.observations import OBSERVATIONS, SENSOR_OBSERVATIONS
+from branchlake_dagster.fusion.assets.quarantine import QUARANTINED_OBJECTS
 from branchlake_dagster.fusion.assets.tracks import FUSED_TRACKS
 from branchlake_dagster.fusion.conjunctions.arrow import CANDIDATE_SCHEMA
 from branchlake_dagster.fusion.estimation.arrow import TRACK_SCHEMA
@@ -25,6 +26,7 @@ CONTRACTS = {
     CATALOGUE: contracts.ElementSet,
     SENSOR_OBSERVATIONS: contracts.SensorObservation,
     OBSERVATIONS: contracts.Observation,
+    QUARANTINED_OBJECTS: contracts.QuarantinedObject,
     FUSED_TRACKS: contracts.FusedTrack,
     CONJUNCTION_CANDIDATES: contracts.ConjunctionCandidate,
 }
@@ -38,6 +40,7 @@ UNIT_OF_ENDING = {
     "_arcsec": "arcsec",
     "_ns": "ns",
     "_s": "s",
+    "_days": "d",
 }
 
 

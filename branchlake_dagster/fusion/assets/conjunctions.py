@@ -8,6 +8,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster import column_metadata, table_metadata
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
+from branchlake_dagster.fusion.assets.quarantine import QUARANTINED_OBJECTS, usable
 from branchlake_dagster.fusion.assets.upkeep import OF_WINDOWS, OWNERS
 from branchlake_dagster.fusion.conjunctions.arrow import CANDIDATE_SCHEMA, screen_batches
 from branchlake_dagster.fusion.conjunctions.screening import STEP_S, THRESHOLD_KM
@@ -34,7 +35,10 @@ class ScreeningConfig(dg.Config):
     owners=OWNERS,
     kinds={"iceberg", "spark"},
     freshness_policy=OF_WINDOWS,
-    ins={"catalogue": dg.AssetIn(CATALOGUE, partition_mapping=whole_catalogue)},
+    ins={
+        "catalogue": dg.AssetIn(CATALOGUE, partition_mapping=whole_catalogue),
+        "quarantined_objects": dg.AssetIn(QUARANTINED_OBJECTS),
+    },
     metadata=table_metadata(partition_by="window_start", require_checks=True)
     | column_metadata(ConjunctionCandidate),
 )
@@ -42,10 +46,12 @@ def conjunction_candidates(
     context: dg.AssetExecutionContext,
     config: ScreeningConfig,
     catalogue: DataFrame,
+    quarantined_objects: DataFrame,
 ) -> DataFrame:
     """Encounters of all catalogue objects closer than the threshold, by their element sets alone."""
     start, end = window_of(context)
-    elements = Elements.from_arrow(catalogue.select(*Elements.COLUMNS).toArrow().sort_by("sat_no"))
+    objects = usable(catalogue, quarantined_objects)
+    elements = Elements.from_arrow(objects.select(*Elements.COLUMNS).toArrow().sort_by("sat_no"))
     cells = -(-(end - start) // round(STEP_S * 1e6))
     size = -(-cells // config.chunks)
     ranges = [(first, min(size, cells - first)) for first in range(0, cells, size)]

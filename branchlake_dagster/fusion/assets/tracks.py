@@ -8,6 +8,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from branchlake_dagster import column_metadata, table_metadata
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
 from branchlake_dagster.fusion.assets.observations import OBSERVATIONS
+from branchlake_dagster.fusion.assets.quarantine import QUARANTINED_OBJECTS, usable
 from branchlake_dagster.fusion.assets.upkeep import OF_WINDOWS, OWNERS
 from branchlake_dagster.fusion.contracts import FusedTrack
 from branchlake_dagster.fusion.estimation.arrow import ELEMENT_INPUT, TRACK_SCHEMA, fuse_batches
@@ -28,15 +29,20 @@ FUSED_TRACKS = dg.AssetKey(["sda", "fused_tracks"])
     ins={
         "observations": dg.AssetIn(OBSERVATIONS, partition_mapping=all_kinds_of_window),
         "catalogue": dg.AssetIn(CATALOGUE, partition_mapping=whole_catalogue),
+        "quarantined_objects": dg.AssetIn(QUARANTINED_OBJECTS),
     },
     metadata=table_metadata(partition_by="window_start", require_checks=True) | column_metadata(FusedTrack),
 )
 def fused_tracks(
-    context: dg.AssetExecutionContext, observations: DataFrame, catalogue: DataFrame
+    context: dg.AssetExecutionContext,
+    observations: DataFrame,
+    catalogue: DataFrame,
+    quarantined_objects: DataFrame,
 ) -> DataFrame:
     """State and covariance of each object that the window's observations determine."""
     start, end = window_of(context)
-    joined = observations.join(catalogue.select(*ELEMENT_INPUT), on="sat_no")
+    objects = usable(catalogue, quarantined_objects).select(*ELEMENT_INPUT)
+    joined = observations.join(objects, on="sat_no")
     return joined.repartition("sat_no").mapInArrow(
         carried(fuse_batches(start, end)), from_arrow_schema(TRACK_SCHEMA)
     )

@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from branchlake_dagster.fusion.orbits.frames import Floats, Micros
+from branchlake_dagster.fusion.orbits.plausible import examine
 from branchlake_dagster.fusion.orbits.propagation import Elements, hermite, propagate
 
 STEP_S = 30.0
@@ -65,7 +66,7 @@ def screen(
 ) -> Encounters:
     """All encounters below ``threshold_km`` in the cells from ``start`` (UTC microseconds) on.
 
-    Objects that SGP4 cannot propagate over a cell are left out of it.
+    Objects that SGP4 cannot propagate over a cell, or not to states that can be true, are left out of it.
     """
     satellites = elements.satellites()
     step = round(step_s * 1e6)
@@ -74,8 +75,9 @@ def screen(
         count = min(_CELLS_AT_ONCE, cells - begin)
         instants = start + step * np.arange(begin, begin + count + 1, dtype=np.int64)
         ephemeris = propagate(satellites, instants)
+        sound = examine(ephemeris, elements).sound
         for k in range(count):
-            whole = np.flatnonzero(ephemeris.valid[:, k] & ephemeris.valid[:, k + 1])
+            whole = np.flatnonzero(sound[:, k] & sound[:, k + 1])
             ends = [(ephemeris.position[whole, j], ephemeris.velocity[whole, j]) for j in (k, k + 1)]
             found.append(_cell(whole, ends[0], ends[1], int(instants[k]), step_s, threshold_km))
     return Encounters(*(np.concatenate(parts) for parts in zip(*found, strict=True)))

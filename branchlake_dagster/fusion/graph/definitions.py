@@ -21,6 +21,7 @@ from branchlake_dagster.fusion.assets.observations import (
     observations,
     sensor_observations,
 )
+from branchlake_dagster.fusion.assets.quarantine import QUARANTINED_OBJECTS, quarantined_objects
 from branchlake_dagster.fusion.assets.tracks import FUSED_TRACKS, fused_tracks
 from branchlake_dagster.fusion.assets.upkeep import MAX_CATALOGUE_AGE
 from branchlake_dagster.fusion.gp.simulated import REFERENCE_EPOCH
@@ -44,6 +45,7 @@ fusion_assets: list[dg.AssetsDefinition] = [
     catalogue,
     sensor_observations,
     observations,
+    quarantined_objects,
     fused_tracks,
     conjunction_candidates,
 ]
@@ -61,7 +63,7 @@ observations_job = dg.define_asset_job(
 )
 window_job = dg.define_asset_job(
     "window_job",
-    selection=dg.AssetSelection.assets(FUSED_TRACKS, CONJUNCTION_CANDIDATES),
+    selection=dg.AssetSelection.assets(QUARANTINED_OBJECTS, FUSED_TRACKS, CONJUNCTION_CANDIDATES),
     description="Fuse one window's observations into tracks and screen it for conjunctions.",
 )
 fusion_jobs = [catalogue_job, observations_job, window_job]

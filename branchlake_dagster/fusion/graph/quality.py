@@ -9,6 +9,7 @@ from branchlake_dagster.fusion import contracts
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE, ELEMENT_SETS, REJECTED_RECORDS
 from branchlake_dagster.fusion.assets.conjunctions import CONJUNCTION_CANDIDATES
 from branchlake_dagster.fusion.assets.observations import OBSERVATIONS, SENSOR_OBSERVATIONS
+from branchlake_dagster.fusion.assets.quarantine import QUARANTINED_OBJECTS
 from branchlake_dagster.fusion.assets.tracks import FUSED_TRACKS
 from branchlake_dagster.fusion.partitions import gp_snapshots, windows, windows_by_kind
 
@@ -19,6 +20,7 @@ MAX_REJECTED = 10
 """Records that say nothing of a feed, however few there are, unless they are most of the file."""
 
 MAX_CHI2_PER_DOF = 10.0
+MAX_QUARANTINED_SHARE = 0.05
 
 _DUPLICATES = "SELECT {key}, count(*) AS copies FROM {{this}} GROUP BY {key} HAVING count(*) > 1"
 
@@ -85,6 +87,19 @@ fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
             _WRONG_FIELDS,
             partitions_def=windows_by_kind,
             description="Each kind has its own measurement and no other, above ground, within its window.",
+        ),
+        pandera_checks(QUARANTINED_OBJECTS, contracts.QuarantinedObject, partitions_def=windows),
+        sql_check(
+            QUARANTINED_OBJECTS,
+            "few",
+            f"""
+        SELECT quarantined, objects FROM (SELECT count(*) AS quarantined FROM {{this}}),
+            (SELECT count(*) AS objects FROM nessie.sda.catalogue)
+        WHERE quarantined > {MAX_QUARANTINED_SHARE} * objects
+        """,  # noqa: S608 - built from constants
+            severity="warn",
+            partitions_def=windows,
+            description=f"At most {MAX_QUARANTINED_SHARE:.0%} of the objects are quarantined.",
         ),
         pandera_checks(FUSED_TRACKS, contracts.FusedTrack, partitions_def=windows),
         _unique(FUSED_TRACKS, "window_start, sat_no", windows),

@@ -22,6 +22,7 @@ from branchlake_dagster.fusion.orbits.frames import (
     sun_position,
     sunlit,
 )
+from branchlake_dagster.fusion.orbits.plausible import examine
 from branchlake_dagster.fusion.orbits.propagation import Elements, Ephemeris, grid, propagate
 from branchlake_dagster.fusion.sensors import measurement
 from branchlake_dagster.fusion.sensors.hashing import normal, uniform
@@ -54,7 +55,7 @@ class Scene:
         self.ephemeris: Ephemeris = propagate(
             elements.satellites(), grid(start - margin, end + margin, STEP_S)
         )
-        self.alive: npt.NDArray[np.bool_] = np.asarray(self.ephemeris.valid.all(axis=1))
+        self.alive: npt.NDArray[np.bool_] = examine(self.ephemeris, elements).sound_throughout
         self.timing_us = np.round(
             np.clip(normal(self.sat_no, seed, 77), -4, 4) * CATALOGUE_TIMING_SIGMA_S * 1e6
         ).astype(np.int64)
