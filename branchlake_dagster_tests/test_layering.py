@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "incremental": {*_BASE, "lakehouse", "changes", "branching", "publication"},
     "query": {*_BASE, "lakehouse", "branching", "publication"},
     "testing": {*_BASE, "lakehouse", "branching", "publication"},
-    "fusion": {*_BASE, "lakehouse", "branching", "publication", "checks"},
+    "fusion": {*_BASE, "lakehouse", "branching", "publication", "checks", "incremental"},
     "definitions": {*_BASE, "lakehouse", "branching", "publication", "checks", "fusion"},
     "components": {*_BASE, "lakehouse", "branching", "publication"},
     "cli": {

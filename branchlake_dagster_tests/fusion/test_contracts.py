@@ -9,11 +9,12 @@ from branchlake_dagster import column_metadata
 from branchlake_dagster.branching.table.types import in_words, stored_type
 from branchlake_dagster.fusion import contracts
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE, ELEMENT_SETS, REJECTED_RECORDS
-from branchlake_dagster.fusion.assets.conjunctions import CONJUNCTION_CANDIDATES
+from branchlake_dagster.fusion.assets.conjunctions import CONJUNCTION_CANDIDATES, CONJUNCTIONS, listed
 from branchlake_dagster.fusion.assets.observations import OBSERVATIONS, SENSOR_OBSERVATIONS
 from branchlake_dagster.fusion.assets.quarantine import QUARANTINED_OBJECTS
 from branchlake_dagster.fusion.assets.tracks import FUSED_TRACKS
-from branchlake_dagster.fusion.conjunctions.arrow import CANDIDATE_SCHEMA
+from branchlake_dagster.fusion.conjunctions.arrow import ENCOUNTER_SCHEMA
+from branchlake_dagster.fusion.conjunctions.screening import MINUTE, Span
 from branchlake_dagster.fusion.estimation.arrow import TRACK_SCHEMA
 from branchlake_dagster.fusion.gp.records import ELEMENT_COLUMNS
 from branchlake_dagster.fusion.gp.rules import REJECTED_COLUMNS
@@ -29,6 +30,7 @@ CONTRACTS = {
     QUARANTINED_OBJECTS: contracts.QuarantinedObject,
     FUSED_TRACKS: contracts.FusedTrack,
     CONJUNCTION_CANDIDATES: contracts.ConjunctionCandidate,
+    CONJUNCTIONS: contracts.Conjunction,
 }
 UNIT_OF_ENDING = {
     "_km_s": "km/s",
@@ -41,6 +43,7 @@ UNIT_OF_ENDING = {
     "_ns": "ns",
     "_s": "s",
     "_days": "d",
+    "_min": "min",
 }
 
 
@@ -71,7 +74,10 @@ def test_the_contracts_are_the_tables_column_by_column():
     assert in_order(types(contracts.RejectedRecord)) == in_order({**text, **of_polars(REJECTED_COLUMNS)})
     assert in_order(types(contracts.SensorObservation)) == in_order(of_polars(NATIVE_COLUMNS))
     assert in_order(types(contracts.FusedTrack)) == in_order(stored(TRACK_SCHEMA))
-    assert in_order(types(contracts.ConjunctionCandidate)) == in_order(stored(CANDIDATE_SCHEMA))
+    hourly = {**stored(ENCOUNTER_SCHEMA), "window_start": "timestamptz"}
+    assert in_order(types(contracts.ConjunctionCandidate)) == in_order(hourly)
+    nothing = listed(pl.DataFrame(ENCOUNTER_SCHEMA.empty_table()), None, Span.whole(0, MINUTE), 5.0)
+    assert in_order(types(contracts.Conjunction)) == in_order(stored(nothing.to_arrow().schema))
 
 
 @pytest.mark.parametrize("model", dict.fromkeys(CONTRACTS.values()), ids=lambda one: one.__name__)

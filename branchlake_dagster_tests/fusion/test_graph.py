@@ -3,6 +3,7 @@ from datetime import UTC, datetime
 import dagster as dg
 import pytest
 
+from branchlake_dagster import BranchSparkResource, LakehouseResource
 from branchlake_dagster.fusion.assets.catalogue import gp_ingest
 from branchlake_dagster.fusion.gp.records import EmptyCatalogueError
 from branchlake_dagster.fusion.graph import definitions
@@ -28,7 +29,14 @@ def instance(tmp_path_factory):
 
 
 def code_location(gp: GpSource) -> dg.Definitions:
-    resources = {"gp": gp, "gp_provider": GpProvider(), "io_manager": dg.mem_io_manager}
+    lakehouse = LakehouseResource()
+    resources = {
+        "gp": gp,
+        "gp_provider": GpProvider(),
+        "io_manager": dg.mem_io_manager,
+        "lakehouse": lakehouse,
+        "spark": BranchSparkResource(lakehouse=lakehouse),
+    }
     return dg.Definitions(
         assets=definitions.fusion_assets,
         asset_checks=definitions.fusion_checks,

@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 
 from branchlake_dagster.fusion.assets.quarantine import quarantine
-from branchlake_dagster.fusion.conjunctions.screening import screen
+from branchlake_dagster.fusion.conjunctions.screening import Span, screen
 from branchlake_dagster.fusion.gp.read import read_catalogue
 from branchlake_dagster.fusion.gp.simulated import REFERENCE_EPOCH, simulated_elements
 from branchlake_dagster.fusion.orbits.plausible import Fault, examine
@@ -91,11 +91,11 @@ def test_absurd_states_are_neither_screened_nor_observed():
     frame = stale().sort("sat_no")
     elements = Elements.from_arrow(frame.to_arrow())
     bad = set(quarantine(table(frame), START, START + HOUR)["sat_no"])
-    found = screen(elements, start=START, cells=120, threshold_km=2_000.0)
+    found = screen(elements, Span.whole(START, START + HOUR), threshold_km=2_000.0)
     met = {*elements.sat_no[found.first].tolist(), *elements.sat_no[found.second].tolist()}
     assert met
     assert not met & bad
-    assert found.speed_km_s.max() < 25
+    assert np.linalg.norm(found.velocity, axis=1).max() < 25
     seen = simulate(elements, kind="radar", start=START, end=START + HOUR, seed=1)
     assert seen.height
     assert not set(seen["sat_no"]) & bad

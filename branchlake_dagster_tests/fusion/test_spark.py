@@ -4,11 +4,15 @@ import uuid
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster.fusion.assets.catalogue import newer_than
-from branchlake_dagster.fusion.conjunctions.arrow import CANDIDATE_SCHEMA, screen_batches
+from branchlake_dagster.fusion.conjunctions.arrow import as_batch
+from branchlake_dagster.fusion.conjunctions.distributed import close_approaches
+from branchlake_dagster.fusion.conjunctions.screening import MINUTE, Span, screen
+from branchlake_dagster.fusion.conjunctions.tasks import Pairs, Screening, in_parts
 from branchlake_dagster.fusion.contracts import Observation
 from branchlake_dagster.fusion.estimation.arrow import ELEMENT_INPUT, TRACK_SCHEMA, fuse_batches
 from branchlake_dagster.fusion.observing import OBSERVATION_NAMESPACE, normalise
@@ -21,6 +25,8 @@ from branchlake_dagster_tests.fusion.test_tracks import END, SEED, START, catalo
 __all__ = ["catalogue"]
 
 pytestmark = pytest.mark.spark
+
+BY = [(name, "ascending") for name in ("sat1_object_designator", "sat2_object_designator", "kind", "tca")]
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +92,12 @@ def test_tracks_over_spark_are_those_of_the_function(session, native, normalised
 
 def test_screening_over_spark(session, catalogue):
     elements = Elements.from_arrow(catalogue.to_arrow())
-    screened = screen_batches(elements, start=START, step_s=30.0, threshold_km=50.0)
-    cells = session.createDataFrame([(0, 60), (60, 60)], "first_cell long, cells long").repartition(2)
-    found = cells.mapInArrow(carried(screened), from_arrow_schema(CANDIDATE_SCHEMA)).toArrow()
-    assert found.num_rows > 0
-    assert set(found.column("window_start").to_pylist()) == {found.column("window_start")[0].as_py()}
+    span = Span.whole(START, START + 60 * MINUTE)
+    screening = Screening.of_all(elements, 50.0)
+    found = close_approaches(session, screening, in_parts(span, Pairs.ALL, 3)).toArrow()
+    expected = pa.Table.from_batches([as_batch(screen(elements, span, threshold_km=50.0), elements)])
+    assert expected.num_rows > 0
+    assert found.sort_by(BY) == expected.sort_by(BY)
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,8 @@ def consumer_of(
 
 def _mistake(declaration: Declaration, table: TableSpec, *, partitioned: bool) -> str | None:
     mode = table.write_mode
-    if "rows" in declaration.patterns and mode not in ("append", "upsert"):
-        return f"changed rows are appended or merged, and its write mode is {mode}."
+    if "rows" in declaration.patterns and mode == "replace_partitions":
+        return f"changed rows are appended, merged or make a new table, and its write mode is {mode}."
     if "keys" in declaration.patterns:
         if mode != "upsert":
             return f"what is computed of changed keys is an upsert, and its write mode is {mode}."

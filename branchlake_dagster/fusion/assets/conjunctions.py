@@ -1,24 +1,45 @@
-"""Group ``conjunctions``: close approaches within a window."""
+"""Group ``conjunctions``: close approaches, hour by hour and as the list of what is ahead."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
-import dagster as dg
-from pydantic import Field
-from pyspark.sql import DataFrame
-from pyspark.sql.pandas.types import from_arrow_schema
+from collections.abc import Sequence
 
-from branchlake_dagster import column_metadata, table_metadata
+import dagster as dg
+import numpy as np
+import polars as pl
+import pyarrow as pa
+from pydantic import Field
+from pyiceberg.exceptions import NoSuchTableError
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
+
+from branchlake_dagster import (
+    BranchSparkResource,
+    LakehouseResource,
+    column_metadata,
+    consumes,
+    table_metadata,
+)
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
 from branchlake_dagster.fusion.assets.quarantine import QUARANTINED_OBJECTS, usable
-from branchlake_dagster.fusion.assets.upkeep import OF_WINDOWS, OWNERS
-from branchlake_dagster.fusion.conjunctions.arrow import CANDIDATE_SCHEMA, screen_batches
-from branchlake_dagster.fusion.conjunctions.screening import STEP_S, THRESHOLD_KM
-from branchlake_dagster.fusion.contracts import ConjunctionCandidate
+from branchlake_dagster.fusion.assets.upkeep import OF_SNAPSHOTS, OF_WINDOWS, OWNERS
+from branchlake_dagster.fusion.conjunctions.distributed import close_approaches
+from branchlake_dagster.fusion.conjunctions.identity import identified
+from branchlake_dagster.fusion.conjunctions.rescreening import Earlier, plan
+from branchlake_dagster.fusion.conjunctions.screening import MINUTE, THRESHOLD_KM, Kind, Span
+from branchlake_dagster.fusion.conjunctions.tasks import Pairs, Screening, in_parts
+from branchlake_dagster.fusion.contracts import Conjunction, ConjunctionCandidate
+from branchlake_dagster.fusion.gp.simulated import REFERENCE_EPOCH
 from branchlake_dagster.fusion.orbits.propagation import Elements
 from branchlake_dagster.fusion.partitions import whole_catalogue, windows
-from branchlake_dagster.fusion.shipping import carried
+from branchlake_dagster.fusion.sources import snapshot_time
 from branchlake_dagster.fusion.windows import window_of
 
 CONJUNCTION_CANDIDATES = dg.AssetKey(["sda", "conjunction_candidates"])
+CONJUNCTIONS = dg.AssetKey(["sda", "conjunctions"])
+LIST_THRESHOLD_KM = 5.0
+HORIZON_H = 24.0
+MAX_ELEMENT_AGE_DAYS = 14.0
+_DAY_MICROS = 86_400_000_000
 
 
 class ScreeningConfig(dg.Config):
@@ -48,15 +69,127 @@ def conjunction_candidates(
     catalogue: DataFrame,
     quarantined_objects: DataFrame,
 ) -> DataFrame:
-    """Encounters of all catalogue objects closer than the threshold, by their element sets alone."""
+    """Close approaches of all objects that the hour can use, by their element sets alone."""
     start, end = window_of(context)
     objects = usable(catalogue, quarantined_objects)
     elements = Elements.from_arrow(objects.select(*Elements.COLUMNS).toArrow().sort_by("sat_no"))
-    cells = -(-(end - start) // round(STEP_S * 1e6))
-    size = -(-cells // config.chunks)
-    ranges = [(first, min(size, cells - first)) for first in range(0, cells, size)]
-    frame = catalogue.sparkSession.createDataFrame(ranges, "first_cell long, cells long")
-    screened = screen_batches(elements, start=start, step_s=STEP_S, threshold_km=config.threshold_km)
-    return frame.repartition(len(ranges), "first_cell").mapInArrow(
-        carried(screened), from_arrow_schema(CANDIDATE_SCHEMA)
+    tasks = in_parts(Span.whole(start, end), Pairs.ALL, config.chunks)
+    screening = Screening.of_all(elements, config.threshold_km)
+    found = close_approaches(catalogue.sparkSession, screening, tasks)
+    return found.withColumn("window_start", F.timestamp_micros(F.lit(start)))
+
+
+class ConjunctionsConfig(dg.Config):
+    """How far ahead the list looks, and for what."""
+
+    horizon_h: float = Field(HORIZON_H, gt=0, le=24 * 14, description="Hours that are screened.")
+    threshold_km: float = Field(LIST_THRESHOLD_KM, gt=0, description="Largest miss distance kept, km.")
+    max_element_age_days: float = Field(
+        MAX_ELEMENT_AGE_DAYS, gt=0, description="Objects with older element sets are left out."
     )
+    tasks: int = Field(8, ge=1, description="Spark tasks that the time is divided into.")
+
+
+@dg.asset(
+    key=CONJUNCTIONS,
+    group_name="conjunctions",
+    owners=OWNERS,
+    kinds={"iceberg", "spark"},
+    freshness_policy=OF_SNAPSHOTS,
+    ins={"changed": dg.AssetIn(CATALOGUE, partition_mapping=whole_catalogue)},
+    metadata=table_metadata(write_mode="replace_table", require_checks=True)
+    | consumes({CATALOGUE: "rows"}, when_removed="ignore", when_lost="rebuild")
+    | column_metadata(Conjunction),
+)
+def conjunctions(
+    context: dg.AssetExecutionContext,
+    config: ConjunctionsConfig,
+    changed: pa.Table,
+    lakehouse: LakehouseResource,
+    spark: BranchSparkResource,
+) -> pl.DataFrame:
+    """What is ahead: all objects against all, from the newest GP snapshot on.
+
+    When the catalogue changes, only pairs with a changed object are screened again, and what the earlier list
+    did not reach; the list is the same as that of a full screening.
+    """
+    tables = lakehouse.catalog()
+    catalogue = tables.load_table(tuple(CATALOGUE.path)).scan().to_arrow()
+    start = newest_snapshot(catalogue.column("snapshot_id").unique().to_pylist())
+    span = Span.whole(start, start + max(1, round(config.horizon_h * 60)) * MINUTE)
+    current = Elements.from_arrow(catalogue.sort_by("sat_no"))
+    fresh = start - current.epoch_micros <= config.max_element_age_days * _DAY_MICROS
+    elements = current.take(np.flatnonzero(fresh))
+    try:
+        earlier = pl.DataFrame(tables.load_table(tuple(CONJUNCTIONS.path)).scan().to_arrow())
+    except NoSuchTableError:
+        earlier = None
+    planned = plan(
+        elements,
+        span,
+        config.threshold_km,
+        earlier=earlier_list(earlier),
+        changed=changed.column("sat_no").unique().to_numpy(),
+        parts=config.tasks,
+    )
+    context.log.info(f"{len(elements):,} objects, {planned.why}, in {len(planned.tasks)} tasks.")
+    found = close_approaches(spark.spark_session, planned.screening, planned.tasks).toArrow()
+    result = listed(pl.DataFrame(found), earlier, span, config.threshold_km)
+    context.add_output_metadata(
+        {
+            "screening": planned.why,
+            "objects": len(elements),
+            "left_out_as_stale": int((~fresh).sum()),
+            "close_approaches": result.height,
+            **{f"of_kind_{kind.value}": int((result["kind"] == kind.value).sum()) for kind in Kind},
+            "new": int((result["first_reported"] == result["screened_from"]).sum()),
+        }
+    )
+    return result
+
+
+def newest_snapshot(names: Sequence[str]) -> int:
+    """The newest collection time (UTC microseconds, a whole minute) of GP snapshots."""
+    newest = max((snapshot_time(name) or REFERENCE_EPOCH for name in names), default=REFERENCE_EPOCH)
+    return int(newest.timestamp()) // 60 * MINUTE
+
+
+def earlier_list(found: pl.DataFrame | None) -> Earlier | None:
+    """What an earlier table says, or None of one that does not tell its time."""
+    if found is None or found.is_empty():
+        return None
+    first = found.row(0, named=True)
+    at = found.select(pl.col("tca", "screened_from", "screened_until").dt.epoch("us"))
+    return Earlier(
+        int(at["screened_from"][0]),
+        int(at["screened_until"][0]),
+        float(first["threshold_km"]),
+        found.select("sat1_object_designator", "sat2_object_designator").to_numpy(),
+        at["tca"].to_numpy(),
+        (found["kind"] == Kind.TOGETHER.value).to_numpy(),
+    )
+
+
+def listed(
+    found: pl.DataFrame, earlier: pl.DataFrame | None, span: Span, threshold_km: float
+) -> pl.DataFrame:
+    """Close approaches with the columns of `Conjunction`."""
+    moment = pl.Datetime("us", "UTC")
+    begin, end = (pl.lit(one).cast(moment) for one in (span.start, span.end))
+    age = [
+        ((pl.col("tca") - pl.col(f"sat{k}_element_epoch")).dt.total_microseconds() / _DAY_MICROS).alias(
+            f"sat{k}_element_age_days"
+        )
+        for k in (1, 2)
+    ]
+    named = identified(found.with_columns(pl.col(pl.Datetime).cast(moment)), earlier, reported=begin)
+    return named.select(
+        *found.columns,
+        "event_id",
+        *age,
+        "first_reported",
+        "previous_miss_distance_km",
+        begin.alias("screened_from"),
+        end.alias("screened_until"),
+        pl.lit(threshold_km).alias("threshold_km"),
+    ).sort("tca", "event_id")

@@ -1,147 +1,338 @@
-r"""Close approaches of all objects with each other over a span of time.
+"""Close approaches of all objects with each other between two instants.
 
-The span is cut into cells of h seconds. An encounter is a local minimum of a pair's distance; it belongs to
-the one cell in which the derivative of the squared distance, 2 r·v of the relative state, changes from
-negative to not negative. So an encounter is found once, however the span is divided among workers.
+`search` names pairs and when to look at them; here is decided what they do. An object's state is looked at in
+whole minutes since 1970, so the answer for a pair depends on its two element sets and the two instants only:
+not on how the time is divided among workers, nor on what else was screened.
 
-Sieve. If a pair comes within d at some instant of a cell, its distance at the cell's middle is at most
+Of each minute in which a pair comes within the threshold there is one of three things to say:
 
-    R = d + v_rel h/2,      v_rel <= 2 v_max,
-
-because the distance cannot change faster than the relative speed and no middle is further than h/2 away. That
-is a bound, not an approximation: v_max is the largest speed found in the cell, widened by one percent
-for its change inside. A KD-tree over the positions at the middle gives all pairs within R.
-
-Step. A tree query over 16,000 objects costs about 20 ms whatever R is; pairs grow with R cubed. With
-h = 30 s and v_max near 9.3 km/s, R is 290 km, some thirty thousand pairs a cell, of which the sign test
-and the interpolated minimum leave a handful.
-
-Minimum. States inside a cell are cubic Hermite interpolants of the SGP4 states at its ends, exact to 2 cm in
-low orbit (see `Ephemeris.at`); three secant steps on r·v locate the time of closest approach. What
-limits a result is SGP4 itself, a kilometre or more.
+* **encounter**: the distance has a minimum inside it. A minimum is in one minute only, the one in which the
+  derivative of the squared distance changes from negative to not negative.
+* **edge**: it is the first or last minute that is looked at, and the pair is closest at that end.
+* **together**: at both ends of the minute the pair is within the threshold. Docked vehicles, formations and
+  neighbours in a geostationary slot are, for hours; their minutes are told together, with the closest
+  moment in them, and are no encounters.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from branchlake_dagster.fusion.orbits.frames import Floats, Micros
-from branchlake_dagster.fusion.orbits.plausible import examine
-from branchlake_dagster.fusion.orbits.propagation import Elements, hermite, propagate
+from branchlake_dagster.fusion.conjunctions.closest import MINUTE_S, Approach, States, closest, rate
+from branchlake_dagster.fusion.conjunctions.search import Candidates, search
+from branchlake_dagster.fusion.conjunctions.sieve import Rows
+from branchlake_dagster.fusion.orbits.frames import Floats, Micros, julian_dates
+from branchlake_dagster.fusion.orbits.plausible import possible
+from branchlake_dagster.fusion.orbits.propagation import Elements, Ephemeris, propagate
 
-STEP_S = 30.0
 THRESHOLD_KM = 10.0
-_SPEED_MARGIN = 1.01
-_CELLS_AT_ONCE = 20
-"""Bounds the memory: 16,000 objects on 21 instants are 16 MB of states."""
+STEP_S = 90.0
+MINUTE = 60_000_000
+"""In microseconds."""
+_STATES_AT_ONCE = 2_000_000
+"""Bounds the memory: a state is 48 bytes."""
+
+
+class Kind(StrEnum):
+    """What a close approach is, see this module."""
+
+    ENCOUNTER = "encounter"
+    EDGE = "edge"
+    TOGETHER = "together"
+
+
+_CODES = tuple(Kind)
 
 
 @dataclass(frozen=True)
 class Encounters:
-    """Close approaches, k rows: object indices (first < second) and the relative state at closest approach.
+    """Close approaches, k rows, sorted by pair and time.
 
-    ``tca_micros`` UTC microseconds since 1970; ``miss_km``, ``speed_km_s`` (k,); ``relative_ric`` (k, 3) km,
-    the second object's position minus the first's along the first's radial, in-track and cross-track axes,
-    as CDM's RELATIVE_POSITION_R, _T and _N.
+    ``first`` < ``second`` (k,) object rows; ``kind`` (k,) the place in `Kind`; ``tca_micros`` (k,) UTC
+    microseconds; ``minutes`` (k,) together, else 0; ``position``, ``velocity`` (k, 3) the second's state
+    relative to the first's at closest approach, km and km/s, along the first's radial, transverse and normal
+    axes, as CDM's RELATIVE_POSITION_R, _T and _N.
     """
 
-    first: npt.NDArray[np.int64]
-    second: npt.NDArray[np.int64]
+    first: Rows
+    second: Rows
+    kind: npt.NDArray[np.int64]
     tca_micros: Micros
-    miss_km: Floats
-    speed_km_s: Floats
-    relative_ric: Floats
+    minutes: npt.NDArray[np.int64]
+    position: Floats
+    velocity: Floats
+
+    @property
+    def miss_km(self) -> Floats:
+        """(k,) the distance at closest approach."""
+        return np.asarray(np.linalg.norm(self.position, axis=1))
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """What each of the k rows is."""
+        return [_CODES[code] for code in self.kind.tolist()]
+
+    @classmethod
+    def of(cls, parts: Iterable[Encounters]) -> Self:
+        """All of them, with one row for the minutes that a pair is together: they may come in parts."""
+        empty = np.zeros(0, np.int64)
+        nothing = Encounters(empty, empty, empty, empty, empty, np.zeros((0, 3)), np.zeros((0, 3)))
+        parts = [nothing, *parts]
+        columns = {one.name: [getattr(part, one.name) for part in parts] for one in fields(cls)}
+        found = cls(**{name: np.concatenate(values) for name, values in columns.items()})
+        together = found.kind == _CODES.index(Kind.TOGETHER)
+        whole = found._take(np.flatnonzero(~together))
+        spans = found._take(np.flatnonzero(together))
+        order = np.lexsort((spans.tca_micros, np.round(spans.miss_km, 12), spans.second, spans.first))
+        pairs = np.stack([spans.first[order], spans.second[order]], axis=1)
+        _, begins, member = np.unique(pairs, axis=0, return_index=True, return_inverse=True)
+        one_each = spans._take(order[begins])
+        minutes = np.bincount(member.ravel(), spans.minutes[order], len(begins)).astype(np.int64)
+        columns = {
+            one.name: [
+                getattr(whole, one.name),
+                minutes if one.name == "minutes" else getattr(one_each, one.name),
+            ]
+            for one in fields(cls)
+        }
+        both = cls(**{name: np.concatenate(values) for name, values in columns.items()})
+        return both._take(np.lexsort((both.tca_micros, both.second, both.first)))
+
+    def _take(self, rows: Rows) -> Self:
+        return type(self)(**{one.name: getattr(self, one.name)[rows] for one in fields(self)})
+
+
+@dataclass(frozen=True)
+class Span:
+    """Two instants (UTC microseconds, whole minutes) and the edges of the whole of which this is a part."""
+
+    start: int
+    end: int
+    first: int
+    last: int
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for instants that are no whole minutes, or in the wrong order."""
+        if any(one % MINUTE for one in (self.start, self.end, self.first, self.last)):
+            raise ValueError(f"{self}: its instants are whole minutes")
+        if not self.first <= self.start < self.end <= self.last:
+            raise ValueError(f"{self}: a part is within its whole, and not empty")
+
+    @classmethod
+    def whole(cls, start: int, end: int) -> Self:
+        """Between two instants, both of which are edges."""
+        return cls(start, end, start, end)
 
 
 def screen(
     elements: Elements,
+    span: Span,
     *,
-    start: int,
-    cells: int,
+    threshold_km: float = THRESHOLD_KM,
+    subjects: npt.NDArray[np.bool_] | None = None,
     step_s: float = STEP_S,
+) -> Encounters:
+    """All close approaches within ``threshold_km`` in a span.
+
+    Args:
+        elements: of n objects. Where its state cannot be true, an object has no close approach.
+        span: when.
+        threshold_km: the largest distance that counts.
+        subjects: (n,) only those of pairs with one of these; None: all.
+        step_s: seconds between the states that are searched; the result does not depend on it.
+
+    """
+    found = search(
+        elements,
+        start=span.start,
+        end=span.end,
+        h=step_s,
+        threshold_km=threshold_km,
+        subjects=subjects,
+    )
+    slow = np.stack([found.slow_first, found.slow_second], axis=1)
+    return Encounters.of(
+        [
+            screen_minutes(
+                elements,
+                span,
+                _minutes(_not_among(found, slow, len(elements))),
+                threshold_km=threshold_km,
+            ),
+            screen_pairs(elements, span, slow, threshold_km=threshold_km),
+        ]
+    )
+
+
+def screen_pairs(
+    elements: Elements, span: Span, pairs: npt.NDArray[np.int64], *, threshold_km: float = THRESHOLD_KM
+) -> Encounters:
+    """The close approaches of given row pairs (m, 2), the smaller row first, in a span."""
+    minutes = np.arange(span.start, span.end + 1, MINUTE, dtype=np.int64)
+    at_once = max(1, _STATES_AT_ONCE // len(minutes) // 2)
+    parts = []
+    for begin in range(0, len(pairs), at_once):
+        few = pairs[begin : begin + at_once]
+        rows, place = np.unique(few, return_inverse=True)
+        states = _states(elements.take(rows), minutes)
+        own, other = (States(*(one[column] for one in states)) for column in place.reshape(few.shape).T)
+        near = _within(own, other, threshold_km)
+        r_v = rate(own, other)
+        pair, minute = np.nonzero(
+            (near[:, :-1] & near[:, 1:])
+            | ((r_v[:, :-1] < 0) & (r_v[:, 1:] >= 0))
+            | (near[:, :-1] & (minutes[:-1] == span.first))
+            | (near[:, 1:] & (minutes[1:] == span.last))
+        )
+        begins = States(own.position[pair, minute], own.velocity[pair, minute])
+        ends = States(own.position[pair, minute + 1], own.velocity[pair, minute + 1])
+        others = (
+            States(other.position[pair, minute], other.velocity[pair, minute]),
+            States(other.position[pair, minute + 1], other.velocity[pair, minute + 1]),
+        )
+        parts.append(
+            _decided(few[pair], minutes[minute], (begins, others[0]), (ends, others[1]), span, threshold_km)
+        )
+    return Encounters.of(parts)
+
+
+def screen_minutes(
+    elements: Elements,
+    span: Span,
+    wanted: npt.NDArray[np.int64],
+    *,
     threshold_km: float = THRESHOLD_KM,
 ) -> Encounters:
-    """All encounters below ``threshold_km`` in the cells from ``start`` (UTC microseconds) on.
+    """What row pairs do in given minutes: ``wanted`` (m, 3) has the smaller row, the other, and the minute.
 
-    Objects that SGP4 cannot propagate over a cell, or not to states that can be true, are left out of it.
+    Minutes (UTC microseconds at their begin) outside of the span are passed over.
     """
-    satellites = elements.satellites()
-    step = round(step_s * 1e6)
-    found = []
-    for begin in range(0, cells, _CELLS_AT_ONCE):
-        count = min(_CELLS_AT_ONCE, cells - begin)
-        instants = start + step * np.arange(begin, begin + count + 1, dtype=np.int64)
-        ephemeris = propagate(satellites, instants)
-        sound = examine(ephemeris, elements).sound
-        for k in range(count):
-            whole = np.flatnonzero(sound[:, k] & sound[:, k + 1])
-            ends = [(ephemeris.position[whole, j], ephemeris.velocity[whole, j]) for j in (k, k + 1)]
-            found.append(_cell(whole, ends[0], ends[1], int(instants[k]), step_s, threshold_km))
-    return Encounters(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
+    wanted = np.unique(wanted[(wanted[:, 2] >= span.start) & (wanted[:, 2] < span.end)], axis=0)
+    if not len(wanted):
+        return Encounters.of([])
+    pairs, minutes = wanted[:, :2], wanted[:, 2]
+    begin, end = (
+        (_states_at(elements, pairs[:, 0], instants), _states_at(elements, pairs[:, 1], instants))
+        for instants in (minutes, minutes + MINUTE)
+    )
+    return _decided(pairs, minutes, begin, end, span, threshold_km)
 
 
-def _cell(
-    rows: npt.NDArray[np.int64],
-    begin: tuple[Floats, Floats],
-    end: tuple[Floats, Floats],
-    micros: int,
-    h: float,
+def _minutes(found: Candidates) -> npt.NDArray[np.int64]:
+    """The minutes (m, 3) that candidates may be in."""
+    spread = np.arange(int(np.max((found.latest - found.earliest) // MINUTE, initial=-1)) + 2)
+    minute = (found.earliest // MINUTE * MINUTE)[:, None] + spread * MINUTE
+    which, _ = np.nonzero(named := minute <= found.latest[:, None])
+    return np.stack([found.first[which], found.second[which], minute[named]], axis=1)
+
+
+def _decided(
+    pairs: npt.NDArray[np.int64],
+    minutes: Micros,
+    begin: tuple[States, States],
+    end: tuple[States, States],
+    span: Span,
     threshold_km: float,
-) -> tuple[npt.NDArray[np.generic], ...]:
-    """Encounters of one cell, as the fields of `Encounters`."""
-    half = np.full((1, 1), 0.5)
-    middle, _ = hermite(begin, end, half, h)
-    pairs = _near_pairs(middle, begin[1], end[1], h, threshold_km)
-    i, j = pairs.T
-    relative = [(r[j] - r[i], v[j] - v[i]) for r, v in (begin, end)]
-    closing = np.sum(relative[0][0] * relative[0][1], axis=1)
-    opening = np.sum(relative[1][0] * relative[1][1], axis=1)
-    turning = (closing < 0) & (opening >= 0)
-    i, j, closing, opening = i[turning], j[turning], closing[turning], opening[turning]
-    ends = [(r[turning], v[turning]) for r, v in relative]
-    low, high = np.zeros(len(i)), np.ones(len(i))
-    s = closing / np.where(closing - opening == 0, -1.0, closing - opening)
-    # r·v is nearly a straight line in time for a fast encounter and a smooth curve for a slow one; the
-    # bracket keeps the secant inside the cell.
-    for _ in range(8):
-        r, v = hermite(ends[0], ends[1], s[:, None], h)
-        slope = np.sum(r * v, axis=1)
-        low, closing = np.where(slope < 0, s, low), np.where(slope < 0, slope, closing)
-        high, opening = np.where(slope < 0, high, s), np.where(slope < 0, opening, slope)
-        gap = np.where(opening == closing, 1.0, opening - closing)
-        s = np.clip(low - closing / gap * (high - low), low, high)
-    r, v = hermite(ends[0], ends[1], s[:, None], h)
-    miss = np.linalg.norm(r, axis=1)
-    close = miss <= threshold_km
-    i, j, s, r, v, miss = i[close], j[close], s[close], r[close], v[close], miss[close]
-    own_r, own_v = hermite((begin[0][i], begin[1][i]), (end[0][i], end[1][i]), s[:, None], h)
-    tca = micros + np.round(s * h * 1e6).astype(np.int64)
-    return rows[i], rows[j], tca, miss, np.linalg.norm(v, axis=1), _ric(own_r, own_v, r)
+) -> Encounters:
+    """What pairs (k, 2) do in minutes (k,), from their states at both ends: of some nothing."""
+    near = [_within(*states, threshold_km) for states in (begin, end)]
+    rates = [rate(*states) for states in (begin, end)]
+    inside = (rates[0] < 0) & (rates[1] >= 0)
+    nearest = closest(begin, end)
+    # Where there is no minimum inside, an end is closest.
+    at_end = ~inside & (rates[1] < 0)
+    own = _chosen(inside, at_end, nearest.own, begin[0], end[0])
+    other = [States(b.position - a.position, b.velocity - a.velocity) for a, b in (begin, end)]
+    relative = _chosen(inside, at_end, nearest.relative, other[0], other[1])
+    fraction = np.where(inside, nearest.fraction, at_end.astype(float))
+    tca = minutes + np.round(fraction * MINUTE_S * 1e6).astype(np.int64)
+    close = np.linalg.norm(relative.position, axis=1) <= threshold_km
+    together = near[0] & near[1]
+    edge = ~inside & ((minutes == span.first) & ~at_end | (minutes + MINUTE == span.last) & at_end)
+    kind = np.select(
+        [together, inside, edge], [_CODES.index(k) for k in (Kind.TOGETHER, Kind.ENCOUNTER, Kind.EDGE)], -1
+    )
+    told = np.flatnonzero(close & (kind >= 0))
+    axes = _axes(Approach(fraction, relative, own))
+    return Encounters.of(
+        [
+            Encounters(
+                pairs[told, 0],
+                pairs[told, 1],
+                kind[told],
+                tca[told],
+                together[told].astype(np.int64),
+                np.einsum("aki,ki->ka", axes[:, told], relative.position[told]),
+                np.einsum("aki,ki->ka", axes[:, told], relative.velocity[told]),
+            )
+        ]
+    )
 
 
-def _near_pairs(
-    middle: Floats, speed_begin: Floats, speed_end: Floats, h: float, threshold_km: float
-) -> npt.NDArray[np.int64]:
-    """Index pairs (k, 2), first below second, within the sieve radius at the middle of the cell."""
-    from scipy.spatial import cKDTree  # half a second of every run's start, used by few steps
-
-    if len(middle) < 2:
-        return np.zeros((0, 2), np.int64)
-    fastest = max(float(np.linalg.norm(v, axis=1).max()) for v in (speed_begin, speed_end))
-    radius = threshold_km + fastest * _SPEED_MARGIN * h
-    # Building an unbalanced tree is twice as fast, and each tree answers one query.
-    tree = cKDTree(middle, balanced_tree=False, compact_nodes=False)
-    pairs: npt.NDArray[np.int64] = tree.query_pairs(radius, output_type="ndarray").astype(np.int64)
-    return np.sort(pairs, axis=1)
+def _chosen(
+    inside: npt.NDArray[np.bool_], at_end: npt.NDArray[np.bool_], nearest: States, begin: States, end: States
+) -> States:
+    return States(
+        *(
+            np.where(inside[:, None], x, np.where(at_end[:, None], z, y))
+            for x, y, z in zip(nearest, begin, end, strict=True)
+        )
+    )
 
 
-def _ric(position: Floats, velocity: Floats, relative: Floats) -> Floats:
-    """Components of ``relative`` (k, 3) along radial, in-track and cross-track of a state."""
+def _axes(found: Approach) -> Floats:
+    """Unit vectors (3, k, 3): radial, transverse and normal of the first object."""
+    position, velocity = found.own
     radial = position / np.linalg.norm(position, axis=1, keepdims=True)
-    cross = np.cross(position, velocity)
-    cross = cross / np.linalg.norm(cross, axis=1, keepdims=True)
-    axes = (radial, np.cross(cross, radial), cross)
-    return np.stack([np.sum(relative * axis, axis=1) for axis in axes], axis=1)
+    normal = np.cross(position, velocity)
+    normal = normal / np.linalg.norm(normal, axis=1, keepdims=True)
+    return np.stack([radial, np.cross(normal, radial), normal])
+
+
+def _within(own: States, other: States, threshold_km: float) -> npt.NDArray[np.bool_]:
+    apart = other.position - own.position
+    within: npt.NDArray[np.bool_] = np.einsum("...k,...k->...", apart, apart) <= threshold_km**2
+    return within
+
+
+def _states(elements: Elements, instants: Micros) -> States:
+    """States (n, m, 3) of n objects at m instants; NaN where they cannot be true."""
+    found = propagate(elements.satellites(), instants)
+    wrong = ~possible(found, elements)
+    found.position[wrong], found.velocity[wrong] = np.nan, np.nan
+    return States(found.position, found.velocity)
+
+
+def _states_at(elements: Elements, rows: Rows, instants: Micros) -> States:
+    """States (k, 3) of objects at an instant each; NaN where they cannot be true."""
+    order = np.argsort(rows, kind="stable")
+    objects, begins = np.unique(rows[order], return_index=True)
+    position, velocity = np.empty((len(rows), 1, 3)), np.empty((len(rows), 1, 3))
+    valid = np.empty((len(rows), 1), np.bool_)
+    records = elements.take(objects).records()
+    # A loop over objects: each has instants of its own, and the theory's array call takes the same for all.
+    for record, few in zip(records, np.split(order, begins[1:]), strict=True):
+        error, position[few, 0], velocity[few, 0] = record.sgp4_array(*julian_dates(instants[few]))
+        valid[few, 0] = error == 0
+    wrong = ~possible(Ephemeris(instants, position, velocity, valid), elements.take(rows))
+    position[wrong], velocity[wrong] = np.nan, np.nan
+    return States(position[:, 0], velocity[:, 0])
+
+
+def _not_among(found: Candidates, pairs: npt.NDArray[np.int64], objects: int) -> Candidates:
+    """Without the pairs that are looked at in every minute anyway."""
+    keep = ~np.isin(found.first * objects + found.second, pairs[:, 0] * objects + pairs[:, 1])
+    return Candidates(
+        found.first[keep],
+        found.second[keep],
+        found.earliest[keep],
+        found.latest[keep],
+        found.slow_first,
+        found.slow_second,
+    )

@@ -10,10 +10,12 @@ services, in snake case. Where ours differ from the source, the unit is in the c
 """
 
 from branchlake_dagster.fusion.contracts.catalogue import ElementSet, RejectedRecord
+from branchlake_dagster.fusion.contracts.conjunctions import Conjunction, ConjunctionCandidate
 from branchlake_dagster.fusion.contracts.observations import Observation, SensorObservation
-from branchlake_dagster.fusion.contracts.states import ConjunctionCandidate, FusedTrack, QuarantinedObject
+from branchlake_dagster.fusion.contracts.states import FusedTrack, QuarantinedObject
 
 __all__ = [
+    "Conjunction",
     "ConjunctionCandidate",
     "ElementSet",
     "FusedTrack",

@@ -1,4 +1,4 @@
-"""Contracts of what is computed of states: tracks and close approaches."""
+"""Contracts of what is computed of states: tracks, and objects whose states cannot be true."""
 
 # No `from __future__ import annotations`: pandera reads the annotations.
 from typing import Any
@@ -72,31 +72,6 @@ class FusedTrack(Contract):
     offset_cross_track_km: T.DoubleType = may("Offset from the catalogue's position, cross-track.", "km")
     catalogue_snapshot_id: T.StringType = may("GP snapshot of the element set that it is compared with.")
     catalogue_epoch: T.TimestampType = may("Epoch of that element set, UTC.")
-
-
-class ConjunctionCandidate(Contract):
-    """A close approach of two catalogue objects.
-
-    Source: CDM, CCSDS 508.0-B-1, with kilometres where it has metres. Object 1 has the smaller number.
-    """
-
-    window_start: T.TimestampType = window()
-    tca: T.TimestampType = must("Time of closest approach, UTC.")
-    sat1_object_designator: T.LongType = catalogue_number("object 1")
-    sat2_object_designator: T.LongType = catalogue_number("object 2")
-    miss_distance_km: T.DoubleType = must("Distance at the closest approach.", "km", ge=0.0)
-    relative_speed_km_s: T.DoubleType = must(
-        "Relative speed at the closest approach.", "km/s", ge=0.0, le=25.0
-    )
-    relative_position_r_km: T.DoubleType = may("Object 2 from object 1, along its radial axis.", "km")
-    relative_position_t_km: T.DoubleType = may(
-        "Object 2 from object 1, along its transverse (in-track) axis.", "km"
-    )
-    relative_position_n_km: T.DoubleType = may(
-        "Object 2 from object 1, along its normal (cross-track) axis.", "km"
-    )
-    sat1_element_epoch: T.TimestampType = may("Epoch of object 1's element set, UTC.")
-    sat2_element_epoch: T.TimestampType = may("Epoch of object 2's element set, UTC.")
 
 
 class QuarantinedObject(Contract):

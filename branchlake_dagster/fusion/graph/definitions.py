@@ -7,6 +7,7 @@ from pathlib import Path
 
 import dagster as dg
 
+from branchlake_dagster import incremental_sensor
 from branchlake_dagster.fusion.assets.catalogue import (
     CATALOGUE,
     ELEMENT_SETS,
@@ -14,7 +15,12 @@ from branchlake_dagster.fusion.assets.catalogue import (
     catalogue,
     gp_ingest,
 )
-from branchlake_dagster.fusion.assets.conjunctions import CONJUNCTION_CANDIDATES, conjunction_candidates
+from branchlake_dagster.fusion.assets.conjunctions import (
+    CONJUNCTION_CANDIDATES,
+    CONJUNCTIONS,
+    conjunction_candidates,
+    conjunctions,
+)
 from branchlake_dagster.fusion.assets.observations import (
     OBSERVATIONS,
     SENSOR_OBSERVATIONS,
@@ -48,6 +54,7 @@ fusion_assets: list[dg.AssetsDefinition] = [
     quarantined_objects,
     fused_tracks,
     conjunction_candidates,
+    conjunctions,
 ]
 """All assets of the graph."""
 
@@ -66,8 +73,13 @@ window_job = dg.define_asset_job(
     selection=dg.AssetSelection.assets(QUARANTINED_OBJECTS, FUSED_TRACKS, CONJUNCTION_CANDIDATES),
     description="Fuse one window's observations into tracks and screen it for conjunctions.",
 )
-fusion_jobs = [catalogue_job, observations_job, window_job]
-"""Three jobs, because a run has one partition definition and later ones read what earlier ones published."""
+conjunctions_job = dg.define_asset_job(
+    "conjunctions_job",
+    selection=dg.AssetSelection.assets(CONJUNCTIONS),
+    description="Screen what is ahead: what has changed in the catalogue, or all of it where needed.",
+)
+fusion_jobs = [catalogue_job, observations_job, window_job, conjunctions_job]
+"""Four jobs: a run has one partition definition, and later ones read what earlier ones published."""
 
 
 def stale_catalogue(instance: dg.DagsterInstance, now: datetime) -> str | None:
@@ -168,4 +180,14 @@ def gp_snapshot_files(context: dg.SensorEvaluationContext, gp: GpSource) -> dg.S
     return dg.SensorResult(dynamic_partitions_requests=[gp_snapshots.build_add_request(new)])
 
 
-fusion_sensors = [gp_snapshot_files]
+conjunctions_sensor = incremental_sensor(
+    "conjunctions_sensor",
+    target=dg.AssetSelection.assets(CONJUNCTIONS),
+    max_age_s=60.0,
+    minimum_interval_seconds=15,
+    default_status=dg.DefaultSensorStatus.STOPPED,
+)
+"""Screens when the catalogue has changed. Off until somebody turns it on: a screening takes all cores for
+a quarter of a minute, which is no part of a first look."""
+
+fusion_sensors = [gp_snapshot_files, conjunctions_sensor]

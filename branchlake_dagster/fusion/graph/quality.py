@@ -7,7 +7,7 @@ import dagster as dg
 from branchlake_dagster import join_checks, pandera_checks, sql_check
 from branchlake_dagster.fusion import contracts
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE, ELEMENT_SETS, REJECTED_RECORDS
-from branchlake_dagster.fusion.assets.conjunctions import CONJUNCTION_CANDIDATES
+from branchlake_dagster.fusion.assets.conjunctions import CONJUNCTION_CANDIDATES, CONJUNCTIONS
 from branchlake_dagster.fusion.assets.observations import OBSERVATIONS, SENSOR_OBSERVATIONS
 from branchlake_dagster.fusion.assets.quarantine import QUARANTINED_OBJECTS
 from branchlake_dagster.fusion.assets.tracks import FUSED_TRACKS
@@ -44,6 +44,13 @@ WHERE (source_kind = 'radar')
        AND pos_x_km * pos_x_km + pos_y_km * pos_y_km + pos_z_km * pos_z_km < 6378.137 * 6378.137)
    OR sensor_timestamp < window_start OR sensor_timestamp >= window_start + INTERVAL 1 HOUR
    OR ingest_timestamp < sensor_timestamp
+"""
+
+
+_REPEATED = """
+SELECT sat1_object_designator, sat2_object_designator, {tca}, count(*) AS copies FROM {{this}}
+GROUP BY sat1_object_designator, sat2_object_designator, {tca}
+HAVING count(*) > 1 OR sat1_object_designator >= sat2_object_designator
 """
 
 
@@ -115,13 +122,28 @@ fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
         sql_check(
             CONJUNCTION_CANDIDATES,
             "ordered_and_unique",
-            """
-        SELECT sat1_object_designator, sat2_object_designator, tca, count(*) AS copies FROM {this}
-        GROUP BY sat1_object_designator, sat2_object_designator, tca
-        HAVING count(*) > 1 OR sat1_object_designator >= sat2_object_designator
-        """,
+            _REPEATED.format(tca="tca"),
             partitions_def=windows,
-            description="Each encounter once, the smaller catalogue number first.",
+            description="Each close approach once, the smaller catalogue number first.",
+        ),
+        pandera_checks(CONJUNCTIONS, contracts.Conjunction, whole_table=True),
+        sql_check(
+            CONJUNCTIONS,
+            "ordered_and_unique",
+            _REPEATED.format(tca="event_id"),
+            description="Each event once, the smaller catalogue number first.",
+        ),
+        sql_check(
+            CONJUNCTIONS,
+            "of_known_objects",
+            """
+        SELECT event_id FROM {this} AS c LEFT JOIN nessie.sda.catalogue AS a
+            ON a.sat_no = c.sat1_object_designator AND a.epoch = c.sat1_element_epoch
+        LEFT JOIN nessie.sda.catalogue AS b
+            ON b.sat_no = c.sat2_object_designator AND b.epoch = c.sat2_element_epoch
+        WHERE a.sat_no IS NULL OR b.sat_no IS NULL
+        """,
+            description="Both objects are in the catalogue, with the element sets that were screened.",
         ),
     ]
 )

@@ -79,6 +79,25 @@ def examine(ephemeris: Ephemeris, elements: Elements) -> Examination:
     Instants may be up to ten minutes apart; with one alone, displacement is not asked. All of it is a
     dozen passes over the states.
     """
+    radius, ratio, highest = _of_orbit(ephemeris, elements)
+    altitude = radius - EARTH_RADIUS_KM
+    fault = np.zeros(radius.shape, dtype=np.int8)
+    # In reverse, so that the first one stays. Comparisons with NaN are false, so they ask what is right.
+    fault[~_moves_as_told(ephemeris, radius)] = Fault.DISPLACEMENT
+    fault[~_energy_is_right(ratio)] = Fault.ENERGY
+    fault[~_altitude_is_right(radius, highest)] = Fault.ALTITUDE
+    fault[~ephemeris.valid] = Fault.SGP4
+    return Examination(fault, altitude, ratio)
+
+
+def possible(ephemeris: Ephemeris, elements: Elements) -> npt.NDArray[np.bool_]:
+    """Which states (n, m) can be true taken each by itself: all but displacement."""
+    radius, ratio, highest = _of_orbit(ephemeris, elements)
+    return ephemeris.valid & _altitude_is_right(radius, highest) & _energy_is_right(ratio)
+
+
+def _of_orbit(ephemeris: Ephemeris, elements: Elements) -> tuple[Floats, Floats, Floats]:
+    """Radius and ratio of specific energies (n, m), and the largest radius that the elements allow (n, 1)."""
     position, velocity = ephemeris.position, ephemeris.velocity
     motion, eccentricity = (
         elements.values[:, ELEMENT_FIELDS.index(name)] for name in ("mean_motion", "eccentricity")
@@ -87,15 +106,15 @@ def examine(ephemeris: Ephemeris, elements: Elements) -> Examination:
     radius = np.sqrt(np.einsum("nmk,nmk->nm", position, position))
     speed2 = np.einsum("nmk,nmk->nm", velocity, velocity)
     ratio = (speed2 / 2 - MU_KM3_S2 / radius) * (-2 * axis / MU_KM3_S2)[:, None]
-    altitude = radius - EARTH_RADIUS_KM
-    highest = (axis * (1 + eccentricity) * RADIUS_MARGIN)[:, None]
-    fault = np.zeros(radius.shape, dtype=np.int8)
-    # In reverse, so that the first one stays. Comparisons with NaN are false, so they ask what is right.
-    fault[~_moves_as_told(ephemeris, radius)] = Fault.DISPLACEMENT
-    fault[~(np.abs(ratio - 1) <= MAX_ENERGY_DEVIATION)] = Fault.ENERGY
-    fault[~((altitude >= MIN_ALTITUDE_KM) & (radius <= highest))] = Fault.ALTITUDE
-    fault[~ephemeris.valid] = Fault.SGP4
-    return Examination(fault, altitude, ratio)
+    return radius, ratio, (axis * (1 + eccentricity) * RADIUS_MARGIN)[:, None]
+
+
+def _altitude_is_right(radius: Floats, highest: Floats) -> npt.NDArray[np.bool_]:
+    return np.asarray((radius >= EARTH_RADIUS_KM + MIN_ALTITUDE_KM) & (radius <= highest))
+
+
+def _energy_is_right(ratio: Floats) -> npt.NDArray[np.bool_]:
+    return np.asarray(np.abs(ratio - 1) <= MAX_ENERGY_DEVIATION)
 
 
 def _moves_as_told(ephemeris: Ephemeris, radius: Floats) -> npt.NDArray[np.bool_]:

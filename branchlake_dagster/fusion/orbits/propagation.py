@@ -56,7 +56,11 @@ class Elements:
         return Elements(self.sat_no[rows], self.epoch_micros[rows], self.values[rows])
 
     def satellites(self) -> SatrecArray:
-        """Initialised SGP4 records.
+        """Initialised SGP4 records, for one call."""
+        return SatrecArray(self.records())
+
+    def records(self) -> list[Satrec]:
+        """Initialised SGP4 records, one by one.
 
         The theory's initialisation has no array call; this loop over compiled calls takes 3 microseconds
         an object and is the only one over objects in this package.
@@ -85,7 +89,7 @@ class Elements:
             # The number is only a label in SGP4, and its field is too small for OMM's nine digits.
             record.sgp4init(WGS72, "i", 0, *row)
             records.append(record)
-        return SatrecArray(records)
+        return records
 
 
 @dataclass(frozen=True)

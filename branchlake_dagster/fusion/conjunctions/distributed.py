@@ -1,0 +1,43 @@
+"""A screening on Spark's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
+from pyspark.sql.pandas.types import from_arrow_schema
+
+from branchlake_dagster.fusion.conjunctions.arrow import ENCOUNTER_SCHEMA, as_batch
+from branchlake_dagster.fusion.conjunctions.screening import Kind, Span
+from branchlake_dagster.fusion.conjunctions.tasks import Pairs, Screening, Task
+from branchlake_dagster.fusion.shipping import carried
+
+
+def close_approaches(session: SparkSession, screening: Screening, tasks: Sequence[Task]) -> DataFrame:
+    """The close approaches of all tasks, with the columns of `ENCOUNTER_SCHEMA`."""
+    columns = "first long, last long, begin long, end long, pairs string"
+    rows = [(t.span.first, t.span.last, t.span.start, t.span.end, t.pairs.value) for t in tasks]
+    frame = session.createDataFrame(rows, columns).repartition(len(rows), "begin", "pairs")
+    found = frame.mapInArrow(carried(_batches(screening)), from_arrow_schema(ENCOUNTER_SCHEMA))
+    together = F.col("kind") == Kind.TOGETHER.value
+    # What a pair is together for may be told by several tasks; everything else by one.
+    pair = ["kind", "sat1_object_designator", "sat2_object_designator"]
+    own = F.when(~together, F.col("tca")).alias("own_tca")
+    nearest = [name for name in ENCOUNTER_SCHEMA.names if name not in (*pair, "together_min")]
+    nearest.sort(key=lambda name: (name != "miss_distance_km", name != "tca"))
+    merged = found.groupBy(*pair, own).agg(
+        F.min(F.struct(*nearest)).alias("nearest"), F.sum("together_min").alias("together_min")
+    )
+    return merged.select(*pair, "together_min", "nearest.*").select(*ENCOUNTER_SCHEMA.names)
+
+
+def _batches(screening: Screening) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    def close(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            for task in batch.to_pylist():
+                span = Span(task["begin"], task["end"], task["first"], task["last"])
+                yield as_batch(screening.done(Task(span, Pairs(task["pairs"]))), screening.elements)
+
+    return close

@@ -1,0 +1,123 @@
+"""What to look at again when some objects have new elements, so that the list is that of a full screening.
+
+What two objects do in a minute depends on their element sets alone. So of a pair of which neither has changed
+the earlier list knows every minute in which it is close, as far as that list reaches: those minutes are
+looked at again, because the edges have moved, and no others. Pairs with a changed object are searched for,
+and beyond the earlier list all pairs are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from branchlake_dagster.fusion.conjunctions.screening import MINUTE, STEP_S, Span
+from branchlake_dagster.fusion.conjunctions.tasks import Pairs, Screening, Task, in_parts
+from branchlake_dagster.fusion.orbits.frames import Micros
+from branchlake_dagster.fusion.orbits.propagation import Elements
+
+MOST_CHANGED = 0.4
+"""Of the objects: with more, most pairs have a changed one, and searching for all is less work."""
+_LONG_STEPS = ((0.02, 240.0), (0.2, 120.0))
+"""Few subjects have few pairs, however wide they are looked for; then the states are what costs."""
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A list of close approaches: when it begins and ends, its threshold, and of k rows what they are.
+
+    ``pairs`` (k, 2) catalogue numbers, the smaller first; ``tca_micros`` (k,); ``together`` (k,) whether the
+    row tells of minutes spent together.
+    """
+
+    start: int
+    end: int
+    threshold_km: float
+    pairs: npt.NDArray[np.int64]
+    tca_micros: Micros
+    together: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A screening, its tasks, and in words why these."""
+
+    screening: Screening
+    tasks: Sequence[Task]
+    why: str
+
+
+def plan(
+    elements: Elements,
+    span: Span,
+    threshold_km: float,
+    *,
+    earlier: Earlier | None,
+    changed: npt.NDArray[np.int64],
+    parts: int,
+) -> Plan:
+    """How to screen a span, all of it an edge to edge.
+
+    Args:
+        elements: the current ones, sorted by ``sat_no``.
+        span: when.
+        threshold_km: the largest distance that counts.
+        earlier: the last list; None: there is none.
+        changed: catalogue numbers of objects with other elements than the earlier list had.
+        parts: into how many tasks the work is to be divided.
+
+    """
+    subjects = np.isin(elements.sat_no, changed)
+    share = float(subjects.mean()) if len(elements) else 0.0
+    if (why := _unusable(earlier, span, threshold_km, share)) or earlier is None:
+        screening = Screening.of_all(elements, threshold_km)
+        return Plan(screening, in_parts(span, Pairs.ALL, parts), f"all pairs: {why}")
+    reached = min(earlier.end, span.end)
+    minutes, together = _given(elements, subjects, earlier, span.start, reached)
+    step_s = next((step for most, step in _LONG_STEPS if share <= most), STEP_S)
+    screening = Screening(elements, threshold_km, subjects, minutes, together, step_s)
+    known = Span(span.start, reached, span.first, span.last)
+    tasks = in_parts(known, Pairs.GIVEN, 1)
+    if subjects.any():
+        tasks += in_parts(known, Pairs.OF_SUBJECTS, parts)
+    if reached < span.end:
+        rest = Span(reached, span.end, span.first, span.last)
+        new_parts = max(1, round(parts * (rest.end - rest.start) / (span.end - span.start)))
+        tasks += in_parts(rest, Pairs.ALL, new_parts)
+    return Plan(screening, tasks, f"pairs of {int(subjects.sum()):,} changed objects")
+
+
+def _unusable(earlier: Earlier | None, span: Span, threshold_km: float, share: float) -> str:
+    """Why an earlier list is of no use; empty when it is."""
+    if earlier is None:
+        return "there is no earlier list"
+    if earlier.threshold_km != threshold_km:
+        return f"the earlier list is of {earlier.threshold_km:g} km"
+    if not earlier.start <= span.start < earlier.end:
+        return "the earlier list is of another time"
+    return f"{share:.0%} of the objects have changed" if share > MOST_CHANGED else ""
+
+
+def _given(
+    elements: Elements, subjects: npt.NDArray[np.bool_], earlier: Earlier, start: int, end: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Minutes (m, 3) and pairs (p, 2) of the earlier list whose objects are there and have not changed."""
+    rows = np.searchsorted(elements.sat_no, earlier.pairs)
+    inside = np.minimum(rows, max(len(elements) - 1, 0))
+    if not len(elements):
+        return np.zeros((0, 3), np.int64), np.zeros((0, 2), np.int64)
+    same = ((elements.sat_no[inside] == earlier.pairs) & ~subjects[inside]).all(axis=1)
+    stayed = same & earlier.together
+    together = np.unique(inside[stayed], axis=0)
+    known = inside[:, 0] * len(elements) + inside[:, 1]
+    passed = same & ~np.isin(known, together[:, 0] * len(elements) + together[:, 1])
+    tca, pairs = earlier.tca_micros[passed], inside[passed]
+    minute = np.minimum(tca, end - 1) // MINUTE * MINUTE
+    # A pair on its way out when the new list begins was closest in the minute before.
+    leaving = (tca >= start - MINUTE) & (tca < start)
+    minute = np.where(leaving, start, minute)
+    keep = (minute >= start) & (minute < end)
+    return np.column_stack([pairs[keep], minute[keep]]), together

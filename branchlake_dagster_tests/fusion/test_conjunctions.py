@@ -1,0 +1,180 @@
+"""The list of what is ahead: published with its catalogue, kept up by changes, with names that stay."""
+
+# No `from __future__ import annotations`: Dagster reads the annotations.
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import dagster as dg
+import polars as pl
+import pytest
+
+from branchlake_dagster import branchlake_definitions, publish, table_metadata
+from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
+from branchlake_dagster.fusion.assets.conjunctions import (
+    CONJUNCTIONS,
+    conjunctions,
+    earlier_list,
+    newest_snapshot,
+)
+from branchlake_dagster.fusion.conjunctions.identity import identified
+from branchlake_dagster.fusion.gp.simulated import simulated_elements
+from branchlake_dagster.fusion.graph.quality import fusion_checks
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+
+NOON = datetime(2026, 8, 8, 12, 0, tzinfo=UTC)
+NEAR = {"ops": {"sda__conjunctions": {"config": {"threshold_km": 40.0, "horizon_h": 3.0, "tasks": 2}}}}
+
+
+def approach(
+    tca: datetime, *, pair: tuple[int, int] = (1, 2), kind: str = "encounter", miss: float = 1.0
+) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "tca": tca,
+        "sat1_object_designator": pair[0],
+        "sat2_object_designator": pair[1],
+        "miss_distance_km": miss,
+    }
+
+
+def named(rows: list[dict[str, Any]], before: pl.DataFrame | None, at: datetime) -> pl.DataFrame:
+    moment = pl.Datetime("us", "UTC")
+    found = pl.DataFrame(rows).with_columns(pl.col("tca").cast(moment))
+    return identified(found, before, reported=pl.lit(at).cast(moment)).sort("tca")
+
+
+def test_an_event_keeps_its_name_while_it_moves():
+    first = named([approach(NOON), approach(NOON + timedelta(minutes=48), miss=3.0)], None, NOON)
+    assert first["event_id"].to_list() == ["1-2-20260808T120000Z", "1-2-20260808T124800Z"]
+    assert first["previous_miss_distance_km"].to_list() == [None, None]
+    later = NOON + timedelta(hours=1)
+    moved = named(
+        [approach(NOON + timedelta(minutes=9), miss=2.0), approach(NOON + timedelta(minutes=70))],
+        first,
+        later,
+    )
+    assert moved["event_id"].to_list() == ["1-2-20260808T120000Z", "1-2-20260808T131000Z"]
+    assert moved["first_reported"].to_list() == [NOON, later]
+    assert moved["previous_miss_distance_km"].to_list() == [1.0, None]
+
+
+def test_a_name_is_given_once_to_the_nearest_and_never_to_another_pair_or_kind():
+    first = named([approach(NOON)], None, NOON)
+    again = named(
+        [
+            approach(NOON + timedelta(minutes=15)),
+            approach(NOON + timedelta(minutes=1)),
+            approach(NOON, pair=(1, 3)),
+            approach(NOON, kind="together"),
+        ],
+        first,
+        NOON,
+    )
+    assert again["event_id"].n_unique() == 4
+    mine = again.filter(pl.col("event_id") == "1-2-20260808T120000Z")
+    assert mine["tca"].to_list() == [NOON + timedelta(minutes=1)]
+
+
+def test_those_that_are_together_are_one_event_whenever_they_are_nearest():
+    first = named([approach(NOON, kind="together")], None, NOON)
+    again = named([approach(NOON + timedelta(hours=20), kind="together")], first, NOON)
+    assert again["event_id"].to_list() == ["1-2-together"]
+
+
+def test_it_begins_at_the_newest_snapshot():
+    names = ["active-20260808T0713Z", "sim-1", "active-20260808T1311Z"]
+    assert newest_snapshot(names) == int(datetime(2026, 8, 8, 13, 11, tzinfo=UTC).timestamp()) * 1_000_000
+    assert newest_snapshot([]) == newest_snapshot(["sim-1"])
+
+
+def test_an_empty_list_tells_no_time():
+    assert earlier_list(None) is None
+    assert earlier_list(pl.DataFrame(schema={"kind": pl.String})) is None
+
+
+# -- on the stack --------------------------------------------------------------------------------------
+
+given: dict[str, pl.DataFrame] = {}
+
+
+@dg.asset(key=CATALOGUE, metadata=table_metadata(write_mode="upsert", keys=["sat_no"], require_checks=False))
+def catalogue() -> pl.DataFrame:
+    return given["catalogue"]
+
+
+def elements_at(snapshot: str, moved: list[int]) -> pl.DataFrame:
+    frame = simulated_elements(seed=4, objects=400, epoch=NOON).filter(pl.col("mean_motion") > 11)
+    anomaly = (
+        pl.when(pl.col("sat_no").is_in(moved)).then(pl.col("mean_anomaly") / 2).otherwise("mean_anomaly")
+    )
+    return frame.with_columns(
+        anomaly.alias("mean_anomaly"),
+        pl.lit(snapshot).alias("snapshot_id"),
+        pl.lit("TEST").alias("data_mode"),
+    )
+
+
+@pytest.fixture
+def run(lakehouse: Lakehouse) -> Iterator[Callable[..., dg.ExecuteInProcessResult]]:
+    checks = [one for one in fusion_checks if CONJUNCTIONS in {key.asset_key for key in one.check_keys}]
+    definitions = branchlake_definitions(
+        lakehouse.settings, dg.Definitions(assets=[catalogue, conjunctions], asset_checks=checks)
+    )
+    job = definitions.resolve_implicit_global_asset_job_def()
+    with dg.DagsterInstance.ephemeral() as instance:
+
+        def launch(key: dg.AssetKey, **more: Any) -> dg.ExecuteInProcessResult:
+            done = job.execute_in_process(instance=instance, asset_selection=[key], **more)
+            outcome = publish(done, definitions, instance=instance)
+            assert outcome.published, outcome
+            return done
+
+        yield launch
+    main = lakehouse.catalog("main")
+    for key in (CATALOGUE, CONJUNCTIONS):
+        if main.table_exists(tuple(key.path)):
+            main.drop_table(tuple(key.path))
+
+
+def why(done: dg.ExecuteInProcessResult) -> str:
+    (event,) = done.asset_materializations_for_node("sda__conjunctions")
+    return str(event.metadata["screening"].value)
+
+
+def listed(lakehouse: Lakehouse) -> pl.DataFrame:
+    table = lakehouse.catalog("main").load_table(tuple(CONJUNCTIONS.path))
+    return pl.DataFrame(table.scan().to_arrow()).sort("event_id")
+
+
+@pytest.mark.spark
+def test_a_list_kept_up_by_changes_is_the_one_made_anew(lakehouse, run):
+    given["catalogue"] = elements_at("sim-20260808T1200Z", [])
+    run(CATALOGUE)
+    assert "no earlier list" in why(run(CONJUNCTIONS, run_config=NEAR))
+    first = listed(lakehouse)
+    assert first.height > 20
+    assert first["screened_from"].unique().to_list() == [NOON]
+    assert first["screened_until"].unique().to_list() == [NOON + timedelta(hours=3)]
+    assert first["previous_miss_distance_km"].null_count() == first.height
+
+    numbers = given["catalogue"]["sat_no"].to_list()
+    # Two objects are somewhere else, and the snapshot is an hour younger.
+    changed = elements_at("sim-20260808T1300Z", numbers[:2]).filter(pl.col("sat_no").is_in(numbers[:2]))
+    given["catalogue"] = changed
+    run(CATALOGUE)
+    assert why(run(CONJUNCTIONS, run_config=NEAR)) == "pairs of 2 changed objects"
+    kept_up = listed(lakehouse)
+    later = NOON + timedelta(hours=1)
+    assert kept_up["screened_from"].unique().to_list() == [later]
+    again = kept_up.filter(pl.col("first_reported") == NOON)
+    assert again.height > 5
+    assert set(again["event_id"]) <= set(first["event_id"])
+    # What the new begin has cut is closest there, or together for less.
+    same = again.filter(~pl.col("sat1_object_designator").is_in(numbers[:2]), kind="encounter")
+    assert (same["previous_miss_distance_km"] - same["miss_distance_km"]).abs().max() < 1e-9
+
+    everything = run(CONJUNCTIONS, run_config=NEAR, tags={"branchlake/rebuild": "true"})
+    assert "of the objects have changed" in why(everything)
+    told = ["event_id", "previous_miss_distance_km", "first_reported"]
+    assert listed(lakehouse).drop(told).sort(pl.all()).equals(kept_up.drop(told).sort(pl.all()))
