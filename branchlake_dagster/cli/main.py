@@ -307,3 +307,20 @@ def incremental(as_json: bool, rounds: int, sizes: str) -> None:
         raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(SIZES)}.", param_hint="--sizes")
     found = measure(Settings(), rounds=rounds, sizes=names, say=say)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+
+
+@bench.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--hours", default=24.0, show_default=True, help="How far ahead.")
+@click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def screening(as_json: bool, hours: float, files: tuple[Path, ...]) -> None:
+    """All objects against all, to published, and again after another snapshot.
+
+    FILES are two GP files, the older one first; without them 16,000 objects are simulated.
+    """
+    from branchlake_dagster.cli.bench.sda.screening import measure, show
+
+    if len(files) not in (0, 2):
+        raise click.UsageError("Name two GP files, or none.")
+    found = measure(Settings(), files, hours=hours, say=say)
+    click.echo(json.dumps(found, indent=2)) if as_json else show(found)

@@ -1,0 +1,1 @@
+"""Benchmarks of the Space Domain Awareness pipeline."""
