@@ -12,6 +12,7 @@ import click
 from pydantic import ValidationError
 
 from branchlake_dagster.cli import sql
+from branchlake_dagster.cli.conjunctions import commands as conjunctions
 from branchlake_dagster.cli.ending import ending_cleanly, interrupts_for_us_alone
 from branchlake_dagster.cli.incremental import commands
 from branchlake_dagster.errors import BranchlakeError
@@ -54,6 +55,7 @@ def main() -> None:
 
 
 sql.add_to(main)
+conjunctions.add_to(main)
 commands.add_to(main, time.time)
 
 

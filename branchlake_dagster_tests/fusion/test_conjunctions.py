@@ -1,6 +1,7 @@
 """The list of what is ahead: published with its catalogue, kept up by changes, with names that stay."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations.
+import io
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 import dagster as dg
 import polars as pl
 import pytest
+from click.testing import CliRunner
 
 from branchlake_dagster import branchlake_definitions, publish, table_metadata
+from branchlake_dagster.cli import main
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
 from branchlake_dagster.fusion.assets.conjunctions import (
     CONJUNCTIONS,
@@ -153,6 +156,7 @@ def test_a_list_kept_up_by_changes_is_the_one_made_anew(lakehouse, run):
     run(CATALOGUE)
     assert "no earlier list" in why(run(CONJUNCTIONS, run_config=NEAR))
     first = listed(lakehouse)
+    published = lakehouse.nessie.reference("main").hash
     assert first.height > 20
     assert first["screened_from"].unique().to_list() == [NOON]
     assert first["screened_until"].unique().to_list() == [NOON + timedelta(hours=3)]
@@ -173,6 +177,31 @@ def test_a_list_kept_up_by_changes_is_the_one_made_anew(lakehouse, run):
     # What the new begin has cut is closest there, or together for less.
     same = again.filter(~pl.col("sat1_object_designator").is_in(numbers[:2]), kind="encounter")
     assert (same["previous_miss_distance_km"] - same["miss_distance_km"]).abs().max() < 1e-9
+
+    def asked(*arguments: str) -> pl.DataFrame:
+        done = CliRunner().invoke(
+            main,
+            ["conjunctions", "--csv", *arguments],
+            env={"BRANCHLAKE_STATE_DIR": str(lakehouse.settings.state_dir)},
+        )
+        assert done.exit_code == 0, done.output
+        assert "screened 2026-08-08" in done.stderr
+        return pl.read_csv(io.StringIO(done.stdout), try_parse_dates=True)
+
+    one = first["sat1_object_designator"][0]
+    pair = ["sat1_object_designator", "sat2_object_designator"]
+    of_one = kept_up.filter(pl.any_horizontal(pl.col(pair) == one))
+    assert set(asked("--object", str(one))["event_id"]) == set(of_one["event_id"])
+    assert asked()["miss_distance_km"].is_sorted()
+    before = asked("--at", published)
+    assert set(before["event_id"]) == set(first["event_id"])
+    until = asked("--until", f"{later + timedelta(minutes=30):%Y-%m-%dT%H:%M}", "--within", "20")
+    expected = kept_up.filter(pl.col("tca") < later + timedelta(minutes=30), pl.col("miss_distance_km") <= 20)
+    assert set(until["event_id"]) == set(expected["event_id"])
+    changes = asked("--changes-since", published)
+    gone = set(changes.filter(change="gone")["event_id"])
+    assert gone == set(first["event_id"]) - set(kept_up["event_id"])
+    assert set(changes.filter(change="new")["event_id"]) == set(kept_up["event_id"]) - set(first["event_id"])
 
     everything = run(CONJUNCTIONS, run_config=NEAR, tags={"branchlake/rebuild": "true"})
     assert "of the objects have changed" in why(everything)

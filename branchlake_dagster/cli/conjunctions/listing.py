@@ -1,0 +1,123 @@
+"""The list of close approaches as it was published at a moment, and what has changed between two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+import polars as pl
+
+from branchlake_dagster.query.connection import LakeReader
+
+TABLE = "sda.conjunctions"
+_SEEN = ("event_id", "kind", "tca", "miss_distance_km")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which close approaches: of any of these objects (none: of all), with their time and distance."""
+
+    objects: tuple[int, ...] = ()
+    since: datetime | None = None
+    until: datetime | None = None
+    within_km: float | None = None
+    kinds: tuple[str, ...] = ()
+
+    def condition(self) -> str:
+        """As DuckDB's SQL; numbers, times and kinds of ours alone."""
+        numbers = ", ".join(str(int(one)) for one in self.objects)
+        pair = f"(sat1_object_designator IN ({numbers}) OR sat2_object_designator IN ({numbers}))"
+        kinds = ", ".join(f"'{kind}'" for kind in self.kinds)
+        parts = (
+            pair if self.objects else "",
+            f"tca >= TIMESTAMPTZ '{self.since.isoformat()}'" if self.since else "",
+            f"tca < TIMESTAMPTZ '{self.until.isoformat()}'" if self.until else "",
+            f"miss_distance_km <= {float(self.within_km)}" if self.within_km is not None else "",
+            f"kind IN ({kinds})" if self.kinds else "",
+        )
+        return " AND ".join(part for part in parts if part) or "TRUE"
+
+    def of(self, changes: pl.DataFrame) -> pl.DataFrame:
+        """Those of what `compared` gave that are wanted in either list."""
+        moments = (pl.col("tca"), pl.col("was_tca"))
+        misses = (pl.col("miss_distance_km"), pl.col("was_miss_distance_km"))
+        wanted = [
+            pl.any_horizontal(*(one >= self.since for one in moments)) if self.since else None,
+            pl.any_horizontal(*(one < self.until for one in moments)) if self.until else None,
+            pl.col("kind").is_in(self.kinds) if self.kinds else None,
+        ]
+        if self.within_km is not None:
+            wanted.append(pl.any_horizontal(*(one <= self.within_km for one in misses)))
+        return changes.filter(*(one for one in wanted if one is not None))
+
+
+def listed(reader: LakeReader, wanted: Wanted, *, at: str | None) -> tuple[pl.DataFrame, str]:
+    """The list with the objects' names, nearest first, and in words what was read and screened."""
+    query = f"""
+        SELECT c.event_id, c.kind, c.tca, c.miss_distance_km, c.relative_speed_km_s,
+               c.sat1_object_designator, a.object_name AS sat1_name, c.sat2_object_designator,
+               b.object_name AS sat2_name, c.together_min, c.relative_position_r_km,
+               c.relative_position_t_km, c.relative_position_n_km, c.sat1_element_age_days,
+               c.sat2_element_age_days, c.previous_miss_distance_km, c.first_reported
+        FROM {TABLE} AS c LEFT JOIN sda.catalogue AS a ON a.sat_no = c.sat1_object_designator
+        LEFT JOIN sda.catalogue AS b ON b.sat_no = c.sat2_object_designator
+        WHERE {wanted.condition()} ORDER BY c.miss_distance_km, c.tca, c.event_id
+    """  # noqa: S608 - see `condition`
+    with reader.sql(query, at=at) as result:
+        found, place = result.polars(), result.where
+    reach = f"SELECT min(screened_from), max(screened_until), max(threshold_km) FROM {TABLE}"  # noqa: S608
+    with reader.sql(reach, branch=place.ref) as result:
+        ((begin, end, threshold_km),) = result.polars().rows()
+    if begin is None:
+        return found, f"{place.told}; nothing was found to come close"
+    time = f"{begin:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M} UTC"
+    return found, f"{place.told}; screened {time}, {threshold_km:g} km"
+
+
+def compared(before: pl.DataFrame, after: pl.DataFrame) -> pl.DataFrame:
+    """What the later list has that the earlier had not, or had otherwise, and what it has no more.
+
+    `change` is `new`, `gone` or `moved`; `was_tca` and `was_miss_distance_km` are the earlier list's. An
+    event that is past when the later list begins is gone, as nobody screens it any more.
+    """
+    earlier = before.select(
+        "event_id",
+        was_kind="kind",
+        was_tca="tca",
+        was_miss_distance_km="miss_distance_km",
+        was_sat1="sat1_object_designator",
+        was_sat2="sat2_object_designator",
+    )
+    both = after.join(earlier, on="event_id", how="full", coalesce=True)
+    change = (
+        pl.when(pl.col("was_tca").is_null())
+        .then(pl.lit("new"))
+        .when(pl.col("tca").is_null())
+        .then(pl.lit("gone"))
+        .when(
+            (pl.col("tca") != pl.col("was_tca"))
+            | (pl.col("miss_distance_km") != pl.col("was_miss_distance_km"))
+            | (pl.col("kind") != pl.col("was_kind"))
+        )
+        .then(pl.lit("moved"))
+    )
+    return (
+        both.with_columns(
+            change.alias("change"),
+            pl.coalesce("sat1_object_designator", "was_sat1").alias("sat1_object_designator"),
+            pl.coalesce("sat2_object_designator", "was_sat2").alias("sat2_object_designator"),
+        )
+        .filter(pl.col("change").is_not_null())
+        .with_columns(pl.coalesce("kind", "was_kind").alias("kind"))
+        .select(
+            "change",
+            *_SEEN,
+            "was_tca",
+            "was_miss_distance_km",
+            "sat1_object_designator",
+            "sat1_name",
+            "sat2_object_designator",
+            "sat2_name",
+        )
+        .sort(pl.coalesce("miss_distance_km", "was_miss_distance_km"), "event_id")
+    )
