@@ -145,6 +145,20 @@ def _rebuild(cls: type[BranchlakeError], args: tuple[Any, ...]) -> BranchlakeErr
     return error
 
 
+def all_of(calls: Iterable[Callable[[], object]]) -> None:
+    """Make all calls, whatever becomes of the others. Raises the first error, the others as its notes."""
+    errors: list[Exception] = []
+    for call in calls:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+    if errors:
+        for other in errors[1:]:
+            errors[0].add_note(f"And after it {type(other).__name__}: {other}")
+        raise errors[0]
+
+
 class ConfigurationError(BranchlakeError, Terminal):
     """A setting is missing or wrong; the text names it and a value that would do."""
 

@@ -34,6 +34,8 @@ CHANGE_TYPE = "_change_type"
 ORDINAL = "_change_ordinal"
 SNAPSHOT = "_commit_snapshot_id"
 """The names that Iceberg's own changelog views have for them."""
+COMMIT = "_commit_hash"
+"""The commit on `main` that published the snapshot."""
 INSERT, DELETE = "INSERT", "DELETE"
 
 

@@ -16,8 +16,10 @@ from branchlake_dagster.branching.errors import PositionUnreadable
 from branchlake_dagster.changes.capture import capture
 from branchlake_dagster.changes.errors import ChangeLost
 from branchlake_dagster.changes.model import ChangeSet, Position
+from branchlake_dagster.errors import Transient
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
 
 
@@ -42,17 +44,28 @@ class TableStanding:
         return None if oldest is None else max(0.0, (now - oldest).total_seconds())
 
 
-def standings(lake: Lakehouse) -> Iterator[TableStanding | str]:
-    """By table and input; a sentence instead for a table whose properties cannot be read."""
+@dataclass(frozen=True)
+class Unreadable:
+    """A table of which not even its properties can be read, and why; it may be a consumer or not."""
+
+    table: str
+    trouble: str
+
+
+def standings(lake: Lakehouse) -> Iterator[TableStanding | Unreadable]:
+    """By table and input. What is wrong with one table is told and stops no other."""
     catalog = lake.catalog(MAIN)
     for entry in lake.nessie.entries(MAIN, fetch_content=True):
         if not isinstance(entry.content, IcebergTable):
             continue
-        table = catalog.table_of(entry.key.elements, entry.content)
         try:
+            table = catalog.table_of(entry.key.elements, entry.content)
             positions = read(table.metadata.properties, table=entry.key.name)
         except PositionUnreadable as error:
-            yield str(error)
+            yield Unreadable(entry.key.name, str(error))
+            continue
+        except Exception as error:  # noqa: BLE001 - whatever a store or a file of metadata comes up with
+            yield Unreadable(entry.key.name, _in_words(error))
             continue
         if consumed := _whole(positions):
             for name, position in sorted(consumed.inputs.items()):
@@ -76,4 +89,12 @@ def _standing(
         trouble = "The input has no table any more."
     except ChangeLost as lost:
         trouble = str(lost)
+    except Exception as error:
+        if isinstance(error, Transient | NessieUnauthorized):
+            raise  # it is Nessie that does not answer
+        trouble = f"Of the input: {_in_words(error)}"
     return TableStanding(table, name, consumed.run_id, position, ahead, change, trouble)
+
+
+def _in_words(error: Exception) -> str:
+    return f"its metadata cannot be read ({type(error).__name__}: {error})"

@@ -6,6 +6,7 @@ from typing import Any
 
 import dagster as dg
 import polars as pl
+import pyarrow as pa
 import pytest
 
 from branchlake_dagster import (
@@ -15,8 +16,10 @@ from branchlake_dagster import (
     consumes,
     table_metadata,
 )
+from branchlake_dagster.branching.consuming.commits import commits_of
 from branchlake_dagster.branching.consuming.positions import CONSUMED
 from branchlake_dagster.branching.errors import PartitionMismatch, PositionUnreadable, RowsRemoved
+from branchlake_dagster.changes.capture import capture, position_of
 from branchlake_dagster.changes.errors import ChangeLost
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
@@ -167,6 +170,7 @@ def test_each_row_tells_its_change_and_its_commit(
     lakehouse: Lakehouse, namespace: str, orders: Source
 ) -> None:
     seen: list[pl.DataFrame] = []
+    other = Source(namespace, "other")
 
     @dg.asset(
         key=[namespace, "history"],
@@ -178,17 +182,60 @@ def test_each_row_tells_its_change_and_its_commit(
         seen.append(orders)
         return orders.select(pl.all().exclude("^_.*$"))
 
-    with project(lakehouse, orders.asset, history) as p:
+    with project(lakehouse, orders.asset, other.asset, history) as p:
         orders.publish(p, ("a", 1), ("b", 2))
         published(p, history)
-        assert seen[0]["_commit_snapshot_id"].to_list() == [None, None]
+        assert seen[0]["_commit_snapshot_id"].to_list() == seen[0]["_commit_hash"].to_list() == [None, None]
         orders.publish(p, ("c", 3))
+        by_run = p.last.run_id
+        other.publish(p, ("x", 0))
         lakehouse.catalog().load_table(tuple(orders.key.path)).delete("account = 'a'")
         published(p, history)
         table = lakehouse.catalog().load_table(tuple(orders.key.path))
         added, deleted = [one.snapshot_id for one in table.metadata.snapshots[-2:]]
         rows = seen[1].select("account", "_change_ordinal", "_commit_snapshot_id", "_change_type").rows()
         assert sorted(rows) == [("a", 1, deleted, "DELETE"), ("c", 0, added, "INSERT")]
+        log = {entry.commit.hash: entry.commit for entry in lakehouse.nessie.log("main", limit=20)}
+        by = {row[0]: log[row[1]] for row in seen[1].select("account", "_commit_hash").rows()}
+        assert by["c"].properties["branchlake.run_id"] == by_run
+        assert "branchlake.run_id" not in by["a"].properties
+        assert all(row["_commit_snapshot_id"] in {added, deleted} for row in seen[1].iter_rows(named=True))
+        (page,) = p.instance.fetch_materializations(history.key, limit=1).records
+        assert page.asset_materialization is not None
+        told = str(page.asset_materialization.metadata["branchlake/consumed_commits"].value)
+        assert [line.split(" | ")[3].rstrip(" |") for line in told.splitlines()[2:]] == [
+            by_run,
+            "somebody outside branchlake",
+        ]
+
+
+def test_the_commits_of_a_rebased_publication(lakehouse: Lakehouse, namespace: str, orders: Source) -> None:
+    """A run publishes two snapshots after another run's; both are of one commit, its own are of none."""
+    client, identifier = lakehouse.nessie, tuple(orders.key.path)
+    with project(lakehouse, orders.asset) as p:
+        orders.publish(p, ("a", 1))
+        since = position_of(lakehouse.catalog().load_table(identifier))
+        base = client.reference("main").hash
+        first, second = p.run(orders.key), p.run(orders.key)
+        lakehouse.catalog(f"run-{second}").load_table(identifier).append(
+            pa.table({"account": ["z"], "price": [1]})
+        )
+        p.settle(first)
+        p.settle(second)
+        at = client.reference("main").hash
+        lakehouse.catalog().load_table(identifier).append(pa.table({"account": ["later"], "price": [1]}))
+        table = lakehouse.catalog().load_table(identifier)
+        change = capture(table, since, name="orders")
+        ids = [step.snapshot_id for step in change.steps]
+        for known in (base, "", "00" * 32):
+            told = commits_of(client, identifier, table, change, at=at, after=known)
+            assert [(one.run_id, one.snapshots) for one in told] == [
+                (first, (ids[0],)),
+                (second, (ids[1], ids[2])),
+            ]
+            assert told[-1].hash == at
+        assert [len(one.snapshots) for one in commits_of(client, identifier, table, change)] == [1, 2, 1]
+        assert commits_of(client, identifier, table, capture(table, None, name="orders")) == []
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import polars as pl
+import pyarrow as pa
 from rich.console import Console
 
 from branchlake_dagster import consumes, table_metadata
@@ -47,5 +49,40 @@ def test_consumers_are_shown_with_what_they_have_left(lakehouse: Lakehouse, name
         lakehouse.catalog().drop_table((namespace, "orders"))
         assert mine()["trouble"] == "The input has no table any more."
         console = Console(width=200, record=True, file=io.StringIO())
-        show({"consumers": [found], "unreadable": ["odd"]}, console)
-        assert "2 rows in 1 file" in console.export_text()
+        show({"consumers": [found], "unreadable": [{"table": "x.odd", "trouble": "lost"}]}, console)
+        shown = console.export_text()
+        assert "2 rows in 1 file" in shown
+        assert "x.odd" in shown
+        assert "lost" in shown
+
+
+def test_a_table_whose_metadata_is_gone_stops_no_other(lakehouse: Lakehouse, namespace: str) -> None:
+    orders = Source(namespace)
+
+    @dg.asset(
+        key=[namespace, "copy"],
+        ins={"orders": dg.AssetIn(orders.key)},
+        metadata=table_metadata(write_mode="append", **FREE) | consumes({orders.key: "rows"}),
+    )
+    def copy(orders: pl.DataFrame) -> pl.DataFrame:
+        return orders
+
+    with project(lakehouse, orders.asset, copy) as p:
+        orders.publish(p, ("a", 1))
+        published(p, copy)
+        broken = lakehouse.catalog().create_table((namespace, "broken"), pa.schema([("n", pa.int64())]))
+        where = {"orders": lakehouse.catalog().load_table((namespace, "orders")), "broken": broken}
+        try:
+            for table in where.values():
+                path = Path(table.metadata_location.removeprefix("file://"))
+                path.rename(path.with_suffix(".away"))
+            found = gather(lakehouse.settings)
+            (lost,) = [one for one in found["unreadable"] if one["table"] == f"{namespace}.broken"]
+            assert "cannot be read" in lost["trouble"]
+            (mine,) = [one for one in found["consumers"] if one["table"] == f"{namespace}.copy"]
+            assert mine["trouble"].startswith("Of the input: its metadata cannot be read")
+            assert mine["unconsumed_rows"] is None
+        finally:  # the lake is shared
+            for table in where.values():
+                path = Path(table.metadata_location.removeprefix("file://"))
+                path.with_suffix(".away").rename(path)

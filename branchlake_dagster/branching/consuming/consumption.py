@@ -14,6 +14,7 @@ from pyiceberg.types import IcebergType
 
 from branchlake_dagster.branching.consuming import positions as records
 from branchlake_dagster.branching.consuming.affected import coverage, covers
+from branchlake_dagster.branching.consuming.commits import MainCommit, commits_of
 from branchlake_dagster.branching.consuming.consumer import Consumer, Identifier, Input
 from branchlake_dagster.branching.consuming.declaration import Pattern
 from branchlake_dagster.branching.consuming.main_at import position_at
@@ -26,7 +27,7 @@ from branchlake_dagster.changes.capture import capture, position_on_branch
 from branchlake_dagster.changes.errors import ChangeLost
 from branchlake_dagster.changes.model import ChangeSet, Position
 from branchlake_dagster.changes.ranges import Ranges, changed, union
-from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.errors import ConfigurationError, all_of
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 
@@ -63,6 +64,8 @@ class Consumption:
         self._rebuild = rebuild
         self.instance = instance
         self._changes: dict[tuple[str, Position | None], ChangeSet] = {}
+        self._bases: dict[tuple[str, Position], str] = {}
+        self._commits: dict[AssetKey, list[MainCommit]] = {}
         self._known: dict[str, Any] = {}
         self.when_written: list[Callable[[], None]] = []
         """What is to be cleaned up once the result is stored."""
@@ -166,7 +169,9 @@ class Consumption:
             # A partition that came after the table's position is new, whenever its consumer began.
             begun = consumed is not None or self.positions.floor is not None
             position = (consumed.inputs.get(one.name) if consumed else None) if begun else self._start(one)
-            found[one.name] = self._kept(one, position)
+            kept = found[one.name] = self._kept(one, position)
+            if kept is not None and kept == position and consumed is not None:
+                self._bases[one.name, kept] = consumed.base
         return found
 
     def _start(self, one: Input) -> Position | None:
@@ -212,6 +217,30 @@ class Consumption:
             self._changes[asked] = capture(one.table, since, name=one.name, upto=one.upto)
         return self._changes[asked]
 
+    def commits(self, key: AssetKey) -> list[MainCommit]:
+        """The commits on `main` that published what is consumed of an input, oldest first. Read once.
+
+        With partitions that stand at different positions: those of each of them, each commit once.
+        """
+        if key not in self._commits:
+            self._commits[key] = self._read_commits(key)
+        return self._commits[key]
+
+    def _read_commits(self, key: AssetKey) -> list[MainCommit]:
+        one, lake = self.inputs[key], self._lake.lakehouse
+        found: dict[str, MainCommit] = {}
+        for _, change in self.changes(key):
+            after = self._bases.get((one.name, change.since), "") if change.since else ""
+            told = commits_of(
+                lake.nessie, self.consumer.inputs[key], one.table, change, at=self._base_hash, after=after
+            )
+            for commit in told:
+                known = found.get(commit.hash)
+                if known is None or len(known.snapshots) < len(commit.snapshots):
+                    found[commit.hash] = commit
+        order = {one.snapshot_id: number for number, one in enumerate(one.table.metadata.snapshots)}
+        return sorted(found.values(), key=lambda commit: order[commit.snapshots[-1]])
+
     @property
     def empty(self) -> bool:
         """Whether there is nothing to consume."""
@@ -255,8 +284,8 @@ class Consumption:
     def written(self) -> None:
         """The result is stored: what was made to compute it is cleaned up."""
         self._known.clear()
-        while self.when_written:
-            self.when_written.pop()()
+        calls, self.when_written = self.when_written[::-1], []
+        all_of(calls)
 
     def _told(self) -> Consumed:
         upto = {one.name: one.upto for one in self.inputs.values()}

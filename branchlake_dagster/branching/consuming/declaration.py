@@ -54,7 +54,8 @@ def consumes(
         when_removed (Literal["fail", "ignore", "deliver"]): For `rows`, when rows have gone. `deliver` gives
             all rows with a column `_change_type` (`INSERT`, `DELETE`). (default: `fail`)
         commits (bool): For `rows`: add the columns `_change_ordinal` and `_commit_snapshot_id`, as Iceberg's
-            changelog views have them; null where everything is computed anew. (default: False)
+            changelog views have them, and `_commit_hash`, the commit on `main` that published the row; null
+            where everything is computed anew. The asset's page names the commits. (default: False)
 
     Returns:
         Dict[str, Any]: Metadata, to be joined with that of `table_metadata` by `|`.

@@ -22,17 +22,16 @@ from pyiceberg.table import Table
 
 from branchlake_dagster.branching.consuming.consumer import Input
 from branchlake_dagster.branching.consuming.consumption import Consumption
-from branchlake_dagster.branching.consuming.declaration import Declaration
 from branchlake_dagster.branching.delivering.inputs import (
     changed_keys,
     changed_rows,
     delivered,
+    everything,
     of_partitions,
     of_range,
     rows_of_keys,
 )
 from branchlake_dagster.branching.table.selection import Selection, to_iceberg
-from branchlake_dagster.changes.rows import ORDINAL, SNAPSHOT, ChangedRows
 
 MOST_LITERALS = 2_000
 """More values of a key are asked for by their lowest and highest."""
@@ -45,21 +44,12 @@ def load(consumption: Consumption, one: Input) -> pa.Table:
         return _scan(one.table, _filter(of_range(consumption, one), one.table))
     if consumption.whole:
         rows = _scan(one.table, _filter(where, one.table))
-        return _everything(rows, consumption.consumer.declaration) if one.pattern == "rows" else rows
+        return everything(rows, consumption.consumer.declaration) if one.pattern == "rows" else rows
     if one.pattern == "rows":
         return delivered(consumption, one, changed_rows(consumption, one))
     keys = changed_keys(consumption)
     rows = _scan(one.table, And(_filter(where, one.table), may_have(keys)))
     return rows_of_keys(rows, keys)
-
-
-def _everything(rows: pa.Table, declaration: Declaration) -> pa.Table:
-    """All rows, with the columns that changed ones would have."""
-    if declaration.commits:
-        rows = rows.append_column(ORDINAL, pa.nulls(rows.num_rows, pa.int32()))
-        rows = rows.append_column(SNAPSHOT, pa.nulls(rows.num_rows, pa.int64()))
-    deliver = declaration.when_removed == "deliver"
-    return ChangedRows(rows, rows.slice(0, 0)).tracked() if deliver else rows
 
 
 def _scan(table: Table, row_filter: BooleanExpression) -> pa.Table:

@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pyarrow as pa
 from pyiceberg.exceptions import NoSuchTableError
@@ -18,6 +19,8 @@ from branchlake_dagster.changes.change_table import ChangeTable, copied, referri
 from branchlake_dagster.changes.model import ChangedFile, ChangeSet
 from branchlake_dagster.changes.rows import RowReader
 from branchlake_dagster.changes.summary import CHANGE_TABLE
+from branchlake_dagster.errors import all_of
+from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.library_internals.pyiceberg import write_metadata
 
 _log = logging.getLogger(__name__)
@@ -100,16 +103,22 @@ class ChangeTables:
         return name
 
     def drop(self) -> None:
-        """Take all of them off the branch. What cannot be deleted is left to the sweeper, and told."""
+        """Take all of them off the branch. Files that cannot be deleted are left to the sweeper, and told.
+
+        Each is tried; what went wrong with the first is raised, with the others' errors as its notes. Those
+        that are still there may be tried again.
+        """
         catalog = self._lake.own_catalog()
-        for name, made in self._made.items():
+        all_of(partial(self._drop, catalog, name) for name in tuple(self._made))
+
+    def _drop(self, catalog: NessieCatalog, name: Identifier) -> None:
+        try:
+            catalog.drop_table(name)
+        except NoSuchTableError:
+            _log.warning("The change table %s was gone already.", table_name(name))
+        made = self._made.pop(name)
+        for path in made.written:
             try:
-                catalog.drop_table(name)
-            except NoSuchTableError:
-                _log.warning("The change table %s was gone already.", table_name(name))
-            for path in made.written:
-                try:
-                    made.table.io.delete(path)
-                except OSError as error:
-                    _log.warning("%s of a change table is still there: %s", path, error)
-        self._made.clear()
+                made.table.io.delete(path)
+            except OSError as error:
+                _log.warning("%s of a change table is still there: %s", path, error)

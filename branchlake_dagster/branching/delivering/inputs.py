@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyiceberg.types import DateType
 
 from branchlake_dagster.branching.consuming.consumer import Input
 from branchlake_dagster.branching.consuming.consumption import Consumption, Group
+from branchlake_dagster.branching.consuming.declaration import Declaration
 from branchlake_dagster.branching.delivering.range_selection import by_days, selection
 from branchlake_dagster.branching.errors import RowsRemoved
 from branchlake_dagster.branching.table.selection import Selection, inside, select
 from branchlake_dagster.changes.model import ChangeSet
 from branchlake_dagster.changes.ranges import Ranges
-from branchlake_dagster.changes.rows import ChangedRows, RowReader, without_carried
+from branchlake_dagster.changes.rows import (
+    COMMIT,
+    ORDINAL,
+    SNAPSHOT,
+    ChangedRows,
+    RowReader,
+    without_carried,
+)
 
 
 def of_partitions(consumption: Consumption, one: Input, partitions: tuple[str, ...]) -> Selection | None:
@@ -63,7 +72,29 @@ def changed_rows(consumption: Consumption, one: Input) -> ChangedRows:
         for group, change in consumption.changes(one.key)
     ]
     together = ChangedRows(_all(part.added for part in parts), _all(part.removed for part in parts))
-    return without_carried(together)
+    found = without_carried(together)
+    if not consumption.consumer.declaration.commits:
+        return found
+    hashes = {number: commit.hash for commit in consumption.commits(one.key) for number in commit.snapshots}
+    return ChangedRows(_with_commits(found.added, hashes), _with_commits(found.removed, hashes))
+
+
+def _with_commits(rows: pa.Table, hashes: Mapping[int, str]) -> pa.Table:
+    known = pa.array([*hashes], pa.int64())
+    by_place = pa.array([*hashes.values()], pa.string())
+    return rows.append_column(COMMIT, by_place.take(pc.index_in(rows[SNAPSHOT], known)))
+
+
+def everything(rows: pa.Table, declaration: Declaration) -> pa.Table:
+    """All rows, with the columns that changed ones would have."""
+    if declaration.commits:
+        for name, kind in COMMIT_COLUMNS.items():
+            rows = rows.append_column(name, pa.nulls(rows.num_rows, kind))
+    deliver = declaration.when_removed == "deliver"
+    return ChangedRows(rows, rows.slice(0, 0)).tracked() if deliver else rows
+
+
+COMMIT_COLUMNS = {ORDINAL: pa.int32(), SNAPSHOT: pa.int64(), COMMIT: pa.string()}
 
 
 def delivered(consumption: Consumption, one: Input, rows: ChangedRows) -> pa.Table:

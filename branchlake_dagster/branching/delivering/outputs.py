@@ -9,6 +9,7 @@ from dagster import MetadataValue
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 
+from branchlake_dagster.branching.consuming.commits import MainCommit
 from branchlake_dagster.branching.consuming.consumption import Consumption
 from branchlake_dagster.branching.delivering.inputs import target_ranges
 from branchlake_dagster.branching.delivering.range_selection import selection
@@ -63,7 +64,10 @@ def record(consumption: Consumption, table: Table) -> Table:
 CONSUMED_ROWS = "branchlake/consumed_rows"
 CONSUMED_FILES = "branchlake/consumed_files"
 CONSUMED = "branchlake/consumed"
+CONSUMED_COMMITS = "branchlake/consumed_commits"
 CHANGED_RANGE = "branchlake/changed_range"
+_MOST_COMMITS = 100
+"""Rows of a table on an asset's page."""
 
 
 def consumed_metadata(consumption: Consumption) -> dict[str, Any]:
@@ -72,19 +76,30 @@ def consumed_metadata(consumption: Consumption) -> dict[str, Any]:
         return {CONSUMED: MetadataValue.text("everything: it was computed anew")}
     lines = ["| input | change | how | up to snapshot |", "| --- | --- | --- | --- |"]
     rows = files = 0
+    commits: list[str] = []
     for key, one in consumption.inputs.items():
         for _, change in consumption.changes(key):
             rows += change.rows_changed
             files += change.files_changed
             kinds = ", ".join(change.kinds) or "nothing"
             lines.append(f"| {one.name} | {change.label()} | {kinds} | {one.upto.snapshot_id} |")
+        if consumption.consumer.declaration.commits:
+            commits += [_commit_row(one.name, commit) for commit in consumption.commits(key)]
     found: dict[str, Any] = {
         CONSUMED_ROWS: MetadataValue.int(rows),
         CONSUMED_FILES: MetadataValue.int(files),
         CONSUMED: MetadataValue.md("\n".join(lines)),
     }
+    if commits:
+        head = ["| input | commit on main | at | by run |", "| --- | --- | --- | --- |"]
+        found[CONSUMED_COMMITS] = MetadataValue.md("\n".join([*head, *commits[-_MOST_COMMITS:]]))
     declaration = consumption.consumer.declaration
     if by_range(consumption):
         ranges = consumption.ranges(declaration.on or declaration.into or "")
         found[CHANGED_RANGE] = MetadataValue.text(ranges.text())
     return found
+
+
+def _commit_row(name: str, commit: MainCommit) -> str:
+    at = commit.at.isoformat(timespec="seconds") if commit.at else ""
+    return f"| {name} | {commit.hash[:16]} | {at} | {commit.run_id or 'somebody outside branchlake'} |"

@@ -7,7 +7,7 @@ from functools import reduce
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
-from pyspark.sql.pandas.types import from_arrow_schema
+from pyspark.sql.pandas.types import from_arrow_schema, from_arrow_type
 
 from branchlake_dagster.branching.consuming.consumer import Identifier, Input
 from branchlake_dagster.branching.consuming.consumption import Consumption
@@ -15,6 +15,7 @@ from branchlake_dagster.branching.consuming.declaration import Declaration
 from branchlake_dagster.branching.delivering import arrow_inputs, spark_keys
 from branchlake_dagster.branching.delivering.change_tables import ChangeTables, Pair
 from branchlake_dagster.branching.delivering.inputs import (
+    COMMIT_COLUMNS,
     changed_keys,
     of_partitions,
     of_range,
@@ -22,7 +23,7 @@ from branchlake_dagster.branching.delivering.inputs import (
 )
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.table.selection import Selection, to_sql
-from branchlake_dagster.changes.rows import CHANGE_TYPE, DELETE, INSERT, ORDINAL, SNAPSHOT
+from branchlake_dagster.changes.rows import CHANGE_TYPE, DELETE, INSERT
 from branchlake_dagster.lakehouse.spark.quoting import dotted, quoted
 
 FEW_ROWS = 20_000
@@ -51,9 +52,8 @@ def load(consumption: Consumption, one: Input, session: SparkSession, lake: Lake
 
 
 def _everything(frame: DataFrame, declaration: Declaration) -> DataFrame:
-    if declaration.commits:
-        frame = frame.withColumn(ORDINAL, F.lit(None).cast("int"))
-        frame = frame.withColumn(SNAPSHOT, F.lit(None).cast("bigint"))
+    for name, kind in COMMIT_COLUMNS.items() if declaration.commits else ():
+        frame = frame.withColumn(name, F.lit(None).cast(from_arrow_type(kind)))
     deliver = declaration.when_removed == "deliver"
     return frame.withColumn(CHANGE_TYPE, F.lit(INSERT)) if deliver else frame
 

@@ -9,6 +9,7 @@ from typing import Any
 from dagster import AssetExecutionContext, AssetKey
 from pyiceberg.exceptions import NoSuchTableError
 
+from branchlake_dagster.branching.consuming.commits import MainCommit
 from branchlake_dagster.branching.consuming.consumer import Input
 from branchlake_dagster.branching.consuming.consumption import Consumption
 from branchlake_dagster.branching.consuming.steps import consumption_of
@@ -73,6 +74,14 @@ class Changes:
     def ranges(self, column: str) -> Ranges:
         """The values of a column in all changed rows, of all inputs, from bounds alone."""
         return self._consumption.ranges(column)
+
+    def commits(self, asset: CoercibleToAssetKey) -> list[MainCommit]:
+        """The commits on `main` that published an input's change, oldest first; none with `whole`.
+
+        Rows that this run itself has published nowhere yet are of none.
+        """
+        one = self._input(asset)
+        return [] if self.whole else self._consumption.commits(one.key)
 
     def _input(self, asset: CoercibleToAssetKey) -> Input:
         key = AssetKey.from_coercible(asset)

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from branchlake_dagster.incremental.standings import TableStanding, standings
+from branchlake_dagster.incremental.standings import TableStanding, Unreadable, standings
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.wording import counted
@@ -26,7 +26,9 @@ def gather(settings: Settings) -> dict[str, Any]:
     found = list(standings(lake))
     return {
         "consumers": [_told(one, now) for one in found if isinstance(one, TableStanding)],
-        "unreadable": [one for one in found if isinstance(one, str)],
+        "unreadable": [
+            {"table": one.table, "trouble": one.trouble} for one in found if isinstance(one, Unreadable)
+        ],
     }
 
 
@@ -50,7 +52,7 @@ def show(found: dict[str, Any], console: Console | None = None) -> None:
     console = console or (Console() if sys.stdout.isatty() else Console(width=_WIDE))
     if not found["consumers"] and not found["unreadable"]:
         console.print("No table on main was computed from changes.")
-    if found["consumers"]:
+    else:
         table = Table("table", "input", "left", "since", "ahead", "by run", show_edge=False, pad_edge=False)
         for one in found["consumers"]:
             age = one["unconsumed_age_s"]
@@ -62,9 +64,9 @@ def show(found: dict[str, Any], console: Console | None = None) -> None:
                 str(one["partitions_ahead"] or ""),
                 one["run_id"],
             )
+        for one in found["unreadable"]:
+            table.add_row(one["table"], "?", one["trouble"], "", "", "")
         console.print(table)
-    for text in found["unreadable"]:
-        console.print(text)
 
 
 def _left(one: dict[str, Any]) -> str:
