@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import dagster as dg
 import polars as pl
+import pyarrow as pa
 import pytest
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
 
 from branchlake_dagster import consumes, table_metadata
+from branchlake_dagster.branching.delivering import spark_keys
 from branchlake_dagster.branching.errors import PartitionMismatch, UpsertKeyInvalid
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import project
@@ -58,6 +60,42 @@ def test_rows_of_changed_keys_are_replaced(lakehouse: Lakehouse, namespace: str)
         orders.delete(lakehouse, "account = 'gone' or kind = 'y'")
         published(p, spent)
         assert values(p, spent) == [("a", "x", 11), ("b", "x", 3), ("new", "x", 5)]
+
+
+def test_keys_of_two_columns_are_looked_for_by_the_one_of_few_values(
+    lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of kind `x` more accounts have changed than are asked for one by one, of `y` and of none some."""
+    monkeypatch.setattr(spark_keys, "MOST_OF_ONE", 2)
+    orders = Orders(namespace)
+    both = ["account", "kind"]
+    spent = asset_of(orders, namespace, keys=both, upsert=both)
+    accounts = "abcde"
+    with project(lakehouse, orders.asset, spent) as p:
+        orders.publish(p, *((one, kind, 1) for one in accounts for kind in "xyz"))
+        published(p, spent)
+        orders.publish(p, *((one, "x", 10) for one in "abce"), ("b", "y", 10), ("new", "y", 7))
+        orders.delete(lakehouse, "account = 'c' and kind = 'y'")
+        published(p, spent)
+        expected = {
+            (one, kind): 11 if kind == "x" and one in "abce" else 1 for one in accounts for kind in "xyz"
+        }
+        expected |= {("b", "y"): 11, ("new", "y"): 7}
+        del expected["c", "y"]
+        assert {row[:2]: row[2] for row in values(p, spent)} == expected
+
+
+def test_a_filter_of_rows_lets_all_keys_through(spark_session: SparkSession) -> None:
+    keys = pa.table(
+        {"day": [1, 1, 1, 2, None, 3, 3], "account": ["a", "b", "c", "b", "d", None, "a"], "f": [0.5] * 7}
+    )
+    rows = pa.table({"day": [1, 1, 2, 2, 3, None, 4], "account": ["a", "z", "b", "a", None, "d", "a"]})
+    frame = spark_session.createDataFrame(rows.append_column("f", pa.array([0.5] * 7)))
+    found = frame.filter(spark_keys.nearly(keys, lambda name: frame[name])).select("day", "account").collect()
+    kept = {(row["day"], row["account"]) for row in found}
+    assert kept == {(1, "a"), (2, "b"), (3, None), (None, "d")}
+    many = pa.table({"day": range(300), "account": range(300)})
+    assert str(spark_keys.nearly(many, lambda name: frame[name])) == str(F.lit(True))
 
 
 def test_a_null_is_a_key_like_any_other_until_a_row_has_it(lakehouse: Lakehouse, namespace: str) -> None:

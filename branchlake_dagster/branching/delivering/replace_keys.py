@@ -169,7 +169,8 @@ def _on(spec: TableSpec, keys: pa.Table) -> Column:
     def incoming(name: str) -> Column:
         return F.col(f"incoming.{quoted(name)}")
 
-    found = spark_keys.may_have(keys, target) & spark_keys.same(keys, target, incoming)
+    found = spark_keys.may_have(keys, target) & spark_keys.nearly(keys, target)
+    found = found & spark_keys.same(keys, target, incoming)
     for name in spec.keys:
         if name not in keys.column_names:
             found = found & target(name).eqNullSafe(incoming(name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
+from itertools import pairwise
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -12,6 +13,8 @@ from pyspark.sql import functions as F  # noqa: N812 - the library's own abbrevi
 
 MOST_LITERALS = 200
 """More values of a key are asked for by their lowest and highest."""
+MOST_OF_ONE, MOST_NEARLY = 5_000, 50_000
+"""The same for the values beside one value, and for all of a filter: each is an expression to be planned."""
 
 
 def same(keys: pa.Table, left: Callable[[str], Column], right: Callable[[str], Column]) -> Column:
@@ -35,13 +38,42 @@ def may_have(keys: pa.Table, column: Callable[[str], Column]) -> Column:
     return reduce(Column.__and__, parts, F.lit(True))
 
 
-def _may_be(values: pa.ChunkedArray, column: Column) -> Column:
-    kind = values.type
-    comparable = pa.types.is_integer(kind) or pa.types.is_date(kind) or _is_text(kind)
-    present = pc.unique(values.drop_null())
-    if not comparable or not len(present):
+def nearly(keys: pa.Table, column: Callable[[str], Column]) -> Column:
+    """A filter of single rows for a scan that a shuffle follows: lets through all rows of the keys.
+
+    It asks for the values of the other columns by each value of the one that has fewest, a day say: of an
+    old day few accounts have changed, of today all. Nothing of it is passed on to files, which would look it
+    up in each of their dictionaries in vain.
+    """
+    few = {name: len(pc.unique(keys[name])) for name in keys.column_names if _comparable(keys[name].type)}
+    lead = min(few, key=lambda name: few[name], default="")
+    others = [name for name in few if name != lead]
+    if not others or not 0 < few[lead] <= MOST_LITERALS:
         return F.lit(True)
-    if len(present) <= MOST_LITERALS:
+    left, parts = MOST_NEARLY, []
+    for rows in sorted(_by_value(keys, lead), key=lambda rows: rows.num_rows):
+        found = _may_be(rows[lead], column(lead))
+        for name in others:
+            found = found & _may_be(rows[name], column(name), most=min(left, MOST_OF_ONE))
+        left -= len(others) * rows.num_rows if rows.num_rows <= MOST_OF_ONE else 0
+        parts.append(found)
+    return F.coalesce(reduce(Column.__or__, parts), F.lit(False))
+
+
+def _by_value(keys: pa.Table, name: str) -> list[pa.Table]:
+    """The keys in tables that have one value of the column each."""
+    ordered = keys.sort_by(name)
+    ends = [*pc.run_end_encode(ordered[name].combine_chunks()).run_ends.to_pylist()]
+    return [ordered.slice(start, end - start) for start, end in pairwise([0, *ends])]
+
+
+def _may_be(values: pa.ChunkedArray, column: Column, *, most: int = MOST_LITERALS) -> Column:
+    present = pc.unique(values.drop_null())
+    if not _comparable(values.type):
+        return F.lit(True)
+    if not len(present):
+        return column.isNull() if values.null_count else F.lit(True)
+    if len(present) <= most:
         found = column.isin(present.to_pylist())
     else:
         ends = pc.min_max(present).as_py()
@@ -49,5 +81,6 @@ def _may_be(values: pa.ChunkedArray, column: Column) -> Column:
     return found | column.isNull() if values.null_count else found
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+def _comparable(kind: pa.DataType) -> bool:
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return bool(pa.types.is_integer(kind) or pa.types.is_date(kind) or text)

@@ -226,9 +226,9 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
         if found is None:
             how: dict[str, Any] = {
                 "partition_spec": partition_spec(
-                    definition, spec.columns_by_dimension, schema, table=spec.name
+                    definition, spec.columns_by_dimension, schema, table=spec.name, layout=spec.layout
                 ),
-                "properties": long_keys.properties(selection),
+                "properties": {**spec.properties, **long_keys.properties(selection)},
             }
             try:
                 if not by_spark:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import product
 from typing import Any, cast
@@ -19,11 +19,15 @@ from pyiceberg.transforms import (
     MonthTransform,
     Transform,
     YearTransform,
+    parse_transform,
 )
-from pyiceberg.types import TimestampType, TimestamptzType
+from pyiceberg.types import NestedField, TimestampType, TimestamptzType
 
 from branchlake_dagster.branching.errors import SchemaMismatch
 from branchlake_dagster.branching.table.selection import Condition, DateRange, Selection, TimeRange
+from branchlake_dagster.branching.table.spec import LayoutField
+
+AnyTransform = Transform[Any, Any]
 
 _FIRST_FIELD_ID = 1000  # Iceberg numbers partition fields from here on.
 _DAY = 24 * 60
@@ -31,9 +35,14 @@ _HOUR = 60
 
 
 def partition_spec(
-    definition: PartitionsDefinition[str] | None, columns: Mapping[str, str], schema: Schema, *, table: str
+    definition: PartitionsDefinition[str] | None,
+    columns: Mapping[str, str],
+    schema: Schema,
+    *,
+    table: str,
+    layout: Sequence[LayoutField] = (),
 ) -> PartitionSpec:
-    """One partition field per mapped dimension, in the order of the dimensions.
+    """One partition field per mapped dimension, in the order of the dimensions, then those of `layout`.
 
     Wherever the windows begin on UTC days or hours, every Dagster partition is a union of Iceberg partitions.
     Where they do not (half-hour zones, windows of minutes) the field is the hour all the same: a partition
@@ -41,18 +50,44 @@ def partition_spec(
     """
     fields: list[PartitionField] = []
     for dimension, column in columns.items():
-        try:
-            field = schema.find_field(column)
-        except ValueError as error:
-            raise SchemaMismatch(
-                f"Partition column {column} is missing from the frame.", table=table
-            ) from error
+        field = _field(schema, column, table)
         transform, suffix = _transform(_dimension(definition, dimension), field.field_type)
-        name = f"{column}{suffix}"
-        while suffix and name in {other.name for other in schema.fields}:
-            name += "_"  # Iceberg takes no partition field that is called like another column
-        fields.append(PartitionField(field.field_id, _FIRST_FIELD_ID + len(fields), transform, name))
+        fields.append(_partition(fields, field, transform, suffix, schema))
+    for part in layout:
+        field = _field(schema, part.column, table)
+        transform, suffix = _declared(part)
+        if not transform.can_transform(field.field_type):
+            raise SchemaMismatch(
+                f"The layout asks for {part.transform or 'the values'} of {part.column}, which is"
+                f" {field.field_type}.",
+                table=table,
+                hint="Name another column or transform in table_metadata(layout=[…]).",
+            )
+        fields.append(_partition(fields, field, transform, suffix, schema))
     return PartitionSpec(*fields) if fields else UNPARTITIONED_PARTITION_SPEC
+
+
+def _field(schema: Schema, column: str, table: str) -> NestedField:
+    try:
+        return schema.find_field(column)
+    except ValueError as error:
+        raise SchemaMismatch(f"Partition column {column} is missing from the frame.", table=table) from error
+
+
+def _partition(
+    before: Sequence[PartitionField], field: NestedField, transform: AnyTransform, suffix: str, schema: Schema
+) -> PartitionField:
+    name = f"{field.name}{suffix}"
+    while suffix and name in {other.name for other in schema.fields}:
+        name += "_"  # Iceberg takes no partition field that is called like another column
+    return PartitionField(field.field_id, _FIRST_FIELD_ID + len(before), transform, name)
+
+
+def _declared(part: LayoutField) -> tuple[AnyTransform, str]:
+    if part.transform is None:
+        return IdentityTransform(), ""
+    name = part.transform.split("[")[0]
+    return parse_transform(part.transform), f"_{'trunc' if name == 'truncate' else name}"
 
 
 def whole_files(selection: Selection, schema: Schema, specs: Mapping[int, PartitionSpec]) -> bool:
@@ -105,7 +140,7 @@ def _dimension(definition: PartitionsDefinition[str] | None, name: str) -> Parti
     return definition
 
 
-def _transform(definition: PartitionsDefinition[str] | None, kind: object) -> tuple[Transform, str]:  # type: ignore[type-arg]
+def _transform(definition: PartitionsDefinition[str] | None, kind: object) -> tuple[AnyTransform, str]:
     if not isinstance(definition, TimeWindowPartitionsDefinition) or not isinstance(
         kind, TimestampType | TimestamptzType
     ):

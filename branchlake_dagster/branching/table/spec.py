@@ -25,6 +25,9 @@ CHECK_SCOPE = "branchlake/scope"
 """Key in a check spec's metadata. `rows`: the verdict is on the run's partitions alone and stays true when
 other runs publish. `table`: it is on all rows of the table and must be found again after a rebase."""
 _NO_NAME = re.compile(r"[/@#?\x00-\x1f\x7f-\x9f]")
+LAYOUT = "branchlake/layout"
+PROPERTIES = "branchlake/properties"
+_TRANSFORMED = re.compile(r"(year|month|day|hour)\((.+)\)|(bucket|truncate)\(\s*(\d+)\s*,\s*(.+)\)")
 PARTITION_EXPR = "partition_expr"
 """Dagster's own name for it in its database IO managers."""
 
@@ -37,6 +40,8 @@ def table_metadata(
     require_checks: bool | None = None,
     isolation: Isolation | None = None,
     preview_rows: int | None = None,
+    layout: Sequence[str] = (),
+    properties: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Asset metadata for `@dg.asset(metadata=…)`: how its table is laid out, written and judged.
 
@@ -57,6 +62,12 @@ def table_metadata(
             (default: `snapshot`)
         preview_rows (Optional[int]): How many of the rows that a run wrote are shown on the asset's page; 0
             for data that must not stand in Dagster's database. (default: the setting of that name)
+        layout (Sequence[str]): How the table's files are divided, beyond `partition_by`: columns, or
+            Iceberg's transforms of them, `year(c)`, `month(c)`, `day(c)`, `hour(c)`, `bucket(16, c)`,
+            `truncate(4, c)`. It counts when the table is made; one that is there is left as it is. (default:
+            nothing)
+        properties (Optional[Mapping[str, str]]): Iceberg's table properties, as
+            `{"write.merge.mode": "merge-on-read"}`. They too are set when the table is made.
 
     Returns:
         Dict[str, Any]: Metadata; add your own with `|`.
@@ -90,7 +101,28 @@ def table_metadata(
         found[ISOLATION] = isolation
     if preview_rows is not None:
         found[PREVIEW_ROWS] = preview_rows
+    if layout:
+        found[LAYOUT] = list(layout)
+    if properties:
+        found[PROPERTIES] = dict(properties)
     return found
+
+
+@dataclass(frozen=True)
+class LayoutField:
+    """A part of a declared layout: a column, and Iceberg's name of a transform (`bucket[16]`); None: none."""
+
+    column: str
+    transform: str | None = None
+
+    @classmethod
+    def of(cls, text: str) -> LayoutField:
+        """As `table_metadata` takes it. What looks like no transform is a column's name."""
+        found = _TRANSFORMED.fullmatch(text.strip())
+        if found is None:
+            return cls(text)
+        time, column, function, width, of = found.groups()
+        return cls(column.strip(), time) if time else cls(of.strip(), f"{function}[{width}]")
 
 
 @dataclass(frozen=True)
@@ -98,7 +130,8 @@ class TableSpec:
     """Where an asset is stored and how a materialisation changes it.
 
     `identifier` is (namespace…, table). `columns_by_dimension` maps a partition dimension to its column;
-    a one-dimensional partition has the empty string as its dimension.
+    a one-dimensional partition has the empty string as its dimension. `layout` and `properties` are those
+    of a table that is made.
     """
 
     identifier: tuple[str, ...]
@@ -106,6 +139,8 @@ class TableSpec:
     keys: tuple[str, ...] = ()
     columns_by_dimension: Mapping[str, str] = field(default_factory=dict)
     isolation: Isolation = "snapshot"
+    layout: tuple[LayoutField, ...] = ()
+    properties: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -177,7 +212,21 @@ def table_spec(
             table=name,
             hint="Name the column with table_metadata(partition_by=…), or choose append or upsert.",
         )
-    return TableSpec(identifier, mode, keys, columns, isolation)
+    layout, properties = plain(metadata.get(LAYOUT)) or (), plain(metadata.get(PROPERTIES)) or {}
+    if isinstance(layout, str) or not all(isinstance(one, str) for one in layout):
+        raise ConfigurationError(
+            f"The layout is {layout!r}.",
+            table=name,
+            hint='It is a list, as layout=["day", "bucket(16, account)"].',
+        )
+    if not isinstance(properties, Mapping):
+        raise ConfigurationError(
+            f"The table's properties are {properties!r}.", table=name, hint="Give a dict."
+        )
+    told = {str(key): str(value) for key, value in properties.items()}
+    return TableSpec(
+        identifier, mode, keys, columns, isolation, tuple(LayoutField.of(one) for one in layout), told
+    )
 
 
 def plain(value: Any) -> Any:

@@ -246,6 +246,30 @@ def test_append_keeps_what_was_there(lakehouse: Lakehouse, namespace: str) -> No
         assert p.rows(namespace, "t") == [{"n": 1}, {"n": 1}]
 
 
+def test_a_new_table_has_the_declared_layout_and_properties(lakehouse: Lakehouse, namespace: str) -> None:
+    @dg.asset(
+        key=[namespace, "orders"],
+        metadata=table_metadata(
+            write_mode="append",
+            layout=["month(day)", "bucket(4, account)"],
+            properties={"write.merge.mode": "merge-on-read"},
+            require_checks=False,
+        ),
+    )
+    def orders() -> pl.DataFrame:
+        days = pl.Series("day", ["2026-01-05", "2026-02-06"]).str.to_date()
+        return pl.DataFrame({"account": ["a", "b"], "price": [1, 2]}).with_columns(days)
+
+    with project(lakehouse, orders) as p:
+        for _ in range(2):
+            p.settle(p.run(orders.key))
+        table = lakehouse.catalog().load_table((namespace, "orders"))
+        assert [field.name for field in table.spec().fields] == ["day_month", "account_bucket"]
+        assert table.properties["write.merge.mode"] == "merge-on-read"
+        assert {task.file.partition[0] for task in table.scan().plan_files()} == {672, 673}
+        assert table.scan().count() == 4
+
+
 def test_only_a_new_nullable_column_evolves_the_table(lakehouse: Lakehouse, namespace: str) -> None:
     frames = {"now": pl.DataFrame({"n": [1]})}
 

@@ -44,12 +44,36 @@ def test_isolation_is_snapshot_unless_the_asset_asks_for_more() -> None:
         ({"branchlake/write_mode": "overwrite"}, False, "Unknown write mode"),
         ({"partition_expr": 3}, True, "partition_expr"),
         ({"branchlake/isolation": "strict"}, False, "Unknown isolation 'strict'. .*snapshot or serializable"),
+        ({"branchlake/layout": "day"}, False, "layout is 'day'"),
+        ({"branchlake/properties": ["x"]}, False, "properties are"),
     ],
 )
 def test_contradictions_name_the_table(metadata: dict[str, object], partitioned: bool, told: str) -> None:
     with pytest.raises(ConfigurationError, match=told) as caught:
         spec(metadata, partitioned=partitioned)
     assert caught.value.table == "a.b"
+
+
+def test_a_layout_is_columns_and_transforms() -> None:
+    found = spec(table_metadata(layout=["k", "day(ts)", "bucket(16, k)", "truncate( 4 ,k )", "odd (name)"]))
+    assert [(one.column, one.transform) for one in found.layout] == [
+        ("k", None),
+        ("ts", "day"),
+        ("k", "bucket[16]"),
+        ("k", "truncate[4]"),
+        ("odd (name)", None),
+    ]
+    days = dg.DailyPartitionsDefinition(start_date="2026-08-08")
+    made = partition_spec(days, {"": "ts"}, SCHEMA, table="t", layout=found.layout[2:4])
+    assert [str(one.transform) for one in made.fields] == ["day", "bucket[16]", "truncate[4]"]
+    assert [one.name for one in made.fields] == ["ts_day", "k_bucket", "k_trunc"]
+    for wrong, told in (
+        (["day(k)"], "asks for day of k, which is string"),
+        (["nobody"], "nobody is missing"),
+    ):
+        layout = spec(table_metadata(layout=wrong)).layout
+        with pytest.raises(SchemaMismatch, match=told):
+            partition_spec(None, {}, SCHEMA, table="t", layout=layout)
 
 
 SCHEMA = iceberg_schema(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import dagster as dg
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
 
 from branchlake_dagster.branching.consuming.declaration import consumes
@@ -70,22 +70,6 @@ def pipeline(namespace: str) -> Pipeline:
     return Pipeline(playback, _by_lookback(namespace, playback), _by_changes(namespace, playback))
 
 
-def create_targets(session: SparkSession, namespace: str) -> None:
-    """The tables of the assets by changes, which have no partitions of Dagster's that would lay them out."""
-    session.sql(
-        f"CREATE TABLE nessie.{namespace}.changes_daily (event_id BIGINT, day DATE, at TIMESTAMP,"
-        " account INT, title STRING, device STRING, version INT, watched_ms BIGINT, completed BOOLEAN,"
-        " session STRING)"
-        " PARTITIONED BY (day)"
-    )
-    # A few rows of many files change: they are marked as deleted rather than the files being written again.
-    session.sql(
-        f"CREATE TABLE nessie.{namespace}.changes_daily_agg (day DATE, account INT, plays BIGINT,"
-        " watched_ms BIGINT, titles BIGINT, last_at TIMESTAMP, completed BIGINT)"
-        " PARTITIONED BY (day) TBLPROPERTIES ('write.merge.mode'='merge-on-read')"
-    )
-
-
 def _by_lookback(namespace: str, playback: dg.AssetKey) -> Stages:
     """Each run is of the last 14 partitions, computes them anew and overwrites them."""
     key = dg.AssetKey([namespace, "lookback_daily"])
@@ -122,7 +106,7 @@ def _by_changes(namespace: str, playback: dg.AssetKey) -> Stages:
 
     @dg.asset(
         key=key,
-        metadata=table_metadata(write_mode="append", **_FREE) | consumes({playback: "rows"}),
+        metadata=table_metadata(write_mode="append", layout=["day"], **_FREE) | consumes({playback: "rows"}),
         ins={"events": dg.AssetIn(playback)},
     )
     def changes_daily(events: DataFrame) -> DataFrame:
@@ -130,7 +114,14 @@ def _by_changes(namespace: str, playback: dg.AssetKey) -> Stages:
 
     @dg.asset(
         key=[namespace, "changes_daily_agg"],
-        metadata=table_metadata(write_mode="upsert", keys=["day", "account"], **_FREE)
+        # A few rows of many files change: they are marked as deleted, and the files are not written again.
+        metadata=table_metadata(
+            write_mode="upsert",
+            keys=["day", "account"],
+            layout=["day"],
+            properties={"write.merge.mode": "merge-on-read"},
+            **_FREE,
+        )
         | consumes({key: "keys"}, keys=["day", "account"]),
         ins={"daily": dg.AssetIn(key)},
     )

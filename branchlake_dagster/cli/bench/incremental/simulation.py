@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.cli.bench.incremental.executor_metrics import Used
-from branchlake_dagster.cli.bench.incremental.pipeline import Pipeline, create_targets, pipeline
+from branchlake_dagster.cli.bench.incremental.pipeline import Pipeline, pipeline
 from branchlake_dagster.cli.bench.incremental.playback import WINDOW, Size, arrive, create, day_number
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -69,7 +69,6 @@ class Simulation:
         with self._session() as session:
             session.sql(f"CREATE NAMESPACE IF NOT EXISTS nessie.{self._namespace}")
             create(session, self._table("playback"))
-            create_targets(session, self._namespace)
             for number in range(days):
                 arrive(session, self._table("playback"), self._size, number)
         return self._runs(instance, days - 1, ways)
