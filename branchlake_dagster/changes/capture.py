@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pyiceberg.manifest import DataFile, DataFileContent, ManifestContent
+from pyiceberg.manifest import DataFile, DataFileContent
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation, Snapshot
 
@@ -57,7 +57,7 @@ def capture(
     snapshots = history.since(metadata, since, table=name) if since is not None else None
     try:
         if snapshots is None:
-            return _everything(table, name, end)
+            return _everything(table, name, end, cache)
         files = cache.of(snapshots, metadata.current_snapshot(), table.io)
     except FileNotFoundError as error:
         raise history.files_gone(name) from error
@@ -68,18 +68,14 @@ def capture(
     return ChangeSet(name, since, end, steps, added, removed, deletes)
 
 
-def _everything(table: Table, name: str, end: Position) -> ChangeSet:
+def _everything(table: Table, name: str, end: Position, cache: OwnFilesCache) -> ChangeSet:
     """All that the table holds, as though it had just been appended."""
     head = table.metadata.current_snapshot()
     if head is None:
         return ChangeSet(name, None, end, (), (), (), ())
-    live = [
-        (manifest.content, ChangedFile(entry.data_file, entry.snapshot_id or head.snapshot_id, 0))
-        for manifest in head.manifests(table.io)
-        for entry in manifest.fetch_manifest_entry(table.io)
-    ]
-    data = tuple(one for content, one in live if content is ManifestContent.DATA)
-    deletes = tuple(one for content, one in live if content is ManifestContent.DELETES)
+    live = cache.live(head, table.io)
+    data = tuple(ChangedFile(one.file, one.snapshot_id, 0) for one in live if one.is_data)
+    deletes = tuple(ChangedFile(one.file, one.snapshot_id, 0) for one in live if not one.is_data)
     step = Step(head.snapshot_id, 0, ChangeKind.APPEND, moment(head.timestamp_ms), data, deletes=deletes)
     return ChangeSet(name, None, end, (step,), data, (), deletes)
 

@@ -1,4 +1,4 @@
-"""The files that a snapshot added and removed itself. Manifests never change, so each is read once."""
+"""The files that a snapshot added and removed, or has. Manifests never change, so each is read once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from io import BytesIO
 
 import polars as pl
 from pyiceberg.io import FileIO
-from pyiceberg.manifest import DataFile, ManifestEntryStatus, ManifestFile, read_manifest_list
+from pyiceberg.manifest import (
+    DataFile,
+    ManifestContent,
+    ManifestEntryStatus,
+    ManifestFile,
+    read_manifest_list,
+)
 from pyiceberg.table.snapshots import Operation, Snapshot
 
 from branchlake_dagster.library_internals.manifests import entries_of
 
 _READERS = 8
 """Manifests that are read side by side: each is a request to the store."""
+_LIVE = -1
+"""In the place of a snapshot's id: all that is in a manifest."""
 _FEW_ENTRIES = 500
 """Entries of other snapshots that are read with a snapshot's own, rather than being left out."""
 
@@ -33,14 +41,23 @@ class OwnFiles:
         return len(self.added) + len(self.removed)
 
 
+@dataclass(frozen=True)
+class LiveFile:
+    """A file that is in a manifest and was not taken out, and the snapshot that added it."""
+
+    file: DataFile
+    snapshot_id: int
+    is_data: bool
+
+
 class OwnFilesCache:
-    """By snapshot. Safe to share between threads; holds at most `most` files, the latest used ones."""
+    """By snapshot and manifest. Safe to share between threads; holds at most `most` files, the last used."""
 
     def __init__(self, *, most: int = 200_000) -> None:
         self._most = most
         self._held = 0
         self._lock = threading.Lock()
-        self._found: OrderedDict[tuple[str, int], OwnFiles] = OrderedDict()
+        self._found: OrderedDict[tuple[str, int], OwnFiles | tuple[LiveFile, ...]] = OrderedDict()
 
     def of(self, snapshots: Sequence[Snapshot], head: Snapshot | None, io: FileIO) -> dict[int, OwnFiles]:
         """The files of each snapshot by its id; `head` is the table's current one.
@@ -49,21 +66,49 @@ class OwnFilesCache:
         """
         found: dict[int, OwnFiles] = {}
         missing: list[Snapshot] = []
-        with self._lock:
-            for one in snapshots:
-                key = one.manifest_list, one.snapshot_id
-                if key in self._found:
-                    self._found.move_to_end(key)
-                    found[one.snapshot_id] = self._found[key]
-                else:
-                    missing.append(one)
+        for one in snapshots:
+            held = self._held_for((one.manifest_list, one.snapshot_id))
+            if isinstance(held, OwnFiles):
+                found[one.snapshot_id] = held
+            else:
+                missing.append(one)
         if missing:
             for one, files in _read(missing, head, io):
                 found[one.snapshot_id] = files
                 self._keep((one.manifest_list, one.snapshot_id), files)
         return found
 
-    def _keep(self, key: tuple[str, int], files: OwnFiles) -> None:
+    def live(self, snapshot: Snapshot, io: FileIO) -> list[LiveFile]:
+        """All files that a snapshot has. Raises FileNotFoundError when a manifest is gone."""
+        manifests = snapshot.manifests(io)
+        with ThreadPoolExecutor(min(_READERS, len(manifests)) or 1) as pool:
+            return [
+                file for files in pool.map(lambda one: self._live_in(one, io), manifests) for file in files
+            ]
+
+    def _live_in(self, manifest: ManifestFile, io: FileIO) -> tuple[LiveFile, ...]:
+        key = manifest.manifest_path, _LIVE
+        held = self._held_for(key)
+        if isinstance(held, tuple):
+            return held
+        is_data = manifest.content is ManifestContent.DATA
+        with io.new_input(manifest.manifest_path).open() as stream:
+            content = stream.read()
+        files = tuple(
+            LiveFile(entry.data_file, entry.snapshot_id or manifest.added_snapshot_id, is_data)
+            for entry in entries_of(manifest, content)
+            if entry.status != ManifestEntryStatus.DELETED
+        )
+        self._keep(key, files)
+        return files
+
+    def _held_for(self, key: tuple[str, int]) -> OwnFiles | tuple[LiveFile, ...] | None:
+        with self._lock:
+            if key in self._found:
+                self._found.move_to_end(key)
+            return self._found.get(key)
+
+    def _keep(self, key: tuple[str, int], files: OwnFiles | tuple[LiveFile, ...]) -> None:
         with self._lock:
             if key in self._found or len(files) > self._most:
                 return

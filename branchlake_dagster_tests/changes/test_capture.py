@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyiceberg.catalog import Catalog
+from pyiceberg.manifest import ManifestEntry, ManifestFile
 from pyiceberg.table import Table
 
+from branchlake_dagster.changes import own_files
 from branchlake_dagster.changes.capture import capture, position_of, position_on_branch
 from branchlake_dagster.changes.change_table import copied, referring
 from branchlake_dagster.changes.errors import ChangeLost, Loss
 from branchlake_dagster.changes.model import ChangeKind, ChangeSet, Position
 from branchlake_dagster.changes.own_files import OwnFilesCache
 from branchlake_dagster.changes.rows import RowReader, without_carried
+from branchlake_dagster.library_internals.manifests import entries_of
 from branchlake_dagster_tests.changes.tables import (
     BY_DAY,
     SCHEMA,
@@ -64,6 +68,31 @@ def test_a_new_consumer_gets_everything(table: Table) -> None:
     assert change.rows_added == 3
     assert change.only_appends
     assert rows(table, change) == counted(table.scan().to_arrow())
+
+
+def test_what_was_read_of_everything_is_not_read_again(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def counted_entries(manifest: ManifestFile, *more: Any) -> Iterator[ManifestEntry]:
+        read.append(manifest.manifest_path)
+        return entries_of(manifest, *more)
+
+    monkeypatch.setattr(own_files, "entries_of", counted_entries)
+    cache = OwnFilesCache()
+    append(table, [("c", 4)])
+    first = capture(table, None, name="shop.t", cache=cache)
+    assert len(read) == len(set(read)) == 2
+    append(table, [("d", 5)])
+    table.delete("day = 'c'")
+    change = capture(table, None, name="shop.t", cache=cache)
+    manifests = table.current_snapshot().manifests(table.io)  # type: ignore[union-attr]
+    assert set(read[2:]) == {one.manifest_path for one in manifests} - set(read[:2])
+    assert {one.file.partition[0] for one in change.added} == {"a", "b", "d"}
+    known = {one.snapshot_id for one in table.metadata.snapshots}
+    assert {one.snapshot_id for one in change.added} <= known
+    assert {one.path for one in first.added} == {
+        task.file.file_path for task in table.scan(snapshot_id=first.upto.snapshot_id).plan_files()
+    }
 
 
 def test_appends_are_told_by_file_with_rows_and_partition(table: Table) -> None:

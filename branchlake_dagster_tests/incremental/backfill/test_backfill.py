@@ -3,92 +3,43 @@
 import sys
 import time
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 
 import dagster as dg
-import polars as pl
 import pytest
 from click.testing import CliRunner
 
-from branchlake_dagster import consumes, incremental_sensor, table_metadata
+from branchlake_dagster import incremental_sensor
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.cli.incremental import backfill
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import Project, project
-from branchlake_dagster_tests.incremental.sources import FREE, values
+from branchlake_dagster_tests.incremental.backfill.stages import Pipeline
+from branchlake_dagster_tests.incremental.sources import values
 
-DAYS = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-05")
 
-
-class Pipeline:
-    """Events by day, their sums by day, and a total that consumes the sums; beside it an ordinary report."""
-
-    def __init__(self, namespace: str) -> None:
-        self.factor = 1
-
-        @dg.asset(
-            key=[namespace, "events"],
-            partitions_def=DAYS,
-            metadata=table_metadata(partition_by="day", **FREE),
-            code_version="1",
-        )
-        def events(context: dg.AssetExecutionContext) -> pl.DataFrame:
-            day = date.fromisoformat(context.partition_key)
-            return pl.DataFrame({"day": [day, day], "price": [self.factor, 10 * self.factor]})
-
-        @dg.asset(
-            key=[namespace, "daily"],
-            partitions_def=DAYS,
-            ins={"events": dg.AssetIn(events.key)},
-            metadata=table_metadata(partition_by="day", **FREE) | consumes({events.key: "range"}),
-        )
-        def daily(events: pl.DataFrame) -> pl.DataFrame:
-            return events.group_by("day").agg(pl.col("price").sum())
-
-        @dg.asset(
-            key=[namespace, "total"],
-            ins={"daily": dg.AssetIn(daily.key)},
-            metadata=table_metadata(write_mode="upsert", keys=["day"], **FREE)
-            | consumes({daily.key: "keys"}, keys=["day"]),
-        )
-        def total(daily: pl.DataFrame) -> pl.DataFrame:
-            return daily.with_columns(pl.col("price") * 2)
-
-        @dg.asset(
-            key=[namespace, "report"], ins={"daily": dg.AssetIn(daily.key)}, metadata=table_metadata(**FREE)
-        )
-        def report(daily: pl.DataFrame) -> pl.DataFrame:
-            return daily
-
-        self.events, self.daily, self.total, self.report = events, daily, total, report
-
-    @property
-    def assets(self) -> list[dg.AssetsDefinition]:
-        return [self.events, self.daily, self.total, self.report]
-
-    def follow(self, p: Project) -> list[str]:
-        """What the sensor launches, run and published until there is nothing more; in order."""
-        sensor, cursor, done = incremental_sensor(), None, []
-        for _ in range(10):
-            with dg.build_sensor_context(
-                p.instance,
-                cursor=cursor,
-                repository_def=p.definitions.get_repository_def(),
-                resources={"lakehouse": LakehouseResource.of(p.lake.settings)},
-            ) as context:
-                found = sensor(context)
-            assert isinstance(found, dg.SensorResult)
-            cursor = found.cursor
-            if not found.run_requests:
-                return done
-            for request in found.run_requests:
-                (key,) = request.asset_selection or ()
-                p.settle(p.run(key, partition=request.partition_key))
-                done.append(f"{key.path[-1]} {request.partition_key or ''}".strip())
-        raise AssertionError(f"it goes on and on: {done}")
+def follow(p: Project) -> list[str]:
+    """What the sensor launches, run and published until there is nothing more; in order."""
+    sensor, cursor, done = incremental_sensor(), None, []
+    for _ in range(10):
+        with dg.build_sensor_context(
+            p.instance,
+            cursor=cursor,
+            repository_def=p.definitions.get_repository_def(),
+            resources={"lakehouse": LakehouseResource.of(p.lake.settings)},
+        ) as context:
+            found = sensor(context)
+        assert isinstance(found, dg.SensorResult)
+        cursor = found.cursor
+        if not found.run_requests:
+            return done
+        for request in found.run_requests:
+            (key,) = request.asset_selection or ()
+            p.settle(p.run(key, partition=request.partition_key))
+            done.append(f"{key.path[-1]} {request.partition_key or ''}".strip())
+    raise AssertionError(f"it goes on and on: {done}")
 
 
 @pytest.fixture
@@ -101,7 +52,7 @@ def p(lakehouse: Lakehouse, pipeline: Pipeline) -> Iterator[Project]:
     with project(lakehouse, *pipeline.assets) as made:
         for day in ("2026-08-01", "2026-08-02"):
             made.settle(made.run(pipeline.events.key, partition=day))
-        pipeline.follow(made)
+        follow(made)
         yield made
 
 
@@ -134,7 +85,7 @@ def test_a_backfill_goes_through_all_stages(p: Project, pipeline: Pipeline) -> N
     p.settle(p.run(pipeline.events.key, partition="2026-08-02", tags=dict(launched.tags)))
     _, second, _, _ = backfill.status(where, number)
     assert (second.done, second.left) == (0, 1)
-    assert pipeline.follow(p) == ["daily 2026-08-02", "total"]
+    assert follow(p) == ["daily 2026-08-02", "total"]
     _, second, _, third = backfill.status(where, number)
     assert (second.left, third.left) == (0, 0)
     assert [row[1] for row in values(p, pipeline.total)] == [22, 154]
@@ -145,8 +96,7 @@ def test_partitions_of_an_older_code_version_are_stale(
 ) -> None:
     asset = pipeline.events.key.to_user_string()
     assert backfill.asked(place(p), asset, [], everything=False) is None
-    newer = Pipeline(namespace)
-    newer.events = newer.events.map_asset_specs(lambda spec: spec.replace_attributes(code_version="2"))
+    newer = Pipeline(namespace, factor=2)
     with project(p.lake, *newer.assets) as again:
         where = backfill.Place(again.graph, LakehouseResource.of(p.lake.settings), p.instance)
         what = backfill.asked(where, asset, [], everything=False)

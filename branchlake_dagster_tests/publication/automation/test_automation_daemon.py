@@ -2,68 +2,27 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import dagster as dg
 import pytest
-import requests
 
 from branchlake_dagster.branching.branch.run_tags import VERDICT_TAG
-from branchlake_dagster.cli.local.dagster_dev import dagster_dev
-from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster_tests.daemon import daemon_of, launch, wait_for
 from branchlake_dagster_tests.dagster_internals import InstigatorState
 
 pytestmark = [pytest.mark.daemon, pytest.mark.timeout(1200)]
 
 SENSOR = "publication_automation_sensor"
 MODULE = "branchlake_dagster_tests.publication.automation.automation_project"
-LAUNCH = """
-mutation Launch($params: ExecutionParams!) {
-  launchRun(executionParams: $params) { __typename ... on LaunchRunSuccess { run { runId } } }
-}
-"""
 
 
 @pytest.fixture
-def daemon(
-    lakehouse: Lakehouse, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
-    environment = {
-        "BRANCHLAKE_STATE_DIR": str(lakehouse.settings.state_dir),
-        "BRANCHLAKE_TEST_NAMESPACE": namespace,
-    }
-    # Set before `dagster_home` sets them, so that they are put back afterwards.
-    for name, value in {**environment, "DAGSTER_HOME": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
-    dagster_home(lakehouse.settings)
-    with dagster_dev(MODULE, home=tmp_path, environment=environment) as url:
+def daemon(lakehouse: Lakehouse, namespace: str, tmp_path: Path) -> Iterator[str]:
+    with daemon_of(MODULE, lakehouse, namespace, tmp_path) as url:
         yield url
-
-
-def launch(url: str, *path: str) -> str:
-    selector = {
-        "repositoryLocationName": MODULE,
-        "repositoryName": "__repository__",
-        "jobName": "__ASSET_JOB",
-        "assetSelection": [{"path": list(path)}],
-    }
-    variables = {"params": {"selector": selector, "runConfigData": {}}}
-    reply = requests.post(
-        f"{url}/graphql", json={"query": LAUNCH, "variables": variables}, timeout=300
-    ).json()
-    return str(reply["data"]["launchRun"]["run"]["runId"])
-
-
-def wait_for(what: Callable[[], Any], *, seconds: float = 300.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.2)
-    return found
 
 
 def test_the_daemon_requests_the_downstream_of_what_it_published(
@@ -87,8 +46,8 @@ def test_the_daemon_requests_the_downstream_of_what_it_published(
             return [run for run in instance.get_runs() if key in (run.asset_selection or ())]
 
         wait_for(evaluated)
-        blocked = launch(daemon, namespace, "blocked")
-        launch(daemon, namespace, "prices")
+        blocked = launch(daemon, MODULE, namespace, "blocked")
+        launch(daemon, MODULE, namespace, "prices")
         wait_for(lambda: lakehouse.catalog().table_exists((namespace, "report")))
         rows = lakehouse.catalog().load_table((namespace, "report")).scan().to_arrow().to_pylist()
         assert rows == [{"n": 3}]

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import dagster as dg
 import pytest
-import requests
 
 from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.branch.run_tags import CHECKS_FOR_TAG, PUBLICATION_TAG, REASON_TAG
-from branchlake_dagster.cli.local.dagster_dev import dagster_dev
-from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster_tests.daemon import daemon_of, graphql, launch, wait_for
 from branchlake_dagster_tests.harness import published
 
 pytestmark = [pytest.mark.daemon, pytest.mark.timeout(1800)]
@@ -31,11 +27,6 @@ mutation Backfill($params: LaunchBackfillParams!) {
   }
 }
 """
-LAUNCH = """
-mutation Launch($params: ExecutionParams!) {
-  launchRun(executionParams: $params) { __typename ... on LaunchRunSuccess { run { runId } } }
-}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -46,44 +37,11 @@ def namespace() -> str:
 @pytest.fixture(scope="module")
 def daemon(lakehouse: Lakehouse, namespace: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One for both tests: its processes are what takes long to start."""
+    more = {"BRANCHLAKE_TEST_PARTITIONS": str(PARTITIONS)}
+    config = f"\nconcurrency:\n  runs:\n    max_concurrent_runs: {AT_A_TIME}\n"
     home = tmp_path_factory.mktemp("daemon")
-    environment = {
-        "BRANCHLAKE_STATE_DIR": str(lakehouse.settings.state_dir),
-        "BRANCHLAKE_TEST_NAMESPACE": namespace,
-        "BRANCHLAKE_TEST_PARTITIONS": str(PARTITIONS),
-    }
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for name, value in {**environment, "DAGSTER_HOME": str(home)}.items():
-            monkeypatch.setenv(name, value)
-        dagster_home(lakehouse.settings)
-        with (home / "dagster.yaml").open("a") as config:
-            config.write(f"\nconcurrency:\n  runs:\n    max_concurrent_runs: {AT_A_TIME}\n")
-        with dagster_dev(MODULE, home=home, environment=environment) as url:
-            yield url
-
-
-def graphql(url: str, query: str, **params: Any) -> Any:
-    variables = {"params": params}
-    reply = requests.post(f"{url}/graphql", json={"query": query, "variables": variables}, timeout=300).json()
-    return reply["data"]
-
-
-def launch(url: str, *path: str) -> str:
-    selector = {
-        "repositoryLocationName": MODULE,
-        "repositoryName": "__repository__",
-        "jobName": "__ASSET_JOB",
-        "assetSelection": [{"path": list(path)}],
-    }
-    return str(graphql(url, LAUNCH, selector=selector, runConfigData={})["launchRun"]["run"]["runId"])
-
-
-def wait_for(what: Callable[[], Any], *, seconds: float) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.5)
-    return found
+    with daemon_of(MODULE, lakehouse, namespace, home, more=more, config=config) as url:
+        yield url
 
 
 def test_a_backfill_into_a_new_table_publishes_every_partition_unaided(
@@ -126,7 +84,7 @@ def test_two_runs_meet_and_the_daemon_repeats_the_check(
     daemon: str, lakehouse: Lakehouse, namespace: str
 ) -> None:
     with dg.DagsterInstance.get() as instance:
-        launched = [launch(daemon, namespace, "sums") for _ in range(2)]
+        launched = [launch(daemon, MODULE, namespace, "sums") for _ in range(2)]
 
         def both_published() -> bool:
             now = [run for run in instance.get_runs() if run.run_id in launched]

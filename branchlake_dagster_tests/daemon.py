@@ -1,0 +1,77 @@
+"""A real `dagster dev` on the shared lakehouse, and speaking to it as the UI does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from branchlake_dagster.cli.local.dagster_dev import dagster_dev
+from branchlake_dagster.cli.local.home import dagster_home
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+
+LAUNCH = """
+mutation Launch($params: ExecutionParams!) {
+  launchRun(executionParams: $params) { __typename ... on LaunchRunSuccess { run { runId } } }
+}
+"""
+
+
+@contextmanager
+def home_of(
+    lake: Lakehouse, namespace: str, home: Path, *, more: Mapping[str, str] | None = None, config: str = ""
+) -> Iterator[dict[str, str]]:
+    """Dagster's home in this process's environment, with `config` added to it; gives what a daemon needs."""
+    environment = {
+        "BRANCHLAKE_STATE_DIR": str(lake.settings.state_dir),
+        "BRANCHLAKE_TEST_NAMESPACE": namespace,
+        **(more or {}),
+    }
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        # Set before `dagster_home` sets them, so that they are put back afterwards.
+        for name, value in {**environment, "DAGSTER_HOME": str(home)}.items():
+            monkeypatch.setenv(name, value)
+        dagster_home(lake.settings)
+        with (home / "dagster.yaml").open("a") as file:
+            file.write(config)
+        yield environment
+
+
+@contextmanager
+def daemon_of(module: str, lake: Lakehouse, namespace: str, home: Path, **options: Any) -> Iterator[str]:
+    """The address of a webserver with its daemon; `options` are those of `home_of`."""
+    with (
+        home_of(lake, namespace, home, **options) as environment,
+        dagster_dev(module, home=home, environment=environment) as url,
+    ):
+        yield url
+
+
+def graphql(url: str, query: str, **params: Any) -> Any:
+    variables = {"params": params}
+    reply = requests.post(f"{url}/graphql", json={"query": query, "variables": variables}, timeout=300).json()
+    return reply["data"]
+
+
+def launch(url: str, module: str, *path: str) -> str:
+    """The id of a launched run of one asset."""
+    selector = {
+        "repositoryLocationName": module,
+        "repositoryName": "__repository__",
+        "jobName": "__ASSET_JOB",
+        "assetSelection": [{"path": list(path)}],
+    }
+    return str(graphql(url, LAUNCH, selector=selector, runConfigData={})["launchRun"]["run"]["runId"])
+
+
+def wait_for(what: Callable[[], Any], *, seconds: float = 300.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.2)
+    return found

@@ -1,0 +1,58 @@
+"""The pipeline of the backfill tests: three stages, and an ordinary asset beside them."""
+
+from datetime import date
+
+import dagster as dg
+import polars as pl
+
+from branchlake_dagster import consumes, table_metadata
+from branchlake_dagster_tests.incremental.sources import FREE
+
+DAYS = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-05")
+
+
+class Pipeline:
+    """Events by day, their sums by day, and a total that consumes the sums; beside it an ordinary report."""
+
+    def __init__(self, namespace: str, *, factor: int = 1) -> None:
+        self.factor = factor
+
+        @dg.asset(
+            key=[namespace, "events"],
+            partitions_def=DAYS,
+            metadata=table_metadata(partition_by="day", **FREE),
+            code_version=str(factor),
+        )
+        def events(context: dg.AssetExecutionContext) -> pl.DataFrame:
+            day = date.fromisoformat(context.partition_key)
+            return pl.DataFrame({"day": [day, day], "price": [self.factor, 10 * self.factor]})
+
+        @dg.asset(
+            key=[namespace, "daily"],
+            partitions_def=DAYS,
+            ins={"events": dg.AssetIn(events.key)},
+            metadata=table_metadata(partition_by="day", **FREE) | consumes({events.key: "range"}),
+        )
+        def daily(events: pl.DataFrame) -> pl.DataFrame:
+            return events.group_by("day").agg(pl.col("price").sum())
+
+        @dg.asset(
+            key=[namespace, "total"],
+            ins={"daily": dg.AssetIn(daily.key)},
+            metadata=table_metadata(write_mode="upsert", keys=["day"], **FREE)
+            | consumes({daily.key: "keys"}, keys=["day"]),
+        )
+        def total(daily: pl.DataFrame) -> pl.DataFrame:
+            return daily.with_columns(pl.col("price") * 2)
+
+        @dg.asset(
+            key=[namespace, "report"], ins={"daily": dg.AssetIn(daily.key)}, metadata=table_metadata(**FREE)
+        )
+        def report(daily: pl.DataFrame) -> pl.DataFrame:
+            return daily
+
+        self.events, self.daily, self.total, self.report = events, daily, total, report
+
+    @property
+    def assets(self) -> list[dg.AssetsDefinition]:
+        return [self.events, self.daily, self.total, self.report]
