@@ -16,6 +16,7 @@ class Loss(StrEnum):
     RECREATED = "dropped and created again"
     EXPIRED = "its snapshots have expired"
     FILES_GONE = "files of the change have been deleted"
+    RESULT_ROLLED_BACK = "the consumer's own table was rolled back"
 
 
 class ChangeLost(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes

@@ -70,8 +70,30 @@ def _lost(loss: Loss, table: str) -> ChangeLost:
         Loss.RECREATED: "The table was dropped and created again since it was consumed.",
         Loss.EXPIRED: "Snapshots since it was last consumed have expired, so what they changed is not known.",
         Loss.FILES_GONE: "Files of snapshots since it was last consumed have been deleted.",
+        Loss.RESULT_ROLLED_BACK: "The asset's own table was rolled back: rows that were computed from what it"
+        " says it has consumed are gone.",
     }[loss]
     return ChangeLost(what, loss=loss, table=table)
+
+
+def holds(metadata: TableMetadata, snapshot_id: int | None) -> bool:
+    """Whether the table's current state was made from a snapshot, or from one that repeats it.
+
+    True as well where that is not known any more, because snapshots have expired.
+    """
+    if snapshot_id is None:
+        return True
+    found, reached = line(metadata)
+    if any(snapshot_id in (one.snapshot_id, replayed_from(one)) for one in found):
+        return True
+    return not reached and not any(
+        snapshot_id in (one.snapshot_id, replayed_from(one)) for one in metadata.snapshots
+    )
+
+
+def rolled_back(table: str) -> ChangeLost:
+    """The error for a consumer whose own table does not hold what it says it was computed from."""
+    return _lost(Loss.RESULT_ROLLED_BACK, table)
 
 
 def files_gone(table: str) -> ChangeLost:

@@ -95,7 +95,7 @@ class OwnFilesCache:
         with io.new_input(manifest.manifest_path).open() as stream:
             content = stream.read()
         files = tuple(
-            LiveFile(entry.data_file, entry.snapshot_id or manifest.added_snapshot_id, is_data)
+            LiveFile(entry.data_file, entry.snapshot_id or manifest.added_snapshot_id or 0, is_data)
             for entry in entries_of(manifest, content)
             if entry.status != ManifestEntryStatus.DELETED
         )

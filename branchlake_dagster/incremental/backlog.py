@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 
-from dagster import DagsterInstance
+from dagster import AssetsDefinition, DagsterInstance
 
 from branchlake_dagster.branching.consuming.consumer import Consumer, Input
 from branchlake_dagster.branching.consuming.consumption import Consumption
+from branchlake_dagster.branching.consuming.declaration import declared
+from branchlake_dagster.branching.consuming.steps import consumer_of
 from branchlake_dagster.branching.errors import PositionUnreadable, TableMissing
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.changes.errors import ChangeLost
 from branchlake_dagster.changes.model import ChangeSet, position_text
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.wording import counted
 
 
@@ -96,6 +99,47 @@ class Standing:
 
     def _changes(self) -> list[ChangeSet]:
         return [change for key in self._consumption.inputs for _, change in self._consumption.changes(key)]
+
+
+def unconsumed(asset: AssetsDefinition, lakehouse: LakehouseResource) -> Unconsumed:
+    """What an asset with `consumes(…)` has left of what is on `main`, for schedules and sensors of one's own.
+
+    Nothing is launched, and no row is read. Runs under way count for nothing: what they consume is left until
+    they are published.
+
+    Args:
+        asset (AssetsDefinition): The asset.
+        lakehouse (LakehouseResource): The lake.
+
+    Returns:
+        Unconsumed: `any` says whether there is something, `rows`, `files` and `age_s(now)` how much and
+            since when, `text()` all of it in words, also why it cannot be told.
+
+    Raises:
+        ConfigurationError: The asset consumes no changes.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+
+            from branchlake_dagster import LakehouseResource, unconsumed
+
+            @dg.schedule(cron_schedule="*/5 * * * *", target=[spent])
+            def every_five_minutes(lakehouse: LakehouseResource):
+                left = unconsumed(spent, lakehouse)
+                return dg.RunRequest() if left.any else dg.SkipReason(left.text())
+    """
+    namespace = lakehouse.lakehouse.settings.default_namespace
+    for spec in asset.specs:
+        declaration = declared(spec.metadata, asset=spec.key.to_user_string())
+        if declaration is not None:
+            consumer = consumer_of(spec, declaration, asset.partitions_def, namespace)
+            return Standing(lakehouse, consumer).unconsumed
+    raise ConfigurationError(
+        f"{', '.join(key.to_user_string() for key in asset.keys)} does not say what it consumes.",
+        hint="Add consumes({…}) to its metadata.",
+    )
 
 
 def _counted(changes: list[ChangeSet]) -> Unconsumed:

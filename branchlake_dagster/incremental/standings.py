@@ -6,7 +6,7 @@ It needs no definitions, only the lake, so also consumers of other code location
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from pyiceberg.exceptions import NoSuchTableError
@@ -15,6 +15,7 @@ from branchlake_dagster.branching.consuming.positions import Consumed, Positions
 from branchlake_dagster.branching.errors import PositionUnreadable
 from branchlake_dagster.changes.capture import capture
 from branchlake_dagster.changes.errors import ChangeLost
+from branchlake_dagster.changes.history import holds, rolled_back
 from branchlake_dagster.changes.model import ChangeSet, Position
 from branchlake_dagster.errors import Transient
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
@@ -69,7 +70,12 @@ def standings(lake: Lakehouse) -> Iterator[TableStanding | Unreadable]:
             continue
         if consumed := _whole(positions):
             for name, position in sorted(consumed.inputs.items()):
-                yield _standing(catalog, entry.key.name, name, position, consumed, len(positions.partitions))
+                found = _standing(
+                    catalog, entry.key.name, name, position, consumed, len(positions.partitions)
+                )
+                if not holds(table.metadata, consumed.at):
+                    found = replace(found, change=None, trouble=rolled_back(entry.key.name).message)
+                yield found
 
 
 def _whole(positions: Positions) -> Consumed | None:

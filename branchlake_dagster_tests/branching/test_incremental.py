@@ -21,6 +21,9 @@ from branchlake_dagster.branching.consuming.positions import CONSUMED
 from branchlake_dagster.branching.errors import PartitionMismatch, PositionUnreadable, RowsRemoved
 from branchlake_dagster.changes.capture import capture, position_of
 from branchlake_dagster.changes.errors import ChangeLost
+from branchlake_dagster.incremental.backlog import Standing
+from branchlake_dagster.incremental.consumers import consumers
+from branchlake_dagster.incremental.standings import standings
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
@@ -236,6 +239,79 @@ def test_the_commits_of_a_rebased_publication(lakehouse: Lakehouse, namespace: s
             assert told[-1].hash == at
         assert [len(one.snapshots) for one in commits_of(client, identifier, table, change)] == [1, 2, 1]
         assert commits_of(client, identifier, table, capture(table, None, name="orders")) == []
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"), [("rebuild", ["a", "b", "c"]), ("skip", ["a", "c"]), ("fail", None)]
+)
+def test_a_consumer_whose_own_table_was_rolled_back(
+    lakehouse: Lakehouse, namespace: str, orders: Source, how: str, expected: list[str] | None
+) -> None:
+    copy = copy_of(orders, namespace, when_lost=how)
+    with project(lakehouse, orders.asset, copy) as p:
+        for name in "ab":
+            orders.publish(p, (name, 1))
+            published(p, copy)
+        table = lakehouse.catalog().load_table((namespace, "copy"))
+        first = table.metadata.snapshots[0].snapshot_id
+        table.manage_snapshots().rollback_to_snapshot(first).commit()
+        assert [row[0] for row in values(p, copy)] == ["a"]
+        orders.publish(p, ("c", 1))
+        (told,) = [one for one in standings(lakehouse) if one.table == f"{namespace}.copy"]
+        assert "own table was rolled back" in (told.trouble or "")
+        if expected is None:
+            p.run(copy.key, ok=False)
+            p.failed_with(ChangeLost, "own table was rolled back", "when_lost")
+            published(p, copy, tags={"branchlake/rebuild": "true"})
+            expected = ["a", "b", "c"]
+        else:
+            published(p, copy)
+        published_again = p.run(copy.key)
+        p.settle(published_again)
+        assert sorted(row[0] for row in values(p, copy)) == expected
+        (told,) = [one for one in standings(lakehouse) if one.table == f"{namespace}.copy"]
+        assert told.trouble is None
+
+
+def test_a_rolled_back_partition_is_computed_anew_and_the_others_are_not(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    days = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-04")
+    events = Source(namespace, "events")
+    events.columns = {"day": pl.Date, "price": pl.Int64}
+    seen: list[str] = []
+
+    @dg.asset(
+        key=[namespace, "daily"],
+        partitions_def=days,
+        ins={"events": dg.AssetIn(events.key)},
+        metadata=table_metadata(partition_by="day", **FREE)
+        | consumes({events.key: "range"}, when_lost="rebuild"),
+    )
+    def daily(context: dg.AssetExecutionContext, events: pl.DataFrame) -> pl.DataFrame:
+        seen.append(context.partition_key)
+        return events.group_by("day").agg(pl.col("price").sum())
+
+    def left() -> tuple[str, ...]:
+        (asset,) = consumers(p.graph, "lake", [daily.key])
+        return Standing(
+            LakehouseResource.of(lakehouse.settings), asset.consumer, instance=p.instance
+        ).partitions
+
+    with project(lakehouse, events.asset, daily) as p:
+        events.publish(p, (date(2026, 8, 1), 1), (date(2026, 8, 2), 2), (date(2026, 8, 3), 3))
+        for day in ("2026-08-01", "2026-08-02"):
+            published(p, daily, partition=day)
+        assert left() == ("2026-08-03",)
+        table = lakehouse.catalog().load_table((namespace, "daily"))
+        table.manage_snapshots().rollback_to_snapshot(table.metadata.snapshots[0].snapshot_id).commit()
+        assert left() == ("2026-08-02", "2026-08-03")
+        for day in left():
+            published(p, daily, partition=day)
+        assert left() == ()
+        assert [row[1] for row in values(p, daily)] == [1, 2, 3]
+        names = lakehouse.catalog().load_table((namespace, "daily")).properties
+        assert [name for name in names if name.startswith(CONSUMED)] == [CONSUMED]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster import consumes, incremental_sensor, table_metadata, unconsumed_change
+from branchlake_dagster import consumes, incremental_sensor, table_metadata, unconsumed, unconsumed_change
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental.backlog import Standing
 from branchlake_dagster.incremental.report import LEFT, ROWS
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -59,6 +60,32 @@ def spent_of(orders: Source, namespace: str, **options: Any) -> dg.AssetsDefinit
         return orders.group_by("account").agg(pl.col("price").sum())
 
     return spent
+
+
+def test_a_schedule_makes_no_empty_runs(lakehouse: Lakehouse, namespace: str, orders: Source) -> None:
+    spent = spent_of(orders, namespace)
+
+    @dg.schedule(cron_schedule="*/5 * * * *", target=[spent])
+    def often(lakehouse: LakehouseResource) -> dg.RunRequest | dg.SkipReason:
+        left = unconsumed(spent, lakehouse)
+        return dg.RunRequest() if left.any else dg.SkipReason(left.text())
+
+    def tick() -> Any:
+        resources = {"lakehouse": LakehouseResource.of(lakehouse.settings)}
+        with dg.build_schedule_context(p.instance, resources=resources) as context:
+            return often(context)
+
+    with project(lakehouse, orders.asset, spent) as p:
+        assert "no table" in tick().skip_message
+        orders.publish(p, ("a", 1))
+        assert isinstance(tick(), dg.RunRequest)
+        published(p, spent)
+        assert tick().skip_message == "nothing"
+        orders.publish(p, ("a", 2), ("b", 3))
+        left = unconsumed(spent, LakehouseResource.of(lakehouse.settings))
+        assert (left.rows, left.files, left.whole) == (2, 1, False)
+        with pytest.raises(ConfigurationError, match="does not say what it consumes"):
+            unconsumed(orders.asset, LakehouseResource.of(lakehouse.settings))
 
 
 def test_a_change_is_launched_once(lakehouse: Lakehouse, namespace: str, orders: Source) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseR
 from branchlake_dagster.branching.table.spec import table_name
 from branchlake_dagster.changes.capture import capture, position_on_branch
 from branchlake_dagster.changes.errors import ChangeLost
+from branchlake_dagster.changes.history import holds, rolled_back
 from branchlake_dagster.changes.model import ChangeSet, Position
 from branchlake_dagster.changes.ranges import Ranges, changed, union
 from branchlake_dagster.errors import ConfigurationError, all_of
@@ -111,18 +112,26 @@ class Consumption:
 
     @cached_property
     def positions(self) -> Positions:
-        """What the asset's table had consumed where the run began. Raises PositionUnreadable.
+        """What the asset's table had consumed where the run began. Raises PositionUnreadable, ChangeLost.
 
         Not what the branch says: an earlier attempt of this step may have written there.
         """
         if self._target is None:
             return Positions()
+        metadata = self._target.metadata
         try:
-            return records.read(self._target.metadata.properties, table=self.consumer.spec.name)
+            found = records.read(metadata.properties, table=self.consumer.spec.name)
         except PositionUnreadable:
             if not self._rebuild:
                 raise
             return Positions()  # what is computed anew takes its place
+        kept = found.without_lost(lambda at: holds(metadata, at))
+        when_lost = self.consumer.declaration.when_lost
+        if kept == found or (when_lost == "skip" and not self._rebuild):
+            return found
+        if when_lost == "fail" and not self._rebuild:
+            raise self._with_choice(rolled_back(self.consumer.spec.name))
+        return kept
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -194,13 +203,17 @@ class Consumption:
             self.change_since(one, since)
         except ChangeLost as lost:
             if self.consumer.declaration.when_lost == "fail":
-                lost.hint = (
-                    "Launch the asset with the run tag branchlake/rebuild=true to compute everything anew,"
-                    " or choose in consumes(when_lost=…) between rebuild and skip."
-                )
-                raise
+                raise self._with_choice(lost) from None
             return None if self.consumer.declaration.when_lost == "rebuild" else one.upto
         return since
+
+    @staticmethod
+    def _with_choice(lost: ChangeLost) -> ChangeLost:
+        lost.hint = (
+            "Launch the asset with the run tag branchlake/rebuild=true to compute everything anew,"
+            " or choose in consumes(when_lost=…) between rebuild and skip."
+        )
+        return lost
 
     # -- changes -----------------------------------------------------------------------------------
 
@@ -259,9 +272,12 @@ class Consumption:
 
     # -- the result --------------------------------------------------------------------------------
 
-    def update(self) -> Update:
-        """The properties that say what has been consumed once the step's result is there."""
-        told = self._told()
+    def update(self, at: int | None = None) -> Update:
+        """The properties that say what has been consumed once the step's result is there.
+
+        `at` is the snapshot of the asset's table that holds the result.
+        """
+        told = replace(self._told(), at=at)
         if not self.whole and all(
             (held := self._consumed(partition)) is not None and held.inputs == told.inputs
             for partition in self.partitions or (None,)

@@ -33,6 +33,8 @@ class Consumed:
     run_id: str = ""
     base: str = ""
     covers: Mapping[str, Any] = field(default_factory=dict)
+    at: int | None = None
+    """The snapshot of the consumer's own table that was computed from it; None: none, or not told."""
     turned: bool = False
     """Says nothing, and is the other way round after each run that left the floor: see `advance`."""
 
@@ -44,6 +46,7 @@ class Consumed:
                 "run": self.run_id,
                 "base": self.base,
                 **({"covers": dict(self.covers)} if self.covers else {}),
+                **({"at": self.at} if self.at is not None else {}),
                 **({"turned": True} if self.turned else {}),
             },
             separators=(",", ":"),
@@ -54,7 +57,14 @@ class Consumed:
         """Back again. Raises ValueError, KeyError or TypeError."""
         told = json.loads(text)
         inputs = {name: Position.from_dict(one) for name, one in told["inputs"].items()}
-        return cls(inputs, told["run"], told["base"], told.get("covers", {}), told.get("turned", False))
+        return cls(
+            inputs,
+            told["run"],
+            told["base"],
+            told.get("covers", {}),
+            told.get("at"),
+            told.get("turned", False),
+        )
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,14 @@ class Positions:
 
     floor: Consumed | None = None
     partitions: Mapping[str, Consumed] = field(default_factory=dict)
+    void: frozenset[str] = frozenset()
+    """Partitions whose entries count for nothing and are still to be taken away."""
+
+    def without_lost(self, holds: Callable[[int | None], bool]) -> Positions:
+        """Only what was consumed for rows that are still there; `holds` tells it by `Consumed.at`."""
+        kept = {name: one for name, one in self.partitions.items() if holds(one.at)}
+        floor = self.floor if self.floor is not None and holds(self.floor.at) else None
+        return Positions(floor, kept, frozenset(self.partitions.keys() - kept.keys()))
 
     def of(self, partition: str | None, covered: Callable[[Mapping[str, Any]], bool]) -> Consumed | None:
         """What was consumed for a partition, or for a table without partitions; None: nothing.
@@ -132,5 +150,5 @@ def advance(
         floor = positions.floor if each else None
         return Update(mine | ({CONSUMED: replace(floor, turned=not floor.turned).text()} if floor else {}))
     kept = mine if each else {}
-    gone = {property_of(one) for one in positions.partitions} - kept.keys()
+    gone = {property_of(one) for one in (*positions.partitions, *positions.void)} - kept.keys()
     return Update({CONSUMED: now.text(), **kept}, tuple(sorted(gone)))

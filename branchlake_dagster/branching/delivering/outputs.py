@@ -48,7 +48,7 @@ def replaced_range(consumption: Consumption, schema: Schema) -> Selection:
 
 def record(consumption: Consumption, table: Table) -> Table:
     """Note in the table what has been consumed for it, as its properties."""
-    update = consumption.update()
+    update = consumption.update(at=table.metadata.current_snapshot_id)
     held = table.metadata.properties
     new = {name: value for name, value in update.set.items() if held.get(name) != value}
     gone = [name for name in update.remove if name in held]
