@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections import Counter
-from datetime import date, datetime
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +20,15 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
 
 from branchlake_dagster import consumes, table_metadata
+from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.delivering import spark_inputs
 from branchlake_dagster.changes.errors import RowsUnreadable
 from branchlake_dagster.changes.summary import CHANGE_TABLE
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.cleanup.reaping import sweep_discarded
+from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_discarded
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.changes.tables import counted
+from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.rebase.deleting import delete_equal
 
@@ -40,12 +46,12 @@ def frame(*rows: tuple[int, str, int]) -> pa.Table:
 class Shop:
     """An input that anybody writes, and consumers of each pattern that get Spark frames."""
 
-    def __init__(self, lake: Lakehouse, namespace: str) -> None:
+    def __init__(self, lake: Lakehouse, namespace: str, *, make: bool = True) -> None:
         self.lake, self.namespace = lake, namespace
         self.breaks = False
-        catalog = lake.catalog()
-        catalog.create_namespace(namespace)
-        catalog.create_table((namespace, "orders"), COLUMNS)
+        if make:
+            lake.catalog().create_namespace(namespace)
+            lake.catalog().create_table((namespace, "orders"), COLUMNS)
 
         @dg.asset(key=[namespace, "orders"], metadata=table_metadata(write_mode="append", **FREE))
         def orders() -> pa.Table:
@@ -188,6 +194,47 @@ def test_a_step_that_fails_leaves_no_change_table_and_takes_no_file_along(
         list(sweep_discarded(lake, p.instance))
         assert shop.left() == (set(), set())
         shop.breaks = False
+        shop.consumed(p)
+
+
+def test_a_process_killed_before_its_write_leaves_nothing_and_takes_no_file_along(
+    shop: Shop, tmp_path: Path
+) -> None:
+    lake = Lakehouse(shop.lake.settings.model_copy(update={"discard_grace_h": 0}))
+    (tmp_path / "dagster.yaml").write_text(f"telemetry: {{enabled: false}}\n{COMPUTE_LOGS}\n")
+    with project(lake, *shop.assets) as p:
+        shop.table.append(frame((1, "a", 1), (1, "b", 2)))
+        shop.consumed(p)
+        shop.table.append(frame((2, "c", 3)))
+        shop.table.delete(EqualTo("account", "a"))
+        killed = subprocess.run(
+            [sys.executable, "-m", "branchlake_dagster_tests.incremental.killed_spark_consumer"],
+            env={
+                **os.environ,
+                "DAGSTER_HOME": str(tmp_path),
+                "BRANCHLAKE_STATE_DIR": str(lake.settings.state_dir),
+                "BRANCHLAKE_HEARTBEAT_INTERVAL_S": "0.3",
+                "BRANCHLAKE_TEST_NAMESPACE": shop.namespace,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert killed.returncode == -signal.SIGKILL, killed.stdout
+        with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
+            (run,) = instance.get_runs()
+            branch = branch_name(run.run_id)
+            names = [entry.key.name for entry in lake.nessie.entries(branch)]
+            assert len([name for name in names if CHANGE_TABLE in name]) == 2
+            changes, gone = shop.left()
+            assert changes
+            assert not gone
+            later = datetime.now(UTC) + timedelta(hours=7)
+            list(reap_branches(lake, instance, now=lambda: later, only=[branch]))
+            list(sweep_discarded(lake, instance, now=lambda: later))
+        assert branch not in p.branches()
+        assert shop.left() == (set(), set())
         shop.consumed(p)
 
 
