@@ -61,7 +61,10 @@ def _everything(frame: DataFrame, declaration: Declaration) -> DataFrame:
 def of_keys(frame: DataFrame, keys: pa.Table) -> DataFrame:
     """The rows whose key is among `keys`, null equal to null."""
     wanted = from_arrow(frame.sparkSession, keys)
-    found = frame.filter(spark_keys.may_have(keys, lambda name: frame[quoted(name)]))
+    found = frame.filter(
+        spark_keys.may_have(keys, lambda name: frame[quoted(name)])
+        & spark_keys.nearly(keys, lambda name: frame[quoted(name)])
+    )
     same = spark_keys.same(keys, lambda name: found[quoted(name)], lambda name: wanted[quoted(name)])
     return found.join(F.broadcast(wanted), same, "left_semi")
 

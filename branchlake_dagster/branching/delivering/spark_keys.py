@@ -39,7 +39,7 @@ def may_have(keys: pa.Table, column: Callable[[str], Column]) -> Column:
 
 
 def nearly(keys: pa.Table, column: Callable[[str], Column]) -> Column:
-    """A filter of single rows for a scan that a shuffle follows: lets through all rows of the keys.
+    """A filter of single rows before a shuffle or a look-up among all keys: lets through all rows of them.
 
     It asks for the values of the other columns by each value of the one that has fewest, a day say: of an
     old day few accounts have changed, of today all. Nothing of it is passed on to files, which would look it
