@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import dagster as dg
@@ -96,6 +97,24 @@ def test_a_filter_of_rows_lets_all_keys_through(spark_session: SparkSession) -> 
     assert kept == {(1, "a"), (2, "b"), (3, None), (None, "d")}
     many = pa.table({"day": range(300), "account": range(300)})
     assert str(spark_keys.nearly(many, lambda name: frame[name])) == str(F.lit(True))
+
+
+def test_the_longest_filter_of_rows_is_still_compiled(
+    spark_session: SparkSession, capsys: pytest.CaptureFixture[str]
+) -> None:
+    groups = range(spark_keys.MOST_PARTS)
+    rows = [(day, f"a{number * 7}") for day in groups for number in range(300)]
+    keys = pa.table(
+        {"day": pa.array([row[0] for row in rows], pa.int64()), "account": [row[1] for row in rows]}
+    )
+    frame = spark_session.range(1000).select(
+        F.col("id").alias("day"), F.concat(F.lit("a"), F.col("id").cast("string")).alias("account")
+    )
+    found = frame.filter(spark_keys.nearly(keys, lambda name: frame[name]))
+    assert found.count() == len([day for day in groups if day % 7 == 0])
+    found.explain(mode="codegen")
+    (size,) = re.findall(r"maxMethodCodeSize:(\d+)", capsys.readouterr().out)
+    assert 1_000 < int(size) < 8_000
 
 
 def test_a_null_is_a_key_like_any_other_until_a_row_has_it(lakehouse: Lakehouse, namespace: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import pairwise
 
@@ -13,6 +13,9 @@ from pyspark.sql import functions as F  # noqa: N812 - the library's own abbrevi
 
 MOST_LITERALS = 200
 """More values of a key are asked for by their lowest and highest."""
+MOST_PARTS = 32
+"""Values, times the other columns, beside which those are asked for: of more the method that Spark makes
+would be longer than 8,000 bytes, which Java compiles no more."""
 MOST_OF_ONE, MOST_NEARLY = 5_000, 50_000
 """The same for the values beside one value, and for all of a filter: each is an expression to be planned."""
 
@@ -48,7 +51,7 @@ def nearly(keys: pa.Table, column: Callable[[str], Column]) -> Column:
     few = {name: len(pc.unique(keys[name])) for name in keys.column_names if _comparable(keys[name].type)}
     lead = min(few, key=lambda name: few[name], default="")
     others = [name for name in few if name != lead]
-    if not others or not 0 < few[lead] <= MOST_LITERALS:
+    if not others or not 0 < few[lead] * len(others) <= MOST_PARTS:
         return F.lit(True)
     left, parts = MOST_NEARLY, []
     for rows in sorted(_by_value(keys, lead), key=lambda rows: rows.num_rows):
@@ -57,7 +60,15 @@ def nearly(keys: pa.Table, column: Callable[[str], Column]) -> Column:
             found = found & _may_be(rows[name], column(name), most=min(left, MOST_OF_ONE))
         left -= len(others) * rows.num_rows if rows.num_rows <= MOST_OF_ONE else 0
         parts.append(found)
-    return F.coalesce(reduce(Column.__or__, parts), F.lit(False))
+    return F.coalesce(_any(parts), F.lit(False))
+
+
+def _any(parts: Sequence[Column]) -> Column:
+    """As a tree of little depth: what is sent to the server may only be nested so far."""
+    if len(parts) == 1:
+        return parts[0]
+    middle = len(parts) // 2
+    return _any(parts[:middle]) | _any(parts[middle:])
 
 
 def _by_value(keys: pa.Table, name: str) -> list[pa.Table]:
