@@ -102,7 +102,13 @@ def by_spark(frame: DataFrame, spec: TableSpec, keys: pa.Table, properties: Mapp
     Raises UpsertKeyInvalid, and PartitionMismatch for rows of other keys.
     """
     check_keys(spec, frame.columns)
-    both = _with_gone(_among(frame, keys).withColumn(_GONE, F.lit(False)), spec, keys)
+    both = (
+        _among(frame, keys)
+        .withColumn(_GONE, F.lit(False))
+        .unionByName(
+            _replaced(frame.sparkSession, spec, keys).withColumn(_GONE, F.lit(True)), allowMissingColumns=True
+        )
+    )
     copies = F.sum(F.when(F.col(_GONE), 0).otherwise(1)).over(Window.partitionBy(*map(quoted, spec.keys)))
     present = " AND ".join(f"{quoted(key)} IS NOT NULL" for key in spec.keys)
     valid = f"assert_true({_GONE} OR ({_COPIES} = 1 AND {present}), '{_NOT_UNIQUE}') IS NULL"
@@ -143,21 +149,11 @@ def _among(frame: DataFrame, keys: pa.Table) -> DataFrame:
     return frame.join(F.broadcast(changed), same, "left").filter(known).select(*columns)
 
 
-def _with_gone(frame: DataFrame, spec: TableSpec, keys: pa.Table) -> DataFrame:
-    """The frame, and the upsert keys for which it has no row although the table has one, or may have."""
-    changed = frame.sparkSession.createDataFrame(keys)
-    if set(spec.keys) != set(keys.column_names):
-        gone = _replaced(frame.sparkSession, spec, changed, keys).withColumn(_GONE, F.lit(True))
-        return frame.unionByName(gone, allowMissingColumns=True)
-    # Both lie by these keys then, and a union would have to be shuffled to lie so again.
-    same = spark_keys.same(keys, lambda name: changed[quoted(name)], lambda name: frame[quoted(name)])
-    columns = [(changed if name in spec.keys else frame)[quoted(name)] for name in frame.columns[:-1]]
-    columns.append(F.coalesce(frame[_GONE], F.lit(True)).alias(_GONE))
-    return changed.join(frame, same, "left").select(*columns)
-
-
-def _replaced(session: SparkSession, spec: TableSpec, changed: DataFrame, keys: pa.Table) -> DataFrame:
-    """The upsert keys of the rows that are replaced, each once."""
+def _replaced(session: SparkSession, spec: TableSpec, keys: pa.Table) -> DataFrame:
+    """The upsert keys of the rows that are replaced, of rows there are or that there may be, each once."""
+    changed = session.createDataFrame(keys)
+    if set(spec.keys) == set(keys.column_names):
+        return changed
     target = session.table(spec.spark_name)
     rows = target.filter(spark_keys.may_have(keys, lambda name: target[quoted(name)]))
     same = spark_keys.same(keys, lambda name: rows[quoted(name)], lambda name: changed[quoted(name)])
