@@ -8,23 +8,42 @@ import pytest
 from branchlake_dagster import column_metadata
 from branchlake_dagster.branching.table.types import in_words, stored_type
 from branchlake_dagster.fusion import contracts
-from branchlake_dagster.fusion.assets.catalogue import CATALOGUE, ELEMENT_SETS, REJECTED_RECORDS
+from branchlake_dagster.fusion.assets.catalogue import (
+    CATALOGUE,
+    ELEMENT_SETS,
+    REJECTED_RECORDS,
+    SATELLITE_ENTRIES,
+)
 from branchlake_dagster.fusion.assets.conjunctions import CONJUNCTION_CANDIDATES, CONJUNCTIONS, listed
 from branchlake_dagster.fusion.assets.observations import OBSERVATIONS, SENSOR_OBSERVATIONS
 from branchlake_dagster.fusion.assets.quarantine import QUARANTINED_OBJECTS
+from branchlake_dagster.fusion.assets.registry import (
+    CATALOGUE_COLUMNS,
+    ELEMENT_HISTORY,
+    MERGE_AUDIT,
+    OBJECTS,
+    SATELLITES,
+)
 from branchlake_dagster.fusion.assets.tracks import FUSED_TRACKS
 from branchlake_dagster.fusion.conjunctions.arrow import ENCOUNTER_SCHEMA
 from branchlake_dagster.fusion.conjunctions.screening import MINUTE, Span
 from branchlake_dagster.fusion.estimation.arrow import TRACK_SCHEMA
-from branchlake_dagster.fusion.gp.records import ELEMENT_COLUMNS
 from branchlake_dagster.fusion.gp.rules import REJECTED_COLUMNS
 from branchlake_dagster.fusion.graph.definitions import fusion_assets
+from branchlake_dagster.fusion.registry.life_cycle import OBJECT_COLUMNS
+from branchlake_dagster.fusion.registry.merge import AUDIT_COLUMNS, PULLED_COLUMNS
+from branchlake_dagster.fusion.registry.satcat import ENTRY_COLUMNS
 from branchlake_dagster.fusion.sensors.native import NATIVE_COLUMNS
 
 CONTRACTS = {
     ELEMENT_SETS: contracts.ElementSet,
     REJECTED_RECORDS: contracts.RejectedRecord,
-    CATALOGUE: contracts.ElementSet,
+    SATELLITE_ENTRIES: contracts.SatelliteEntry,
+    CATALOGUE: contracts.CatalogueEntry,
+    OBJECTS: contracts.RegisteredObject,
+    ELEMENT_HISTORY: contracts.ElementSet,
+    MERGE_AUDIT: contracts.MergeOutcome,
+    SATELLITES: contracts.Satellite,
     SENSOR_OBSERVATIONS: contracts.SensorObservation,
     OBSERVATIONS: contracts.Observation,
     QUARANTINED_OBJECTS: contracts.QuarantinedObject,
@@ -69,8 +88,12 @@ def in_order(columns: dict[str, str]) -> list[tuple[str, str]]:
 
 def test_the_contracts_are_the_tables_column_by_column():
     text = {"snapshot_id": "string"}
-    elements = {**text, **of_polars(ELEMENT_COLUMNS), "data_mode": "string"}
-    assert in_order(types(contracts.ElementSet)) == in_order(elements)
+    assert in_order(types(contracts.ElementSet)) == in_order(of_polars(PULLED_COLUMNS))
+    assert in_order(types(contracts.CatalogueEntry)) == in_order(of_polars(CATALOGUE_COLUMNS))
+    assert in_order(types(contracts.MergeOutcome)) == in_order(of_polars(AUDIT_COLUMNS))
+    assert in_order(types(contracts.RegisteredObject)) == in_order(of_polars(OBJECT_COLUMNS))
+    entries = {**text, **of_polars(ENTRY_COLUMNS), "collected_at": "timestamptz"}
+    assert in_order(types(contracts.SatelliteEntry)) == in_order(entries)
     assert in_order(types(contracts.RejectedRecord)) == in_order({**text, **of_polars(REJECTED_COLUMNS)})
     assert in_order(types(contracts.SensorObservation)) == in_order(of_polars(NATIVE_COLUMNS))
     assert in_order(types(contracts.FusedTrack)) == in_order(stored(TRACK_SCHEMA))

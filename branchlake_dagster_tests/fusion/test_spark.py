@@ -1,4 +1,4 @@
-"""The parts that only Spark can run: the normalisation, the upsert's choice of rows, the shipped functions."""
+"""The parts that only Spark can run: the normalisation, the shipped functions."""
 
 import uuid
 
@@ -8,7 +8,6 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from branchlake_dagster.fusion.assets.catalogue import newer_than
 from branchlake_dagster.fusion.conjunctions.arrow import as_batch
 from branchlake_dagster.fusion.conjunctions.distributed import close_approaches
 from branchlake_dagster.fusion.conjunctions.screening import MINUTE, Span, screen
@@ -98,23 +97,3 @@ def test_screening_over_spark(session, catalogue):
     expected = pa.Table.from_batches([as_batch(screen(elements, span, threshold_km=50.0), elements)])
     assert expected.num_rows > 0
     assert found.sort_by(BY) == expected.sort_by(BY)
-
-
-@pytest.mark.parametrize(
-    ("snapshot", "hour", "taken"),
-    [("b", 2, True), ("b", 1, False), ("a", 1, True), ("b", 0, False)],
-    ids=["newer", "equal-other-snapshot", "equal-same-snapshot", "older"],
-)
-def test_the_newest_epoch_wins_in_any_order(session, snapshot, hour, taken):
-    def frame(name: str, at: int, *objects: int):
-        rows = ", ".join(f"('{name}', {n}L, timestamp '2026-08-08 0{at}:00:00')" for n in objects)
-        return session.sql(f"SELECT * FROM VALUES {rows} AS t(snapshot_id, sat_no, epoch)")
-
-    chosen = newer_than(frame(snapshot, hour, 1, 2), frame("a", 1, 1))
-    assert chosen.columns == ["snapshot_id", "sat_no", "epoch"]
-    assert sorted(r.sat_no for r in chosen.collect()) == ([1, 2] if taken else [2])
-
-
-def test_without_a_catalogue_everything_is_new(session):
-    rows = session.sql("SELECT 'a' AS snapshot_id, 1L AS sat_no, current_timestamp() AS epoch")
-    assert newer_than(rows, None).count() == 1

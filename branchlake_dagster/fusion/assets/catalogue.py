@@ -1,31 +1,43 @@
-"""Group ``catalogue``: GP snapshots, their rejected records, and the current element set per object."""
+"""Group ``catalogue``: pulls of GP and satellite catalogues as they are."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
 from collections.abc import Iterator
+from typing import Any
 
 import dagster as dg
 import polars as pl
-from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
 from branchlake_dagster import column_metadata, table_metadata
 from branchlake_dagster.fusion.assets.upkeep import OF_SNAPSHOTS, OWNERS
-from branchlake_dagster.fusion.contracts import ElementSet, RejectedRecord
+from branchlake_dagster.fusion.contracts import ElementSet, RejectedRecord, SatelliteEntry
 from branchlake_dagster.fusion.gp.read import read_catalogue
+from branchlake_dagster.fusion.gp.rules import REJECTED_COLUMNS
 from branchlake_dagster.fusion.partitions import gp_snapshots
-from branchlake_dagster.fusion.sources import GpSource
+from branchlake_dagster.fusion.registry.merge import PULLED_COLUMNS
+from branchlake_dagster.fusion.registry.satcat import ENTRY_COLUMNS, is_satcat, read_satcat
+from branchlake_dagster.fusion.registry.sources import source_of
+from branchlake_dagster.fusion.sources import GpFile, GpSource
 
 GROUP = "catalogue"
 ELEMENT_SETS = dg.AssetKey(["sda", "element_sets"])
 REJECTED_RECORDS = dg.AssetKey(["sda", "rejected_records"])
+SATELLITE_ENTRIES = dg.AssetKey(["sda", "satellite_entries"])
 CATALOGUE = dg.AssetKey(["sda", "catalogue"])
-CATALOGUE_TABLE = "nessie.sda.catalogue"
+
+_AT = pl.Datetime("us", "UTC")
+_EMPTY = {
+    "element_sets": PULLED_COLUMNS,
+    "rejected_records": {"snapshot_id": pl.String(), **REJECTED_COLUMNS},
+    "satellite_entries": {"snapshot_id": pl.String(), **ENTRY_COLUMNS, "collected_at": _AT},
+}
 
 
 @dg.multi_asset(
     name="gp_ingest",
     group_name=GROUP,
     partitions_def=gp_snapshots,
+    # A backfill of many pulls is one run: they change one catalogue.
+    backfill_policy=dg.BackfillPolicy.single_run(),
     outs={
         "element_sets": dg.AssetOut(
             key=ELEMENT_SETS,
@@ -38,72 +50,59 @@ CATALOGUE_TABLE = "nessie.sda.catalogue"
         ),
         "rejected_records": dg.AssetOut(
             key=REJECTED_RECORDS,
-            description="Records of a GP snapshot that are no usable element set, with text and reason.",
+            description="Records of a snapshot that cannot be used, with text, field and reason.",
             owners=OWNERS,
             kinds={"iceberg", "polars"},
             freshness_policy=OF_SNAPSHOTS,
             metadata=table_metadata(partition_by="snapshot_id", require_checks=True)
             | column_metadata(RejectedRecord),
         ),
+        "satellite_entries": dg.AssetOut(
+            key=SATELLITE_ENTRIES,
+            description="Entries of one satellite catalogue, one row per object; none of a GP snapshot.",
+            owners=OWNERS,
+            kinds={"iceberg", "polars"},
+            metadata=table_metadata(partition_by="snapshot_id", require_checks=True)
+            | column_metadata(SatelliteEntry),
+        ),
     },
 )
 def gp_ingest(context: dg.AssetExecutionContext, gp: GpSource) -> Iterator[dg.Output[pl.DataFrame]]:
-    """Read one GP file. A damaged record is a row of ``rejected_records``, a damaged file an error."""
-    snapshot = context.partition_key
-    file = gp.read(snapshot)
+    """Read one file a snapshot. A damaged record is a row of ``rejected_records``, a damaged file fails."""
+    parts: dict[str, list[pl.DataFrame]] = {name: [pl.DataFrame(schema=c)] for name, c in _EMPTY.items()}
+    sources = []
+    snapshots = [context.partition_key] if context.has_partition_key else context.partition_keys
+    for snapshot in snapshots:
+        file = gp.read(snapshot)
+        sources.append(file.source)
+        for name, frame in _read(snapshot, file, gp).items():
+            parts[name].append(frame.select(pl.col(c).cast(t) for c, t in _EMPTY[name].items()))
+    frames = {name: pl.concat(found) for name, found in parts.items()}
+    told = ", ".join(f"{name.replace('_', ' ')} {frame.height}" for name, frame in frames.items())
+    context.log.info(f"{', '.join(sources)}: {told}.")
+    reasons = frames["rejected_records"].group_by("reason").len().sort("reason")
+    metadata: dict[str, dict[str, Any]] = {
+        "element_sets": {"objects": frames["element_sets"].height},
+        "rejected_records": {"reasons": dict(reasons.iter_rows())},
+        "satellite_entries": {"objects": frames["satellite_entries"].height},
+    }
+    for name, frame in frames.items():
+        yield dg.Output(frame, name, metadata={"source": ", ".join(sources), **metadata[name]})
+
+
+def _read(snapshot: str, file: GpFile, gp: GpSource) -> dict[str, pl.DataFrame]:
+    key, at = pl.lit(snapshot).alias("snapshot_id"), pl.lit(file.collected_at).alias("collected_at")
+    if is_satcat(snapshot):
+        entries, rejected = read_satcat(file.content, file.source, gp.limits())
+        return {
+            "satellite_entries": entries.with_columns(key, at),
+            "rejected_records": rejected.with_columns(key),
+        }
     parsed = read_catalogue(file.content, file.source, collected_at=file.collected_at, limits=gp.limits())
-    context.log.info(
-        f"{file.source}: element sets {parsed.elements.height}, rejected records {parsed.rejected.height}."
-    )
-    key = pl.lit(snapshot).alias("snapshot_id")
-    yield dg.Output(
-        parsed.elements.select(key, pl.all(), pl.lit(file.data_mode).alias("data_mode")),
-        "element_sets",
-        metadata={"source": file.source, "objects": parsed.elements.height},
-    )
-    reasons = parsed.rejected.group_by("reason").len().sort("reason")
-    yield dg.Output(
-        parsed.rejected.select(key, pl.all()),
-        "rejected_records",
-        metadata={"source": file.source, "reasons": dict(reasons.iter_rows())},
-    )
-
-
-@dg.asset(
-    key=CATALOGUE,
-    group_name=GROUP,
-    partitions_def=gp_snapshots,
-    owners=OWNERS,
-    kinds={"iceberg", "spark"},
-    freshness_policy=OF_SNAPSHOTS,
-    metadata=table_metadata(write_mode="upsert", keys=("sat_no",), require_checks=True)
-    | column_metadata(ElementSet),
-)
-def catalogue(element_sets: DataFrame) -> DataFrame:
-    """Current element set per object: the newest epoch wins, in whatever order snapshots arrive.
-
-    Only rows that change something are handed to the upsert: from one snapshot to the next most objects
-    keep their elements. An equal epoch replaces only within the same snapshot, which is a corrected file.
-    """
-    return newer_than(element_sets, _current(element_sets.sparkSession))
-
-
-def _current(session: SparkSession) -> DataFrame | None:
-    """The catalogue on the run's branch; the input's own session stands there."""
-    return session.table(CATALOGUE_TABLE) if session.catalog.tableExists(CATALOGUE_TABLE) else None
-
-
-def newer_than(element_sets: DataFrame, current: DataFrame | None) -> DataFrame:
-    """The element sets that the current catalogue lacks or holds with an older epoch."""
-    if current is None:
-        return element_sets
-    known = current.select(
-        "sat_no", F.col("epoch").alias("known_epoch"), F.col("snapshot_id").alias("known_snapshot")
-    )
-    newer = F.col("known_epoch").isNull() | (F.col("epoch") > F.col("known_epoch"))
-    corrected = (F.col("epoch") == F.col("known_epoch")) & (F.col("snapshot_id") == F.col("known_snapshot"))
-    return (
-        element_sets.join(known, on="sat_no", how="left")
-        .where(newer | corrected)
-        .select(*element_sets.columns)
-    )
+    source = pl.lit(source_of(snapshot)).alias("source")
+    return {
+        "element_sets": parsed.elements.with_columns(
+            key, at, source, pl.lit(file.data_mode).alias("data_mode")
+        ),
+        "rejected_records": parsed.rejected.with_columns(key),
+    }

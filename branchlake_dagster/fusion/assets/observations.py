@@ -8,6 +8,7 @@ from pyspark.sql import DataFrame
 
 from branchlake_dagster import column_metadata, table_metadata
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
+from branchlake_dagster.fusion.assets.quarantine import of_tracked
 from branchlake_dagster.fusion.assets.upkeep import OF_WINDOWS, OWNERS
 from branchlake_dagster.fusion.contracts import Observation, SensorObservation
 from branchlake_dagster.fusion.observing import normalise
@@ -46,7 +47,7 @@ def sensor_observations(
     key = context.partition_key
     assert isinstance(key, dg.MultiPartitionKey)  # noqa: S101 - by the asset's definition
     start, end = window_of(context)
-    elements = Elements.from_arrow(catalogue.sort_by("sat_no"))
+    elements = Elements.from_arrow(of_tracked(catalogue).sort_by("sat_no"))
     kind = key.keys_by_dimension["source_kind"]
     return simulate(elements, kind=kind, start=start, end=end, seed=config.seed)
 

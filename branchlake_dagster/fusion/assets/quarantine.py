@@ -5,6 +5,7 @@ import dagster as dg
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql import DataFrame
 
 from branchlake_dagster import column_metadata, table_metadata
@@ -39,9 +40,15 @@ def quarantined_objects(context: dg.AssetExecutionContext, catalogue: pa.Table) 
     without an hour of all others.
     """
     start, end = window_of(context)
-    found = quarantine(catalogue, start, end)
-    context.log.info(f"{found.height} of {catalogue.num_rows} objects are quarantined.")
+    tracked = of_tracked(catalogue)
+    found = quarantine(tracked, start, end)
+    context.log.info(f"{found.height} of {tracked.num_rows} tracked objects are quarantined.")
     return found
+
+
+def of_tracked(catalogue: pa.Table) -> pa.Table:
+    """The rows of objects that may be propagated."""
+    return catalogue.filter(pc.equal(catalogue.column("state"), "tracked"))
 
 
 def quarantine(catalogue: pa.Table, start: int, end: int) -> pl.DataFrame:
@@ -79,5 +86,7 @@ def quarantine(catalogue: pa.Table, start: int, end: int) -> pl.DataFrame:
 
 
 def usable(catalogue: DataFrame, quarantined: DataFrame) -> DataFrame:
-    """The catalogue without a window's quarantined objects."""
-    return catalogue.join(quarantined.select("sat_no"), on="sat_no", how="left_anti")
+    """The tracked objects of the catalogue without a window's quarantined ones."""
+    return catalogue.where("state = 'tracked'").join(
+        quarantined.select("sat_no"), on="sat_no", how="left_anti"
+    )

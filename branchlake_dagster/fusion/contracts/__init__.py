@@ -9,18 +9,31 @@ covariance), the Conjunction Data Message (CCSDS 508.0-B-1) and the Unified Data
 services, in snake case. Where ours differ from the source, the unit is in the column's name.
 """
 
-from branchlake_dagster.fusion.contracts.catalogue import ElementSet, RejectedRecord
+from branchlake_dagster.fusion.contracts.catalogue import (
+    CatalogueEntry,
+    ElementSet,
+    MergeOutcome,
+    RegisteredObject,
+    RejectedRecord,
+    Satellite,
+    SatelliteEntry,
+)
 from branchlake_dagster.fusion.contracts.conjunctions import Conjunction, ConjunctionCandidate
 from branchlake_dagster.fusion.contracts.observations import Observation, SensorObservation
 from branchlake_dagster.fusion.contracts.states import FusedTrack, QuarantinedObject
 
 __all__ = [
+    "CatalogueEntry",
     "Conjunction",
     "ConjunctionCandidate",
     "ElementSet",
     "FusedTrack",
+    "MergeOutcome",
     "Observation",
     "QuarantinedObject",
+    "RegisteredObject",
     "RejectedRecord",
+    "Satellite",
+    "SatelliteEntry",
     "SensorObservation",
 ]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import dagster as dg
 
-from branchlake_dagster import incremental_sensor
+from branchlake_dagster import PublishedAssets, incremental_sensor, published_sensor
 from branchlake_dagster.fusion.assets.catalogue import (
     CATALOGUE,
     ELEMENT_SETS,
     REJECTED_RECORDS,
-    catalogue,
+    SATELLITE_ENTRIES,
     gp_ingest,
 )
 from branchlake_dagster.fusion.assets.conjunctions import (
@@ -28,12 +28,21 @@ from branchlake_dagster.fusion.assets.observations import (
     sensor_observations,
 )
 from branchlake_dagster.fusion.assets.quarantine import QUARANTINED_OBJECTS, quarantined_objects
+from branchlake_dagster.fusion.assets.registry import (
+    ELEMENT_HISTORY,
+    MERGE_AUDIT,
+    OBJECTS,
+    SATELLITES,
+    registry,
+    satellites,
+)
 from branchlake_dagster.fusion.assets.tracks import FUSED_TRACKS, fused_tracks
 from branchlake_dagster.fusion.assets.upkeep import MAX_CATALOGUE_AGE
 from branchlake_dagster.fusion.gp.simulated import REFERENCE_EPOCH
 from branchlake_dagster.fusion.graph.quality import fusion_checks
 from branchlake_dagster.fusion.partitions import gp_snapshots, windows
 from branchlake_dagster.fusion.providers.pulled import GpProvider
+from branchlake_dagster.fusion.registry.satcat import is_satcat
 from branchlake_dagster.fusion.sensors.native import SOURCE_KINDS
 from branchlake_dagster.fusion.sources import DEFAULT_SNAPSHOT, GpSource, snapshot_time
 
@@ -48,7 +57,8 @@ __all__ = [
 
 fusion_assets: list[dg.AssetsDefinition] = [
     gp_ingest,
-    catalogue,
+    registry,
+    satellites,
     sensor_observations,
     observations,
     quarantined_objects,
@@ -60,8 +70,16 @@ fusion_assets: list[dg.AssetsDefinition] = [
 
 catalogue_job = dg.define_asset_job(
     "catalogue_job",
-    selection=dg.AssetSelection.assets(ELEMENT_SETS, REJECTED_RECORDS, CATALOGUE),
-    description="Ingest one GP snapshot and bring the catalogue up to date.",
+    selection=dg.AssetSelection.assets(
+        *(ELEMENT_SETS, REJECTED_RECORDS, SATELLITE_ENTRIES),
+        *(CATALOGUE, OBJECTS, ELEMENT_HISTORY, MERGE_AUDIT),
+    ),
+    description="Ingest pulls and merge them into the catalogue and the registry of objects.",
+)
+satellites_job = dg.define_asset_job(
+    "satellites_job",
+    selection=dg.AssetSelection.assets(SATELLITES),
+    description="Date what all satellite catalogues said of each object.",
 )
 observations_job = dg.define_asset_job(
     "observations_job",
@@ -78,8 +96,8 @@ conjunctions_job = dg.define_asset_job(
     selection=dg.AssetSelection.assets(CONJUNCTIONS),
     description="Screen what is ahead: what has changed in the catalogue, or all of it where needed.",
 )
-fusion_jobs = [catalogue_job, observations_job, window_job, conjunctions_job]
-"""Four jobs: a run has one partition definition, and later ones read what earlier ones published."""
+fusion_jobs = [catalogue_job, satellites_job, observations_job, window_job, conjunctions_job]
+"""Several, because a run has one partition definition and later ones read what earlier ones published."""
 
 
 def stale_catalogue(instance: dg.DagsterInstance, now: datetime) -> str | None:
@@ -190,4 +208,19 @@ conjunctions_sensor = incremental_sensor(
 """Screens when the catalogue has changed. Off until somebody turns it on: a screening takes all cores for
 a quarter of a minute, which is no part of a first look."""
 
-fusion_sensors = [gp_snapshot_files, conjunctions_sensor]
+def _of_satellite_catalogues(published: PublishedAssets) -> dg.RunRequest | None:
+    """A run, if the publication has a satellite catalogue; a GP snapshot leaves the entries as they are."""
+    names = published.partitions[SATELLITE_ENTRIES]
+    return dg.RunRequest() if not names or any(is_satcat(name or "") for name in names) else None
+
+
+satellite_catalogues = published_sensor(
+    "satellite_catalogues",
+    assets=[SATELLITE_ENTRIES],
+    job=satellites_job,
+    request=_of_satellite_catalogues,
+    default_status=dg.DefaultSensorStatus.RUNNING,
+    description="Dates the objects anew when a satellite catalogue was published.",
+)
+
+fusion_sensors = [gp_snapshot_files, satellite_catalogues, conjunctions_sensor]

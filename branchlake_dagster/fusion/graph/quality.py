@@ -6,10 +6,16 @@ import dagster as dg
 
 from branchlake_dagster import join_checks, pandera_checks, sql_check
 from branchlake_dagster.fusion import contracts
-from branchlake_dagster.fusion.assets.catalogue import CATALOGUE, ELEMENT_SETS, REJECTED_RECORDS
+from branchlake_dagster.fusion.assets.catalogue import (
+    CATALOGUE,
+    ELEMENT_SETS,
+    REJECTED_RECORDS,
+    SATELLITE_ENTRIES,
+)
 from branchlake_dagster.fusion.assets.conjunctions import CONJUNCTION_CANDIDATES, CONJUNCTIONS
 from branchlake_dagster.fusion.assets.observations import OBSERVATIONS, SENSOR_OBSERVATIONS
 from branchlake_dagster.fusion.assets.quarantine import QUARANTINED_OBJECTS
+from branchlake_dagster.fusion.assets.registry import ELEMENT_HISTORY, MERGE_AUDIT, OBJECTS, SATELLITES
 from branchlake_dagster.fusion.assets.tracks import FUSED_TRACKS
 from branchlake_dagster.fusion.partitions import gp_snapshots, windows, windows_by_kind
 
@@ -33,6 +39,13 @@ LEFT JOIN (SELECT snapshot_id, count(*) AS accepted FROM nessie.sda.element_sets
 WHERE r.rejected > {MAX_REJECTED_SHARE} * (r.rejected + coalesce(e.accepted, 0))
   AND r.rejected > least({MAX_REJECTED}, coalesce(e.accepted, 0))
 """  # noqa: S608 - built from constants
+
+_WITHOUT_ELEMENTS = """
+SELECT coalesce(o.sat_no, c.sat_no) AS sat_no, o.state, c.state AS state_in_catalogue
+FROM nessie.sda.objects AS o FULL OUTER JOIN nessie.sda.catalogue AS c ON c.sat_no = o.sat_no
+WHERE o.sat_no IS NULL OR (c.sat_no IS NULL AND o.epoch IS NOT NULL) OR c.state <> o.state
+   OR (c.sat_no IS NULL AND o.state = 'tracked')
+"""
 
 _WRONG_FIELDS = """
 SELECT source_kind, observation_id FROM {this}
@@ -78,12 +91,32 @@ fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
             description=f"At most {MAX_REJECTED_SHARE:.0%} of a snapshot's records were damaged, or few.",
         ),
         pandera_checks(REJECTED_RECORDS, contracts.RejectedRecord, partitions_def=gp_snapshots),
-        pandera_checks(CATALOGUE, contracts.ElementSet, whole_table=True),
+        pandera_checks(SATELLITE_ENTRIES, contracts.SatelliteEntry, partitions_def=gp_snapshots),
+        pandera_checks(CATALOGUE, contracts.CatalogueEntry, whole_table=True),
         sql_check(
             CATALOGUE,
             "no_duplicates",
             "SELECT sat_no, count(*) AS copies FROM nessie.sda.catalogue GROUP BY sat_no HAVING count(*) > 1",
             description="One current element set per object.",
+        ),
+        pandera_checks(OBJECTS, contracts.RegisteredObject, whole_table=True),
+        sql_check(
+            OBJECTS,
+            "tracked_have_elements",
+            _WITHOUT_ELEMENTS,
+            description="Every tracked object has an element set, and the catalogue says the same state.",
+        ),
+        pandera_checks(ELEMENT_HISTORY, contracts.ElementSet, whole_table=True),
+        pandera_checks(MERGE_AUDIT, contracts.MergeOutcome, partitions_def=gp_snapshots),
+        pandera_checks(SATELLITES, contracts.Satellite, whole_table=True),
+        sql_check(
+            SATELLITES,
+            "one_that_holds",
+            """
+        SELECT sat_no, count(*) AS holding FROM {this} WHERE valid_to IS NULL
+        GROUP BY sat_no HAVING count(*) > 1
+        """,
+            description="Of each object one period is open.",
         ),
         pandera_checks(SENSOR_OBSERVATIONS, contracts.SensorObservation, partitions_def=windows_by_kind),
         pandera_checks(OBSERVATIONS, contracts.Observation, partitions_def=windows_by_kind),
