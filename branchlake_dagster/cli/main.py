@@ -326,3 +326,15 @@ def screening(as_json: bool, hours: float, files: tuple[Path, ...]) -> None:
         raise click.UsageError("Name two GP files, or none.")
     found = measure(Settings(), files, hours=hours, say=say)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+
+
+@bench.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--rows", default=500_000, show_default=True, help="Rows of a round's five pulls.")
+@click.option("--rounds", default=3, show_default=True, help="Rounds that are counted; the median counts.")
+def registry(as_json: bool, rows: int, rounds: int) -> None:
+    """Five providers' catalogues merged, gated and published, beside bare Spark and Polars."""
+    from branchlake_dagster.cli.bench.sda.registry import measure, show
+
+    found = measure(Settings(), rows=rows, rounds=rounds, say=say)
+    click.echo(json.dumps(found, indent=2)) if as_json else show(found)

@@ -14,6 +14,12 @@ FIRST_WINDOW = "2026-08-08-00:00"
 gp_snapshots = dg.DynamicPartitionsDefinition(name="gp_snapshots")
 """One partition per GP file; the key is the snapshot id (see `sources`)."""
 
+
+def pulls_of(context: dg.AssetExecutionContext) -> list[str]:
+    """The snapshots of a run: one, or those of a backfill."""
+    return [context.partition_key] if context.has_partition_key else list(context.partition_keys)
+
+
 windows = dg.HourlyPartitionsDefinition(start_date=FIRST_WINDOW, timezone="UTC")
 source_kinds = dg.StaticPartitionsDefinition(SOURCE_KINDS)
 windows_by_kind = dg.MultiPartitionsDefinition({"window": windows, "source_kind": source_kinds})

@@ -12,7 +12,7 @@ from branchlake_dagster.fusion.assets.upkeep import OF_SNAPSHOTS, OWNERS
 from branchlake_dagster.fusion.contracts import ElementSet, RejectedRecord, SatelliteEntry
 from branchlake_dagster.fusion.gp.read import read_catalogue
 from branchlake_dagster.fusion.gp.rules import REJECTED_COLUMNS
-from branchlake_dagster.fusion.partitions import gp_snapshots
+from branchlake_dagster.fusion.partitions import gp_snapshots, pulls_of
 from branchlake_dagster.fusion.registry.merge import PULLED_COLUMNS
 from branchlake_dagster.fusion.registry.satcat import ENTRY_COLUMNS, is_satcat, read_satcat
 from branchlake_dagster.fusion.registry.sources import source_of
@@ -71,8 +71,7 @@ def gp_ingest(context: dg.AssetExecutionContext, gp: GpSource) -> Iterator[dg.Ou
     """Read one file a snapshot. A damaged record is a row of ``rejected_records``, a damaged file fails."""
     parts: dict[str, list[pl.DataFrame]] = {name: [pl.DataFrame(schema=c)] for name, c in _EMPTY.items()}
     sources = []
-    snapshots = [context.partition_key] if context.has_partition_key else context.partition_keys
-    for snapshot in snapshots:
+    for snapshot in pulls_of(context):
         file = gp.read(snapshot)
         sources.append(file.source)
         for name, frame in _read(snapshot, file, gp).items():

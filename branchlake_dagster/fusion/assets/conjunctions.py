@@ -20,7 +20,7 @@ from branchlake_dagster import (
     table_metadata,
 )
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
-from branchlake_dagster.fusion.assets.quarantine import QUARANTINED_OBJECTS, usable
+from branchlake_dagster.fusion.assets.quarantine import QUARANTINED_OBJECTS, of_tracked, usable
 from branchlake_dagster.fusion.assets.upkeep import OF_SNAPSHOTS, OF_WINDOWS, OWNERS
 from branchlake_dagster.fusion.conjunctions.distributed import close_approaches
 from branchlake_dagster.fusion.conjunctions.identity import identified
@@ -114,7 +114,7 @@ def conjunctions(
     did not reach; the list is the same as that of a full screening.
     """
     tables = lakehouse.catalog()
-    catalogue = tables.load_table(tuple(CATALOGUE.path)).scan().to_arrow()
+    catalogue = of_tracked(tables.load_table(tuple(CATALOGUE.path)).scan().to_arrow())
     start = newest_snapshot(catalogue.column("snapshot_id").unique().to_pylist())
     span = Span.whole(start, start + max(1, round(config.horizon_h * 60)) * MINUTE)
     current = Elements.from_arrow(catalogue.sort_by("sat_no"))

@@ -25,7 +25,7 @@ from branchlake_dagster.fusion.contracts import (
     RegisteredObject,
     Satellite,
 )
-from branchlake_dagster.fusion.partitions import gp_snapshots
+from branchlake_dagster.fusion.partitions import gp_snapshots, pulls_of
 from branchlake_dagster.fusion.registry.life_cycle import OBJECT_COLUMNS, objects_after
 from branchlake_dagster.fusion.registry.merge import PULLED_COLUMNS, SET, merge, not_in
 from branchlake_dagster.fusion.registry.satcat import effective
@@ -108,11 +108,14 @@ def registry(
     their elements.
     """
     tables = _Tables(lakehouse)
-    pulled = _of_columns(element_sets, PULLED_COLUMNS)
+    # Where these are all partitions that Dagster knows, the inputs are whole tables.
+    mine = pl.col("snapshot_id").is_in(pulls_of(context))
+    pulled = _of_columns(element_sets.filter(mine), PULLED_COLUMNS)
+    entries = satellite_entries.filter(mine)
     before = tables.read(CATALOGUE, CATALOGUE_COLUMNS)
     objects_before = tables.read(OBJECTS, OBJECT_COLUMNS)
     merged = merge(before, pulled, tables.all_pulls_of)
-    objects = objects_after(objects_before, merged.winners, pulled, satellite_entries)
+    objects = objects_after(objects_before, merged.winners, pulled, entries)
     catalogue = merged.winners.join(objects.select("sat_no", "state"), on="sat_no", how="left").select(
         list(CATALOGUE_COLUMNS)
     )
