@@ -101,13 +101,13 @@ def registry(
     lakehouse: LakehouseResource,
     element_sets: pl.DataFrame,
     satellite_entries: pl.DataFrame,
-) -> Iterator[dg.Output[pl.DataFrame]]:
+) -> Iterator[dg.Output[pl.DataFrame | None]]:
     """Merge pulls into the catalogue, in whatever order they come, and say what became of each object.
 
     Only rows that change something are handed to the upserts: from one pull to the next most objects keep
     their elements.
     """
-    tables = _Tables(lakehouse)
+    tables = _Tables(lakehouse, context.run)
     # Where these are all partitions that Dagster knows, the inputs are whole tables.
     mine = pl.col("snapshot_id").is_in(pulls_of(context))
     pulled = _of_columns(element_sets.filter(mine), PULLED_COLUMNS)
@@ -128,8 +128,16 @@ def registry(
         f"{pulled.height} element sets pulled: {news.height} were never seen, {changed.height} of "
         f"{catalogue.height} objects of the catalogue change, {merged.looked_up} were looked up."
     )
-    yield dg.Output(changed, "catalogue", metadata={"changed": changed.height, "objects": catalogue.height})
-    yield dg.Output(changed_objects, "objects", metadata={"states": dict(states.iter_rows())})
+    yield dg.Output(
+        tables.changed(CATALOGUE, changed, catalogue),
+        "catalogue",
+        metadata={"changed": changed.height, "objects": catalogue.height},
+    )
+    yield dg.Output(
+        tables.changed(OBJECTS, changed_objects, objects),
+        "objects",
+        metadata={"changed": changed_objects.height, "states": dict(states.iter_rows())},
+    )
     yield dg.Output(news, "element_history", metadata={"new": news.height})
     yield dg.Output(
         merged.audit,
@@ -144,8 +152,9 @@ def registry(
 class _Tables:
     """The registry's own tables as the run's branch has them; what is read here is in its read set."""
 
-    def __init__(self, lakehouse: LakehouseResource) -> None:
+    def __init__(self, lakehouse: LakehouseResource, run: dg.DagsterRun) -> None:
         self._catalog = lakehouse.catalog()
+        self._run = run
 
     def read(
         self,
@@ -164,6 +173,29 @@ class _Tables:
             selected_fields=tuple(name for name in columns if name in there),
         )
         return _of_columns(pl.DataFrame(pl.from_arrow(scan.to_arrow())), columns)
+
+    def changed(self, key: dg.AssetKey, rows: pl.DataFrame, whole: pl.DataFrame) -> pl.DataFrame | None:
+        """Bring a table to `whole`: what is left for the IO manager to upsert, None for nothing.
+
+        The run holds the whole table anyway, and a MERGE in Spark would read it again to write the same
+        files. So it is written here, unless it must be made first or gets new columns.
+        """
+        try:
+            table = self._catalog.load_table(tuple(key.path))
+        except NoSuchTableError:
+            return rows
+        names = [field.name for field in table.schema().fields]
+        if not rows.height or set(names) != set(whole.columns):
+            return rows
+        # As the IO manager marks what it writes (docs/architecture.md).
+        marks = {
+            "branchlake.run_id": self._run.run_id,
+            "branchlake.root_run_id": self._run.root_run_id or self._run.run_id,
+            "branchlake.asset": key.to_user_string(),
+            "branchlake.write_mode": "replace_table",
+        }
+        table.overwrite(whole.select(names).to_arrow(), snapshot_properties=marks)
+        return None
 
     def all_pulls_of(self, objects: pl.Series) -> pl.DataFrame:
         """All rows of objects in all pulls."""
