@@ -208,6 +208,7 @@ conjunctions_sensor = incremental_sensor(
 """Screens when the catalogue has changed. Off until somebody turns it on: a screening takes all cores for
 a quarter of a minute, which is no part of a first look."""
 
+
 def _of_satellite_catalogues(published: PublishedAssets) -> dg.RunRequest | None:
     """A run, if the publication has a satellite catalogue; a GP snapshot leaves the entries as they are."""
     names = published.partitions[SATELLITE_ENTRIES]
