@@ -175,12 +175,12 @@ class Fixed(GpProvider):
 
 def test_a_pull_becomes_a_file_a_partition_and_a_run_and_again_the_same(instance, tmp_path):
     def tick(provider: GpProvider, folder: str | None = str(tmp_path / "gp")):
-        context = dg.build_schedule_context(
+        with dg.build_schedule_context(
             instance=instance,
             scheduled_execution_time=NOW,
             resources={"gp": GpSource(catalogue_dir=folder), "gp_provider": provider},
-        )
-        return definitions.pull_schedule(running=True)(context)
+        ) as context:
+            return definitions.pull_schedule(running=True)(context)
 
     assert "BRANCHLAKE_GP_PULL" in tick(GpProvider()).skip_message
     provider = Fixed(text=f"{L1}\n{L2}\n")
