@@ -7,7 +7,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from branchlake_dagster.fusion.assets.quarantine import quarantine
+from branchlake_dagster.fusion.assets.quarantine import of_tracked, quarantine
 from branchlake_dagster.fusion.conjunctions.screening import Span, screen
 from branchlake_dagster.fusion.gp.read import read_catalogue
 from branchlake_dagster.fusion.gp.simulated import REFERENCE_EPOCH, simulated_elements
@@ -109,3 +109,11 @@ def test_of_a_real_catalogue_only_what_is_stale_or_falling_is_quarantined():
         frame = read_catalogue(path.read_bytes(), path.name).elements
         rows = quarantine(table(frame), at, at + HOUR)
         assert least <= rows.height <= most, rows["reason"].value_counts()
+
+
+def test_only_tracked_objects_are_propagated_and_all_of_a_catalogue_without_states():
+    frame = stale().head(4)
+    states = pl.Series("state", ["tracked", "stale", "decayed", "tracked"])
+    assert of_tracked(table(frame)).num_rows == 4
+    chosen = of_tracked(table(frame.with_columns(states)))
+    assert chosen.column("sat_no").to_pylist() == frame["sat_no"].gather([0, 3]).to_list()

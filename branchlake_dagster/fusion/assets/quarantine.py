@@ -47,7 +47,9 @@ def quarantined_objects(context: dg.AssetExecutionContext, catalogue: pa.Table) 
 
 
 def of_tracked(catalogue: pa.Table) -> pa.Table:
-    """The rows of objects that may be propagated."""
+    """The rows of objects that may be propagated; all of a table of before, which has no states yet."""
+    if "state" not in catalogue.column_names:
+        return catalogue
     return catalogue.filter(pc.equal(catalogue.column("state"), "tracked"))
 
 
@@ -87,6 +89,6 @@ def quarantine(catalogue: pa.Table, start: int, end: int) -> pl.DataFrame:
 
 def usable(catalogue: DataFrame, quarantined: DataFrame) -> DataFrame:
     """The tracked objects of the catalogue without a window's quarantined ones."""
-    return catalogue.where("state = 'tracked'").join(
-        quarantined.select("sat_no"), on="sat_no", how="left_anti"
-    )
+    # A table of before has no states; the next pull brings them.
+    tracked = catalogue.where("state = 'tracked'") if "state" in catalogue.columns else catalogue
+    return tracked.join(quarantined.select("sat_no"), on="sat_no", how="left_anti")
