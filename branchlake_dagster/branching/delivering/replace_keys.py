@@ -18,7 +18,9 @@ from pyspark.sql import functions as F  # noqa: N812 - the library's own abbrevi
 
 from branchlake_dagster.branching.delivering import spark_keys
 from branchlake_dagster.branching.errors import PartitionMismatch
-from branchlake_dagster.branching.frames.spark_frames import check_keys, not_unique, session_properties
+from branchlake_dagster.branching.frames.arrow_frames import require_unique
+from branchlake_dagster.branching.frames.spark_frames import check_keys, session_properties
+from branchlake_dagster.branching.frames.wording import not_unique
 from branchlake_dagster.branching.table.spec import TableSpec
 from branchlake_dagster.lakehouse.spark.quoting import quoted
 from branchlake_dagster.library_internals.pyiceberg import transaction_on
@@ -40,18 +42,11 @@ def by_arrow(
     Raises UpsertKeyInvalid, and PartitionMismatch for rows of other keys.
     """
     check_keys(spec, frame.column_names)
-    _require_unique(frame, spec)
+    require_unique(frame, spec)
     _require_among(frame, keys, spec)
     with transaction_on(table) as transaction, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Delete operation did not match any records")
         transaction.overwrite(frame, overwrite_filter=any_of(keys), snapshot_properties=dict(properties))
-
-
-def _require_unique(frame: pa.Table, spec: TableSpec) -> None:
-    nulls = any(frame[key].null_count for key in spec.keys)
-    distinct = frame.group_by(list(spec.keys)).aggregate([]).num_rows
-    if nulls or distinct < frame.num_rows:
-        raise not_unique(spec)
 
 
 def _require_among(frame: pa.Table, keys: pa.Table, spec: TableSpec) -> None:

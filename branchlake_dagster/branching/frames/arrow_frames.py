@@ -14,7 +14,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 
 from branchlake_dagster.branching.errors import PartitionMismatch
-from branchlake_dagster.branching.frames.wording import must_be
+from branchlake_dagster.branching.frames.wording import must_be, not_unique
 from branchlake_dagster.branching.table.selection import Selection, rows_outside, to_iceberg
 from branchlake_dagster.branching.table.spec import TableSpec
 from branchlake_dagster.library_internals.pyiceberg import transaction_on
@@ -42,14 +42,32 @@ def require_inside(frame: pa.Table, schema: Schema, spec: TableSpec, selection: 
         )
 
 
+def may_have_rows(table: Table) -> bool:
+    """Whether a table has rows, as far as its snapshot tells."""
+    snapshot = table.current_snapshot()
+    told = snapshot.summary.additional_properties if snapshot and snapshot.summary else {}
+    return snapshot is not None and told.get("total-records") != "0"
+
+
+def require_unique(frame: pa.Table, spec: TableSpec) -> None:
+    """Raise UpsertKeyInvalid when a key of an upsert is null or occurs twice."""
+    nulls = any(frame[key].null_count for key in spec.keys)
+    distinct = frame.group_by(list(spec.keys)).aggregate([]).num_rows
+    if nulls or distinct < frame.num_rows:
+        raise not_unique(spec)
+
+
 def write(
     frame: pa.Table, table: Table, spec: TableSpec, selection: Selection | None, properties: Mapping[str, str]
 ) -> None:
-    """Write by the spec's mode (not upsert) in one commit, after which `table` is what it then is.
+    """Write by the spec's mode in one commit, after which `table` is what it then is.
 
-    `frame` has the table's columns. Raises PartitionMismatch before anything is written.
+    `frame` has the table's columns. An upsert finds no row to match: the table has none yet. Raises
+    PartitionMismatch and UpsertKeyInvalid before anything is written.
     """
     require_inside(frame, table.schema(), spec, selection)
+    if spec.write_mode == "upsert":
+        require_unique(frame, spec)
     with transaction_on(table) as transaction:
         if spec.write_mode == "append" or table.current_snapshot() is None:
             transaction.append(frame, snapshot_properties=dict(properties))

@@ -20,7 +20,7 @@ from branchlake_dagster.branching.errors import (
     PartitionMismatch,
     UpsertKeyInvalid,
 )
-from branchlake_dagster.branching.frames.wording import must_be
+from branchlake_dagster.branching.frames.wording import must_be, not_unique
 from branchlake_dagster.branching.table.selection import Selection, to_sql
 from branchlake_dagster.branching.table.spec import TableSpec
 from branchlake_dagster.lakehouse.spark.quoting import quoted
@@ -158,15 +158,6 @@ def _mismatch(spec: TableSpec, schema: Schema, selection: Selection | None, rows
         f"{rows} of the frame are outside the run's partitions.",
         table=spec.name,
         hint=must_be(selection, schema) if selection else None,
-    )
-
-
-def not_unique(spec: TableSpec) -> UpsertKeyInvalid:
-    """The error for keys that are null or occur twice."""
-    return UpsertKeyInvalid(
-        f"Two rows share a key, or a key is null, in ({', '.join(spec.keys)}).",
-        table=spec.name,
-        hint="Keep one row per key before returning the frame.",
     )
 
 

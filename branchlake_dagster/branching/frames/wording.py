@@ -1,11 +1,13 @@
-"""A selection in words, for errors: never an expression of an engine."""
+"""Errors of frames, and a selection in words for them: never an expression of an engine."""
 
 from __future__ import annotations
 
 from pyiceberg.schema import Schema
 from pyiceberg.types import TimestampType
 
+from branchlake_dagster.branching.errors import UpsertKeyInvalid
 from branchlake_dagster.branching.table.selection import Selection, Values
+from branchlake_dagster.branching.table.spec import TableSpec
 from branchlake_dagster.errors import some
 from branchlake_dagster.wording import agree
 
@@ -33,3 +35,12 @@ def rows_of(selection: Selection) -> str:
                 words.append(f"{one.start.isoformat()} <= {one.column} < {one.end.isoformat()}")
         found.append(" and ".join(words))
     return some(tuple(found)) if found else "no row"
+
+
+def not_unique(spec: TableSpec) -> UpsertKeyInvalid:
+    """The error for keys that are null or occur twice."""
+    return UpsertKeyInvalid(
+        f"Two rows share a key, or a key is null, in ({', '.join(spec.keys)}).",
+        table=spec.name,
+        hint="Keep one row per key before returning the frame.",
+    )

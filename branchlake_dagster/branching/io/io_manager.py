@@ -198,9 +198,11 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             if outputs.by_keys(consumption):
                 changed_keys = inputs.changed_keys(consumption)
         few_keys = changed_keys is not None and changed_keys.num_rows <= replace_keys.MOST_KEYS
-        by_spark = is_spark or (spec.write_mode == "upsert" and not few_keys)
         keys = provenance.asset_partitions(context)
         found = self._existing(catalog, spec)
+        # Where there is no row yet, an upsert has none to match, and needs no MERGE.
+        matches = spec.write_mode == "upsert" and found is not None and arrow_frames.may_have_rows(found)
+        by_spark = is_spark or (matches and not few_keys)
         if is_spark:
             spark_frames.require_branch(obj, branch, table=spec.name)
             wanted = stored_schema(spark_frames.arrow_schema(obj, table=spec.name), table=spec.name)
@@ -277,6 +279,8 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
         schema = creation.table_metadata.schema()
         rows = frame_conversion.cast(obj, arrow_schema(schema, name=spec.name), table=spec.name)
         arrow_frames.require_inside(rows, schema, spec, selection)
+        if spec.write_mode == "upsert":
+            arrow_frames.require_unique(rows, spec)
         properties = self._properties(context, spec, selection, schema)
         creation.append(rows, snapshot_properties=properties)
         return creation.commit_transaction()

@@ -111,6 +111,23 @@ def test_an_upsert_of_no_rows_makes_the_table_and_still_needs_its_keys(
     )
 
 
+def test_the_first_rows_of_an_upsert_need_no_spark_and_are_checked(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    empty, first = pl.DataFrame(schema={"k": pl.Int64}), pl.DataFrame({"k": [1, 2]})
+    assert written(lakehouse, namespace, [first], UPSERT) == ({"k": "long"}, [{"k": 1}, {"k": 2}])
+    assert written(lakehouse, f"{namespace}e", [empty, first], UPSERT)[1] == [{"k": 1}, {"k": 2}]
+    for wrong in ({"k": [1, 1]}, {"k": [1, None]}):
+        refused(
+            lakehouse,
+            f"{namespace}w",
+            [pl.DataFrame(wrong)],
+            UpsertKeyInvalid,
+            "Two rows share a key, or a key is null, in (k)",
+            metadata=UPSERT,
+        )
+
+
 @pytest.mark.parametrize(
     "nothing", [pl.DataFrame({"s": [None]}), pd.DataFrame({"s": [np.nan]}), pa.table({"s": [None]})]
 )
