@@ -87,7 +87,7 @@ class ConjunctionsConfig(dg.Config):
     max_element_age_days: float = Field(
         MAX_ELEMENT_AGE_DAYS, gt=0, description="Objects with older element sets are left out."
     )
-    tasks: int = Field(8, ge=1, description="Spark tasks that the time is divided into.")
+    tasks: int = Field(12, ge=1, description="Spark tasks that the time is divided into.")
 
 
 @dg.asset(

@@ -19,7 +19,8 @@ def close_approaches(session: SparkSession, screening: Screening, tasks: Sequenc
     """The close approaches of all tasks, with the columns of `ENCOUNTER_SCHEMA`."""
     columns = "first long, last long, begin long, end long, pairs string"
     rows = [(t.span.first, t.span.last, t.span.start, t.span.end, t.pairs.value) for t in tasks]
-    frame = session.createDataFrame(rows, columns).repartition(len(rows), "begin", "pairs")
+    # By number, not by value: of hashed rows several go to one task, and a core waits for the other.
+    frame = session.createDataFrame(rows, columns).repartition(len(rows))
     found = frame.mapInArrow(carried(_batches(screening)), from_arrow_schema(ENCOUNTER_SCHEMA))
     together = F.col("kind") == Kind.TOGETHER.value
     # What a pair is together for may be told by several tasks; everything else by one.
