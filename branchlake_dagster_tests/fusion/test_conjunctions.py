@@ -13,17 +13,25 @@ from click.testing import CliRunner
 
 from branchlake_dagster import branchlake_definitions, publish, table_metadata
 from branchlake_dagster.cli import main
-from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
+from branchlake_dagster.fusion.assets.catalogue import CATALOGUE, ELEMENT_SETS
 from branchlake_dagster.fusion.assets.conjunctions import (
     CONJUNCTIONS,
     conjunctions,
     earlier_list,
     newest_snapshot,
 )
+from branchlake_dagster.fusion.assets.trust import (
+    ELEMENT_ERRORS,
+    ELEMENT_JUMPS,
+    OBJECT_ERRORS,
+    element_trust,
+)
 from branchlake_dagster.fusion.conjunctions.identity import identified
 from branchlake_dagster.fusion.gp.simulated import simulated_elements
 from branchlake_dagster.fusion.graph.quality import fusion_checks
+from branchlake_dagster.fusion.orbits.propagation import ELEMENT_FIELDS
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster_tests.fusion.test_trust import history
 
 NOON = datetime(2026, 8, 8, 12, 0, tzinfo=UTC)
 NEAR = {"ops": {"sda__conjunctions": {"config": {"threshold_km": 40.0, "horizon_h": 3.0, "tasks": 2}}}}
@@ -106,6 +114,23 @@ def catalogue() -> pl.DataFrame:
     return given["catalogue"]
 
 
+@dg.asset(key=ELEMENT_SETS, metadata=table_metadata(write_mode="replace_table", require_checks=False))
+def element_sets() -> pl.DataFrame:
+    """Ten sets each of a hundred objects, and one of them in two snapshots."""
+    parts = [
+        pl.DataFrame(part.values, schema=list(ELEMENT_FIELDS)).with_columns(
+            pl.Series("sat_no", part.sat_no),
+            pl.Series("epoch", part.epoch_micros).cast(pl.Datetime("us", "UTC")),
+            pl.lit(f"sim-{k}").alias("snapshot_id"),
+        )
+        for k, part in enumerate(history(100, 10, 1.0, 0.01))
+    ]
+    return pl.concat([*parts, parts[-1].with_columns(snapshot_id=pl.lit("sim-again"))])
+
+
+TRUST = (ELEMENT_ERRORS, OBJECT_ERRORS, ELEMENT_JUMPS)
+
+
 def elements_at(snapshot: str, moved: list[int]) -> pl.DataFrame:
     frame = simulated_elements(seed=4, objects=400, epoch=NOON).filter(pl.col("mean_motion") > 11)
     anomaly = (
@@ -120,22 +145,24 @@ def elements_at(snapshot: str, moved: list[int]) -> pl.DataFrame:
 
 @pytest.fixture
 def run(lakehouse: Lakehouse) -> Iterator[Callable[..., dg.ExecuteInProcessResult]]:
-    checks = [one for one in fusion_checks if CONJUNCTIONS in {key.asset_key for key in one.check_keys}]
+    checked = {CONJUNCTIONS, *TRUST}
+    checks = [one for one in fusion_checks if checked & {key.asset_key for key in one.check_keys}]
     definitions = branchlake_definitions(
-        lakehouse.settings, dg.Definitions(assets=[catalogue, conjunctions], asset_checks=checks)
+        lakehouse.settings,
+        dg.Definitions(assets=[catalogue, element_sets, element_trust, conjunctions], asset_checks=checks),
     )
     job = definitions.resolve_implicit_global_asset_job_def()
     with dg.DagsterInstance.ephemeral() as instance:
 
-        def launch(key: dg.AssetKey, **more: Any) -> dg.ExecuteInProcessResult:
-            done = job.execute_in_process(instance=instance, asset_selection=[key], **more)
+        def launch(*keys: dg.AssetKey, **more: Any) -> dg.ExecuteInProcessResult:
+            done = job.execute_in_process(instance=instance, asset_selection=list(keys), **more)
             outcome = publish(done, definitions, instance=instance)
             assert outcome.published, outcome
             return done
 
         yield launch
     main = lakehouse.catalog("main")
-    for key in (CATALOGUE, CONJUNCTIONS):
+    for key in (CATALOGUE, CONJUNCTIONS, ELEMENT_SETS, *TRUST):
         if main.table_exists(tuple(key.path)):
             main.drop_table(tuple(key.path))
 
@@ -145,9 +172,12 @@ def why(done: dg.ExecuteInProcessResult) -> str:
     return str(event.metadata["screening"].value)
 
 
+def table_of(lakehouse: Lakehouse, key: dg.AssetKey) -> pl.DataFrame:
+    return pl.DataFrame(lakehouse.catalog("main").load_table(tuple(key.path)).scan().to_arrow())
+
+
 def listed(lakehouse: Lakehouse) -> pl.DataFrame:
-    table = lakehouse.catalog("main").load_table(tuple(CONJUNCTIONS.path))
-    return pl.DataFrame(table.scan().to_arrow()).sort("event_id")
+    return table_of(lakehouse, CONJUNCTIONS).sort("event_id")
 
 
 @pytest.mark.spark
@@ -161,6 +191,9 @@ def test_a_list_kept_up_by_changes_is_the_one_made_anew(lakehouse, run):
     assert first["screened_from"].unique().to_list() == [NOON]
     assert first["screened_until"].unique().to_list() == [NOON + timedelta(hours=3)]
     assert first["previous_miss_distance_km"].null_count() == first.height
+    assert first["no_probability_because"].unique().to_list() == ["no error model"]
+    run(ELEMENT_SETS)
+    run(*TRUST)
 
     numbers = given["catalogue"]["sat_no"].to_list()
     # Two objects are somewhere else, and the snapshot is an hour younger.
@@ -174,6 +207,12 @@ def test_a_list_kept_up_by_changes_is_the_one_made_anew(lakehouse, run):
     again = kept_up.filter(pl.col("first_reported") == NOON)
     assert again.height > 5
     assert set(again["event_id"]) <= set(first["event_id"])
+    chances = kept_up["collision_probability"]
+    assert chances.drop_nulls().len() > 5, kept_up["no_probability_because"].value_counts().rows()
+    assert kept_up["error_model_id"].unique().to_list() == [
+        table_of(lakehouse, ELEMENT_ERRORS)["error_model_id"][0]
+    ]
+    assert table_of(lakehouse, OBJECT_ERRORS).height == 100
     # What the new begin has cut is closest there, or together for less.
     same = again.filter(~pl.col("sat1_object_designator").is_in(numbers[:2]), kind="encounter")
     assert (same["previous_miss_distance_km"] - same["miss_distance_km"]).abs().max() < 1e-9

@@ -1,6 +1,7 @@
 """The contracts name every column of the tables, with the types that are stored, and say what it means."""
 
 import dagster as dg
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pytest
@@ -25,15 +26,20 @@ from branchlake_dagster.fusion.assets.registry import (
     SATELLITES,
 )
 from branchlake_dagster.fusion.assets.tracks import FUSED_TRACKS
+from branchlake_dagster.fusion.assets.trust import ELEMENT_ERRORS, ELEMENT_JUMPS, OBJECT_ERRORS
 from branchlake_dagster.fusion.conjunctions.arrow import ENCOUNTER_SCHEMA
 from branchlake_dagster.fusion.conjunctions.screening import MINUTE, Span
 from branchlake_dagster.fusion.estimation.arrow import TRACK_SCHEMA
 from branchlake_dagster.fusion.gp.rules import REJECTED_COLUMNS
 from branchlake_dagster.fusion.graph.definitions import fusion_assets
+from branchlake_dagster.fusion.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.fusion.registry.life_cycle import OBJECT_COLUMNS
 from branchlake_dagster.fusion.registry.merge import AUDIT_COLUMNS, PULLED_COLUMNS
 from branchlake_dagster.fusion.registry.satcat import ENTRY_COLUMNS
 from branchlake_dagster.fusion.sensors.native import NATIVE_COLUMNS
+from branchlake_dagster.fusion.trust.assessment import assessed
+from branchlake_dagster.fusion.trust.model import error_model
+from branchlake_dagster.fusion.trust.tables import element_errors, element_jumps, object_errors
 
 CONTRACTS = {
     ELEMENT_SETS: contracts.ElementSet,
@@ -50,6 +56,9 @@ CONTRACTS = {
     FUSED_TRACKS: contracts.FusedTrack,
     CONJUNCTION_CANDIDATES: contracts.ConjunctionCandidate,
     CONJUNCTIONS: contracts.Conjunction,
+    ELEMENT_ERRORS: contracts.ElementError,
+    OBJECT_ERRORS: contracts.ObjectError,
+    ELEMENT_JUMPS: contracts.ElementJump,
 }
 UNIT_OF_ENDING = {
     "_km_s": "km/s",
@@ -100,7 +109,17 @@ def test_the_contracts_are_the_tables_column_by_column():
     hourly = {**stored(ENCOUNTER_SCHEMA), "window_start": "timestamptz"}
     assert in_order(types(contracts.ConjunctionCandidate)) == in_order(hourly)
     nothing = listed(pl.DataFrame(ENCOUNTER_SCHEMA.empty_table()), None, Span.whole(0, MINUTE), 5.0)
-    assert in_order(types(contracts.Conjunction)) == in_order(stored(nothing.to_arrow().schema))
+    no_elements = Elements(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, len(ELEMENT_FIELDS))))
+    rows = assessed(nothing, no_elements, None, 10.0)
+    assert in_order(types(contracts.Conjunction)) == in_order(stored(rows.to_arrow().schema))
+    model = error_model(no_elements)
+    for table, contract in (
+        (element_errors, contracts.ElementError),
+        (object_errors, contracts.ObjectError),
+        (element_jumps, contracts.ElementJump),
+    ):
+        told = table(model, no_elements).to_arrow().schema
+        assert in_order(types(contract)) == in_order(stored(told))
 
 
 @pytest.mark.parametrize("model", dict.fromkeys(CONTRACTS.values()), ids=lambda one: one.__name__)

@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 from pydantic import Field
+from pyiceberg.catalog import Catalog
 from pyiceberg.exceptions import NoSuchTableError
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
@@ -21,6 +22,7 @@ from branchlake_dagster import (
 )
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
 from branchlake_dagster.fusion.assets.quarantine import QUARANTINED_OBJECTS, of_tracked, usable
+from branchlake_dagster.fusion.assets.trust import ELEMENT_ERRORS, OBJECT_ERRORS
 from branchlake_dagster.fusion.assets.upkeep import OF_SNAPSHOTS, OF_WINDOWS, OWNERS
 from branchlake_dagster.fusion.conjunctions.distributed import close_approaches
 from branchlake_dagster.fusion.conjunctions.identity import identified
@@ -28,10 +30,14 @@ from branchlake_dagster.fusion.conjunctions.rescreening import Earlier, plan
 from branchlake_dagster.fusion.conjunctions.screening import MINUTE, THRESHOLD_KM, Kind, Span
 from branchlake_dagster.fusion.conjunctions.tasks import Pairs, Screening, in_parts
 from branchlake_dagster.fusion.contracts import Conjunction, ConjunctionCandidate
+from branchlake_dagster.fusion.drawing import in_markdown
 from branchlake_dagster.fusion.gp.simulated import REFERENCE_EPOCH
 from branchlake_dagster.fusion.orbits.propagation import Elements
 from branchlake_dagster.fusion.partitions import whole_catalogue, windows
 from branchlake_dagster.fusion.sources import snapshot_time
+from branchlake_dagster.fusion.trust.assessment import assessed
+from branchlake_dagster.fusion.trust.report import altitude_chart, as_markdown, distance_chart, top
+from branchlake_dagster.fusion.trust.tables import Expected
 from branchlake_dagster.fusion.windows import window_of
 
 CONJUNCTION_CANDIDATES = dg.AssetKey(["sda", "conjunction_candidates"])
@@ -39,6 +45,8 @@ CONJUNCTIONS = dg.AssetKey(["sda", "conjunctions"])
 LIST_THRESHOLD_KM = 5.0
 HORIZON_H = 24.0
 MAX_ELEMENT_AGE_DAYS = 14.0
+HARD_BODY_RADIUS_M = 10.0
+"""Of both objects together, where nobody says otherwise: two satellites of ten metres across."""
 _DAY_MICROS = 86_400_000_000
 
 
@@ -88,6 +96,9 @@ class ConjunctionsConfig(dg.Config):
         MAX_ELEMENT_AGE_DAYS, gt=0, description="Objects with older element sets are left out."
     )
     tasks: int = Field(12, ge=1, description="Spark tasks that the time is divided into.")
+    hard_body_radius_m: float = Field(
+        HARD_BODY_RADIUS_M, gt=0, description="Radius of both objects together, for the probability."
+    )
 
 
 @dg.asset(
@@ -97,6 +108,7 @@ class ConjunctionsConfig(dg.Config):
     kinds={"iceberg", "spark"},
     freshness_policy=OF_SNAPSHOTS,
     ins={"changed": dg.AssetIn(CATALOGUE, partition_mapping=whole_catalogue)},
+    deps=[ELEMENT_ERRORS, OBJECT_ERRORS],
     metadata=table_metadata(write_mode="replace_table", require_checks=True)
     | consumes({CATALOGUE: "rows"}, when_removed="ignore", when_lost="rebuild")
     | column_metadata(Conjunction),
@@ -134,7 +146,12 @@ def conjunctions(
     )
     context.log.info(f"{len(elements):,} objects, {planned.why}, in {len(planned.tasks)} tasks.")
     found = close_approaches(spark.spark_session, planned.screening, planned.tasks).toArrow()
-    result = listed(pl.DataFrame(found), earlier, span, config.threshold_km)
+    result = assessed(
+        listed(pl.DataFrame(found), earlier, span, config.threshold_km),
+        elements,
+        published_errors(tables),
+        config.hard_body_radius_m,
+    )
     context.add_output_metadata(
         {
             "screening": planned.why,
@@ -143,9 +160,42 @@ def conjunctions(
             "close_approaches": result.height,
             **{f"of_kind_{kind.value}": int((result["kind"] == kind.value).sum()) for kind in Kind},
             "new": int((result["first_reported"] == result["screened_from"]).sum()),
+            "with_probability": int(result["collision_probability"].is_not_null().sum()),
+            **pictures(result, elements, catalogue),
         }
     )
     return result
+
+
+def published_errors(tables: Catalog) -> Expected | None:
+    """The error model on the run's branch; None before there is one."""
+    try:
+        errors, objects = (
+            pl.DataFrame(tables.load_table(tuple(key.path)).scan().to_arrow())
+            for key in (ELEMENT_ERRORS, OBJECT_ERRORS)
+        )
+    except NoSuchTableError:
+        return None
+    return None if errors.is_empty() else Expected.of(errors, objects)
+
+
+def pictures(
+    result: pl.DataFrame, elements: Elements, catalogue: pa.Table
+) -> dict[str, dg.MarkdownMetadataValue]:
+    """The top of the list as a table, and what it looks like."""
+    shown = {
+        "altitudes": dg.MetadataValue.md(in_markdown(altitude_chart(elements), "Objects by altitude")),
+    }
+    first = top(result)
+    if first.height:
+        names = {}
+        if "object_name" in catalogue.column_names:
+            columns = (catalogue.column(one).to_pylist() for one in ("sat_no", "object_name"))
+            names = dict(zip(*columns, strict=True))
+        shown["top_conjunctions"] = dg.MetadataValue.md(as_markdown(first, names))
+        nearest = distance_chart(first.row(0, named=True), elements)
+        shown["top_distance"] = dg.MetadataValue.md(in_markdown(nearest, "Distance of the first of them"))
+    return shown
 
 
 def newest_snapshot(names: Sequence[str]) -> int:

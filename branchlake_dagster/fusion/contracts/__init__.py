@@ -21,14 +21,18 @@ from branchlake_dagster.fusion.contracts.catalogue import (
 from branchlake_dagster.fusion.contracts.conjunctions import Conjunction, ConjunctionCandidate
 from branchlake_dagster.fusion.contracts.observations import Observation, SensorObservation
 from branchlake_dagster.fusion.contracts.states import FusedTrack, QuarantinedObject
+from branchlake_dagster.fusion.contracts.trust import ElementError, ElementJump, ObjectError
 
 __all__ = [
     "CatalogueEntry",
     "Conjunction",
     "ConjunctionCandidate",
+    "ElementError",
+    "ElementJump",
     "ElementSet",
     "FusedTrack",
     "MergeOutcome",
+    "ObjectError",
     "Observation",
     "QuarantinedObject",
     "RegisteredObject",

@@ -5,6 +5,8 @@ import pyspark.sql.types as T  # noqa: N812 - the name every Spark reader expect
 
 from branchlake_dagster.fusion.conjunctions.screening import Kind
 from branchlake_dagster.fusion.contracts.fields import Contract, catalogue_number, may, must, window
+from branchlake_dagster.fusion.trust.assessment import REASONS
+from branchlake_dagster.fusion.trust.tables import SOURCE
 
 
 class CloseApproach(Contract):
@@ -64,3 +66,28 @@ class Conjunction(CloseApproach):
     screened_from: T.TimestampType = must("Begin of the time that was screened, UTC.")
     screened_until: T.TimestampType = must("End of the time that was screened, UTC.")
     threshold_km: T.DoubleType = must("Largest miss distance that was looked for.", "km", gt=0.0)
+    sat1_sigma_r_km: T.DoubleType = may("Object 1's radial error expected at that age.", "km", gt=0.0)
+    sat1_sigma_t_km: T.DoubleType = may("Object 1's transverse error expected at that age.", "km", gt=0.0)
+    sat1_sigma_n_km: T.DoubleType = may("Object 1's normal error expected at that age.", "km", gt=0.0)
+    sat2_sigma_r_km: T.DoubleType = may("Object 2's radial error expected at that age.", "km", gt=0.0)
+    sat2_sigma_t_km: T.DoubleType = may("Object 2's transverse error expected at that age.", "km", gt=0.0)
+    sat2_sigma_n_km: T.DoubleType = may("Object 2's normal error expected at that age.", "km", gt=0.0)
+    covariance_source: T.StringType = may(
+        "What these errors are from; they are never measured ones.", isin=[SOURCE]
+    )
+    hard_body_radius_m: T.DoubleType = must("Radius of both objects together, assumed.", "m", gt=0.0)
+    sigma_minor_km: T.DoubleType = may(
+        "Error of both together across the relative velocity, along its narrow axis.", "km", gt=0.0
+    )
+    sigma_major_km: T.DoubleType = may("The same, along its wide axis.", "km", gt=0.0)
+    collision_probability: T.DoubleType = may(
+        "Probability that the two come nearer than the radius, by these errors.", ge=0.0, le=1.0
+    )
+    max_collision_probability: T.DoubleType = may(
+        "The largest probability if both errors were larger or smaller by one factor.", ge=0.0, le=1.0
+    )
+    probability_diluted: T.BooleanType = may(
+        "Whether it is small because little is known: smaller errors would first raise it."
+    )
+    no_probability_because: T.StringType = may("Why there is no probability.", isin=list(REASONS))
+    error_model_id: T.StringType = may("The error model that was used, as in element_errors.")

@@ -37,6 +37,12 @@ from branchlake_dagster.fusion.assets.registry import (
     satellites,
 )
 from branchlake_dagster.fusion.assets.tracks import FUSED_TRACKS, fused_tracks
+from branchlake_dagster.fusion.assets.trust import (
+    ELEMENT_ERRORS,
+    ELEMENT_JUMPS,
+    OBJECT_ERRORS,
+    element_trust,
+)
 from branchlake_dagster.fusion.assets.upkeep import MAX_CATALOGUE_AGE
 from branchlake_dagster.fusion.gp.simulated import REFERENCE_EPOCH
 from branchlake_dagster.fusion.graph.quality import fusion_checks
@@ -64,6 +70,7 @@ fusion_assets: list[dg.AssetsDefinition] = [
     quarantined_objects,
     fused_tracks,
     conjunction_candidates,
+    element_trust,
     conjunctions,
 ]
 """All assets of the graph."""
@@ -96,7 +103,19 @@ conjunctions_job = dg.define_asset_job(
     selection=dg.AssetSelection.assets(CONJUNCTIONS),
     description="Screen what is ahead: what has changed in the catalogue, or all of it where needed.",
 )
-fusion_jobs = [catalogue_job, satellites_job, observations_job, window_job, conjunctions_job]
+element_trust_job = dg.define_asset_job(
+    "element_trust_job",
+    selection=dg.AssetSelection.assets(ELEMENT_ERRORS, OBJECT_ERRORS, ELEMENT_JUMPS),
+    description="Say from the history of element sets how wrong they are at what age.",
+)
+fusion_jobs = [
+    catalogue_job,
+    satellites_job,
+    observations_job,
+    window_job,
+    element_trust_job,
+    conjunctions_job,
+]
 """Several, because a run has one partition definition and later ones read what earlier ones published."""
 
 

@@ -17,6 +17,7 @@ from branchlake_dagster.fusion.assets.observations import OBSERVATIONS, SENSOR_O
 from branchlake_dagster.fusion.assets.quarantine import QUARANTINED_OBJECTS
 from branchlake_dagster.fusion.assets.registry import ELEMENT_HISTORY, MERGE_AUDIT, OBJECTS, SATELLITES
 from branchlake_dagster.fusion.assets.tracks import FUSED_TRACKS
+from branchlake_dagster.fusion.assets.trust import ELEMENT_ERRORS, ELEMENT_JUMPS, OBJECT_ERRORS
 from branchlake_dagster.fusion.partitions import gp_snapshots, windows, windows_by_kind
 
 MAX_REJECTED_SHARE = 0.01
@@ -27,6 +28,9 @@ MAX_REJECTED = 10
 
 MAX_CHI2_PER_DOF = 10.0
 MAX_QUARANTINED_SHARE = 0.05
+MAX_ERROR_OF_A_DAY_KM = 50.0
+"""Along the track. In real history the lowest class has 21 km, the others 0.2 to 6."""
+MAX_MISFIT = 3.0
 
 _DUPLICATES = "SELECT {key}, count(*) AS copies FROM {{this}} GROUP BY {key} HAVING count(*) > 1"
 
@@ -159,12 +163,61 @@ fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
             partitions_def=windows,
             description="Each close approach once, the smaller catalogue number first.",
         ),
+        pandera_checks(ELEMENT_ERRORS, contracts.ElementError, whole_table=True),
+        sql_check(
+            ELEMENT_ERRORS,
+            "error_of_a_day",
+            f"""
+        SELECT DISTINCT orbit_class, sigma0_t_km + rate_t AS error_km FROM {{this}}
+        WHERE sigma0_t_km + rate_t > {MAX_ERROR_OF_A_DAY_KM}
+        """,  # noqa: S608 - built from constants
+            severity="warn",
+            description=f"Sets a day old are at most {MAX_ERROR_OF_A_DAY_KM:g} km off along the track.",
+        ),
+        sql_check(
+            ELEMENT_ERRORS,
+            "enough_samples",
+            """
+        SELECT DISTINCT orbit_class, curve_of FROM {this}
+        WHERE curve_of IS NULL OR curve_of <> orbit_class
+        """,
+            severity="warn",
+            description="Every class of orbits has samples enough for a curve of its own.",
+        ),
+        sql_check(
+            ELEMENT_ERRORS,
+            "curves_fit",
+            f"""
+        SELECT orbit_class, age_days, sigma_t_km, fitted_t_km FROM {{this}}
+        WHERE greatest(fitted_t_km / sigma_t_km, sigma_t_km / fitted_t_km) > {MAX_MISFIT}
+        """,  # noqa: S608 - built from constants
+            severity="warn",
+            description=f"At no age is a curve off by a factor of more than {MAX_MISFIT:g}.",
+        ),
+        pandera_checks(OBJECT_ERRORS, contracts.ObjectError, whole_table=True),
+        sql_check(
+            OBJECT_ERRORS,
+            "no_duplicates",
+            _DUPLICATES.format(key="sat_no"),
+            description="One row an object.",
+        ),
+        pandera_checks(ELEMENT_JUMPS, contracts.ElementJump, whole_table=True),
         pandera_checks(CONJUNCTIONS, contracts.Conjunction, whole_table=True),
         sql_check(
             CONJUNCTIONS,
             "ordered_and_unique",
             _REPEATED.format(tca="event_id"),
             description="Each event once, the smaller catalogue number first.",
+        ),
+        sql_check(
+            CONJUNCTIONS,
+            "probability_or_reason",
+            """
+        SELECT event_id FROM {this}
+        WHERE (collision_probability IS NULL) <> (no_probability_because IS NOT NULL)
+           OR collision_probability > max_collision_probability
+        """,
+            description="Each row has a probability, no larger than the largest, or the reason why not.",
         ),
         sql_check(
             CONJUNCTIONS,

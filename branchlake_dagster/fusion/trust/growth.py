@@ -60,10 +60,19 @@ class Growth:
 
     def at(self, classes: npt.NDArray[np.int64], age_days: Floats) -> Floats:
         """One sigma of each axis (k, 5) of objects of these classes at these ages; NaN where unknown."""
-        age = np.abs(age_days)[:, None]
-        sigma = self.sigma0[classes] + self.rate[classes] * age ** self.power[classes]
-        known = age <= np.maximum(self.until_days[classes], 0.0)[:, None]
-        return np.asarray(np.where(known, sigma, np.nan))
+        return curve(
+            self.sigma0[classes], self.rate[classes], self.power[classes], self.until_days[classes], age_days
+        )
+
+
+def curve(sigma0: Floats, rate: Floats, power: Floats, until_days: Floats, age_days: Floats) -> Floats:
+    """``sigma0 + rate * age^power`` of k curves with any number of axes; NaN at ages beyond ``until_days``.
+
+    An instant before the epoch is as uncertain as one that is as long after it.
+    """
+    age = np.abs(age_days)[:, None]
+    known = age <= np.maximum(until_days, 0.0)[:, None]
+    return np.asarray(np.where(known, sigma0 + rate * age**power, np.nan))
 
 
 def growth(

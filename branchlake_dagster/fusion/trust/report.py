@@ -1,0 +1,81 @@
+"""What an operator looks at first: the day's top conjunctions as a table, and two pictures."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from branchlake_dagster.fusion.drawing import chart
+from branchlake_dagster.fusion.orbits.frames import EARTH_RADIUS_KM
+from branchlake_dagster.fusion.orbits.propagation import Elements, propagate
+from branchlake_dagster.fusion.trust.classes import semi_major_axis
+
+TOP = 15
+_BIN_KM = 25.0
+_HIGHEST_KM = 2_000.0
+_AROUND_S = 60
+_STEP_S = 1
+
+
+def top(found: pl.DataFrame, count: int = TOP) -> pl.DataFrame:
+    """The encounters that are most likely to be collisions, then the nearest."""
+    return (
+        found.filter(pl.col("kind") == "encounter")
+        .sort(
+            *("collision_probability", "miss_distance_km", "event_id"),
+            descending=[True, False, False],
+            nulls_last=True,
+        )
+        .head(count)
+    )
+
+
+def as_markdown(found: pl.DataFrame, names: dict[int, str]) -> str:
+    """A table of close approaches, with the objects' names where they are known."""
+    lines = [
+        "| TCA, UTC | object 1 | object 2 | miss, km | km/s | probability | largest | ages, d |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found.iter_rows(named=True):
+        objects = [row[f"sat{k}_object_designator"] for k in (1, 2)]
+        told = [f"{names[one]} ({one})" if names.get(one) else str(one) for one in objects]
+        chance, largest = row["collision_probability"], row["max_collision_probability"]
+        diluted = ", diluted" if row["probability_diluted"] else ""
+        cells = [
+            f"{row['tca']:%m-%d %H:%M:%S}",
+            *(one.replace("|", "/") for one in told),
+            f"{row['miss_distance_km']:.3f}",
+            f"{row['relative_speed_km_s']:.2f}",
+            row["no_probability_because"] or "" if chance is None else f"{chance:.1e}{diluted}",
+            "" if largest is None else f"{largest:.1e}",
+            f"{row['sat1_element_age_days']:.1f}, {row['sat2_element_age_days']:.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def altitude_chart(elements: Elements) -> str:
+    """An SVG of how many objects there are at each altitude in low orbit."""
+    edges = np.arange(100.0, _HIGHEST_KM + _BIN_KM, _BIN_KM)
+    count, _ = np.histogram(semi_major_axis(elements) - EARTH_RADIUS_KM, edges)
+    # As steps: each bin from its lower edge to its upper one.
+    points = [(edge, float(n)) for k, n in enumerate(count.tolist()) for edge in edges[k : k + 2].tolist()]
+    return chart(
+        "Objects in low orbit",
+        "mean altitude, km",
+        f"objects per {_BIN_KM:.0f} km",
+        {"objects": points},
+    )
+
+
+def distance_chart(row: dict[str, object], elements: Elements) -> str:
+    """An SVG of the distance of a close approach's two objects in the minute on both sides of it."""
+    numbers = [row[f"sat{k}_object_designator"] for k in (1, 2)]
+    tca = int(pl.Series([row["tca"]]).dt.epoch("us")[0])
+    seconds = np.arange(-_AROUND_S, _AROUND_S + _STEP_S, _STEP_S)
+    pair = elements.take(np.searchsorted(elements.sat_no, np.array(numbers, np.int64)).astype(np.int64))
+    states = propagate(pair.satellites(), tca + seconds * 1_000_000)
+    apart = np.linalg.norm(states.position[1] - states.position[0], axis=1)
+    points = [(s, d) for s, d in zip(seconds.tolist(), apart.tolist(), strict=True) if np.isfinite(d)]
+    title = f"{numbers[0]} and {numbers[1]}, {row['tca']:%Y-%m-%d %H:%M:%S} UTC"
+    return chart(title, "seconds from the closest approach", "distance, km", {"distance": points})
