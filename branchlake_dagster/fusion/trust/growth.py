@@ -31,7 +31,7 @@ SHRINK_SAMPLES = 8
 """With so many differences an object's factor is half its own."""
 MAX_FACTOR = 20.0
 MAX_SIGMA_KM = 500.0
-"""Along the track. Beyond it the arc bends away from its tangent by 18 km in low orbit, and R, T and N say
+"""Along the track. Beyond it the arc bends away from its tangent by 18 km in low orbit, and an ellipsoid says
 nothing of a position any more: the class's curve ends there."""
 _POWERS = np.arange(0.25, 3.01, 0.05)
 _FLOORS = np.array([0.005, 0.02, 0.005, 1e-4, 1e-5])
