@@ -13,7 +13,8 @@ from math import ceil, floor, log10
 Points = Sequence[tuple[float, float]]
 
 _WIDTH, _HEIGHT = 720, 400
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 190, 34, 46
+_LEFT, _RIGHT, _TOP, _BOTTOM = 84, 24, 34, 46
+_LEGEND = 166
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#555")
 
 
@@ -61,15 +62,18 @@ def chart(
     """
     dots = dots or {}
     every = [point for group in (*lines.values(), *dots.values()) for point in group]
-    x = _Axis([one for one, _ in every], _LEFT, _WIDTH - _RIGHT, log=log[0])
-    y = _Axis([one for _, one in every], _HEIGHT - _BOTTOM, _TOP, log=log[1])
     names = list(dict.fromkeys([*lines, *dots]))
+    right = _WIDTH - _RIGHT - (_LEGEND if len(names) > 1 else 0)
+    x = _Axis([one for one, _ in every], _LEFT, right, log=log[0])
+    y = _Axis([one for _, one in every], _HEIGHT - _BOTTOM, _TOP, log=log[1])
     colour = {name: _COLOURS[k % len(_COLOURS)] for k, name in enumerate(names)}
     parts = [
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
         _text(_LEFT, 20, title, size=14),
-        _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 8, x_label, anchor="middle"),
-        _text(12, _TOP - 8, y_label),
+        _text((_LEFT + right) / 2, _HEIGHT - 8, x_label, anchor="middle"),
+        f'<g transform="translate(16 {_HEIGHT / 2:g}) rotate(-90)">',
+        _text(0, 0, y_label, anchor="middle"),
+        "</g>",
     ]
     for tick in x.ticks():
         at = x.place(tick)
@@ -77,7 +81,7 @@ def chart(
         parts.append(_text(at, _HEIGHT - _BOTTOM + 16, f"{tick:g}", anchor="middle"))
     for tick in y.ticks():
         at = y.place(tick)
-        parts.append(_line(_LEFT, at, _WIDTH - _RIGHT, at))
+        parts.append(_line(_LEFT, at, right, at))
         parts.append(_text(_LEFT - 6, at + 4, f"{tick:g}", anchor="end"))
     for name, points in lines.items():
         path = " ".join(f"{x.place(a):.1f},{y.place(b):.1f}" for a, b in points)
@@ -89,7 +93,7 @@ def chart(
         ]
     for k, name in enumerate(names if len(names) > 1 else []):
         at = _TOP + 10 + 18 * k
-        side = _WIDTH - _RIGHT + 12
+        side = right + 12
         parts.append(f'<rect x="{side}" y="{at - 9}" width="10" height="10" fill="{colour[name]}"/>')
         parts.append(_text(side + 16, at, name))
     body = "".join(parts)

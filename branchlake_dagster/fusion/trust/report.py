@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import polars as pl
 
@@ -13,8 +15,9 @@ from branchlake_dagster.fusion.trust.classes import semi_major_axis
 TOP = 15
 _BIN_KM = 25.0
 _HIGHEST_KM = 2_000.0
-_AROUND_S = 60
-_STEP_S = 1
+_AROUND = 5.0
+"""Of the miss distance: how far the two are apart at the ends of the picture, about."""
+_LEAST_KM, _LONGEST_S, _INSTANTS = 0.1, 60.0, 101
 
 
 def top(found: pl.DataFrame, count: int = TOP) -> pl.DataFrame:
@@ -68,13 +71,15 @@ def altitude_chart(elements: Elements) -> str:
     )
 
 
-def distance_chart(row: dict[str, object], elements: Elements) -> str:
-    """An SVG of the distance of a close approach's two objects in the minute on both sides of it."""
+def distance_chart(row: dict[str, Any], elements: Elements) -> str:
+    """An SVG of the distance of a close approach's two objects in the seconds on both sides of it."""
     numbers = [row[f"sat{k}_object_designator"] for k in (1, 2)]
     tca = int(pl.Series([row["tca"]]).dt.epoch("us")[0])
-    seconds = np.arange(-_AROUND_S, _AROUND_S + _STEP_S, _STEP_S)
+    far_km = _AROUND * max(row["miss_distance_km"], _LEAST_KM)
+    most_s = min(far_km / max(row["relative_speed_km_s"], 1e-6), _LONGEST_S)
+    seconds = np.linspace(-most_s, most_s, _INSTANTS)
     pair = elements.take(np.searchsorted(elements.sat_no, np.array(numbers, np.int64)).astype(np.int64))
-    states = propagate(pair.satellites(), tca + seconds * 1_000_000)
+    states = propagate(pair.satellites(), tca + np.round(seconds * 1e6).astype(np.int64))
     apart = np.linalg.norm(states.position[1] - states.position[0], axis=1)
     points = [(s, d) for s, d in zip(seconds.tolist(), apart.tolist(), strict=True) if np.isfinite(d)]
     title = f"{numbers[0]} and {numbers[1]}, {row['tca']:%Y-%m-%d %H:%M:%S} UTC"
