@@ -162,6 +162,8 @@ def test_schedules_wait_for_a_current_catalogue(instance):
     assert [request.partition_key for request in requests] == [f"{kind}|2026-08-08-04:00" for kind in kinds]
     (window,) = tick(definitions.hourly_window).run_requests
     assert window.partition_key == "2026-08-08-04:00"
+    (learnt,) = tick(definitions.daily_element_trust).run_requests
+    assert (learnt.run_key, learnt.partition_key) == ("2026-08-08", None)
 
 
 class Fixed(GpProvider):

@@ -10,6 +10,13 @@ import polars as pl
 from branchlake_dagster.query.connection import LakeReader
 
 TABLE = "sda.conjunctions"
+_SHOWN = (
+    *("event_id", "kind", "tca", "miss_distance_km", "relative_speed_km_s"),
+    *("sat1_object_designator", "sat1_name", "sat2_object_designator", "sat2_name"),
+    *("collision_probability", "max_collision_probability", "probability_diluted", "together_min"),
+    *(f"relative_position_{axis}_km" for axis in "rtn"),
+    *("sat1_element_age_days", "sat2_element_age_days", "previous_miss_distance_km", "first_reported"),
+)
 _SEEN = ("event_id", "kind", "tca", "miss_distance_km")
 
 
@@ -54,17 +61,15 @@ class Wanted:
 def listed(reader: LakeReader, wanted: Wanted, *, at: str | None) -> tuple[pl.DataFrame, str]:
     """The list with the objects' names, nearest first, and in words what was read and screened."""
     query = f"""
-        SELECT c.event_id, c.kind, c.tca, c.miss_distance_km, c.relative_speed_km_s,
-               c.sat1_object_designator, a.object_name AS sat1_name, c.sat2_object_designator,
-               b.object_name AS sat2_name, c.together_min, c.relative_position_r_km,
-               c.relative_position_t_km, c.relative_position_n_km, c.sat1_element_age_days,
-               c.sat2_element_age_days, c.previous_miss_distance_km, c.first_reported
+        SELECT c.*, a.object_name AS sat1_name, b.object_name AS sat2_name
         FROM {TABLE} AS c LEFT JOIN sda.catalogue AS a ON a.sat_no = c.sat1_object_designator
         LEFT JOIN sda.catalogue AS b ON b.sat_no = c.sat2_object_designator
         WHERE {wanted.condition()} ORDER BY c.miss_distance_km, c.tca, c.event_id
     """  # noqa: S608 - see `condition`
     with reader.sql(query, at=at) as result:
         found, place = result.polars(), result.where
+    # A list of before a column was there is shown without it.
+    found = found.select(name for name in _SHOWN if name in found.columns)
     reach = f"SELECT min(screened_from), max(screened_until), max(threshold_km) FROM {TABLE}"  # noqa: S608
     with reader.sql(reach, branch=place.ref) as result:
         ((begin, end, threshold_km),) = result.polars().rows()

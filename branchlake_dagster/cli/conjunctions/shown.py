@@ -10,12 +10,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-_LEFT_OUT = ("event_id", "sat1_name", "sat2_name", "together_min", "first_reported")
+_LEFT_OUT = (
+    *("event_id", "sat1_name", "sat2_name", "together_min", "first_reported"),
+    *("max_collision_probability", "probability_diluted"),
+)
 _HEADS = {
     "miss_distance_km": "miss, km",
     "was_miss_distance_km": "was, km",
     "was_tca": "was at",
     "relative_speed_km_s": "km/s",
+    "collision_probability": "probability",
     "previous_miss_distance_km": "before, km",
     "relative_position_r_km": "R, km",
     "relative_position_t_km": "T, km",
@@ -50,6 +54,8 @@ def _cell(name: str, row: dict[str, Any]) -> Text:
         return Text(f"{value} {row['together_min']} min")
     if isinstance(value, datetime):
         return Text(f"{value:%Y-%m-%d %H:%M:%S}")
+    if name == "collision_probability":
+        return Text(f"{value:.1e}{' diluted' if row.get('probability_diluted') else ''}")
     if isinstance(value, float):
         return Text(f"{value:.1f}" if name.endswith("days") else f"{value:.3f}")
     return Text(str(value))

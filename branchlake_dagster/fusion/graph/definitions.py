@@ -170,7 +170,20 @@ def _last_window(context: dg.ScheduleEvaluationContext) -> str:
     return (hour - timedelta(hours=1)).strftime(windows.fmt)
 
 
-fusion_schedules = [hourly_observations, hourly_window]
+@dg.schedule(
+    job=element_trust_job,
+    cron_schedule="40 3 * * *",
+    execution_timezone="UTC",
+    default_status=dg.DefaultScheduleStatus.RUNNING,
+)
+def daily_element_trust(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
+    """What the history says of the element sets' errors, which the list of close approaches stands on."""
+    if reason := stale_catalogue(context.instance, context.scheduled_execution_time):
+        return dg.SkipReason(f"Nothing new to learn: {reason}.")
+    return dg.RunRequest(run_key=f"{context.scheduled_execution_time:%Y-%m-%d}")
+
+
+fusion_schedules = [hourly_observations, hourly_window, daily_element_trust]
 """Running by default, and idle until a current GP snapshot is registered."""
 
 
