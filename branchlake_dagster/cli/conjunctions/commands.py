@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.wording import counted
 
 _KINDS = ("encounter", "edge", "together")
 
@@ -76,4 +77,4 @@ def _conjunctions(
         sys.stdout.write(found.write_csv(datetime_format="%Y-%m-%dT%H:%M:%S%.6fZ"))
     else:
         show(found, rows)
-    click.echo(f"{found.height:,} close approaches. Read at {told}.", err=True)
+    click.echo(f"{counted(found.height, 'close approach', 'close approaches')}. Read at {told}.", err=True)
