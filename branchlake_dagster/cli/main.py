@@ -233,7 +233,7 @@ def demo(as_json: bool, catalogue: tuple[str, ...], more: tuple[str, ...]) -> No
     settings, files = Settings(), [*catalogue, *more]
     with interrupts_for_us_alone():
         if not files:
-            say("Six runs, one of which the gate blocks: about 55 s on 2 idle cores.")
+            say("Six runs, one of which the gate blocks: about a minute on 2 idle cores.")
         starting = Starting(settings, say=say)
         # Late: it takes as long as the servers do.
         from branchlake_dagster.cli.local.demo import run_demo, show
