@@ -100,8 +100,29 @@ def test_it_begins_at_the_newest_snapshot():
 
 
 def test_an_empty_list_tells_no_time():
-    assert earlier_list(None) is None
-    assert earlier_list(pl.DataFrame(schema={"kind": pl.String})) is None
+    assert earlier_list(None, 14.0) is None
+    assert earlier_list(pl.DataFrame(schema={"kind": pl.String}), 14.0) is None
+
+
+def test_a_list_with_another_limit_of_age_left_out_other_objects():
+    pair = ("sat1_object_designator", "sat2_object_designator")
+    found = pl.DataFrame(
+        {
+            "kind": ["edge"],
+            "tca": [NOON],
+            "screened_from": [NOON],
+            "screened_until": [NOON + timedelta(hours=1)],
+        }
+    ).with_columns(
+        pl.lit(5.0).alias("threshold_km"),
+        pl.lit(14.0).alias("max_element_age_days"),
+        *(pl.lit(k).alias(name) for k, name in enumerate(pair, start=1)),
+    )
+    known = earlier_list(found, 14.0)
+    assert known is not None
+    assert known.pairs.tolist() == [[1, 2]]
+    assert earlier_list(found, 30.0) is None
+    assert earlier_list(found.drop("max_element_age_days"), 14.0) is None
 
 
 # -- on the stack --------------------------------------------------------------------------------------

@@ -43,10 +43,12 @@ def require_inside(frame: pa.Table, schema: Schema, spec: TableSpec, selection: 
 
 
 def may_have_rows(table: Table) -> bool:
-    """Whether a table has rows, as far as its snapshot tells."""
+    """Whether a table has rows. That it has none is not taken from a summary, which any engine may write."""
     snapshot = table.current_snapshot()
-    told = snapshot.summary.additional_properties if snapshot and snapshot.summary else {}
-    return snapshot is not None and told.get("total-records") != "0"
+    if snapshot is None:
+        return False
+    told = snapshot.summary.additional_properties if snapshot.summary else {}
+    return told.get("total-records") != "0" or any(True for _ in table.scan().plan_files())
 
 
 def require_unique(frame: pa.Table, spec: TableSpec) -> None:
@@ -69,7 +71,7 @@ def write(
     if spec.write_mode == "upsert":
         require_unique(frame, spec)
     with transaction_on(table) as transaction:
-        if spec.write_mode == "append" or table.current_snapshot() is None:
+        if spec.write_mode in ("append", "upsert") or table.current_snapshot() is None:
             transaction.append(frame, snapshot_properties=dict(properties))
             return
         row_filter: BooleanExpression = (

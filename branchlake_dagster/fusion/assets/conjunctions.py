@@ -140,14 +140,14 @@ def conjunctions(
         elements,
         span,
         config.threshold_km,
-        earlier=earlier_list(earlier),
+        earlier=earlier_list(earlier, config.max_element_age_days),
         changed=changed.column("sat_no").unique().to_numpy(),
         parts=config.tasks,
     )
     context.log.info(f"{len(elements):,} objects, {planned.why}, in {len(planned.tasks)} tasks.")
     found = close_approaches(spark.spark_session, planned.screening, planned.tasks).toArrow()
     result = assessed(
-        listed(pl.DataFrame(found), earlier, span, config.threshold_km),
+        listed(pl.DataFrame(found), earlier, span, config.threshold_km, config.max_element_age_days),
         elements,
         published_errors(tables),
         config.hard_body_radius_m,
@@ -204,11 +204,16 @@ def newest_snapshot(names: Sequence[str]) -> int:
     return int(newest.timestamp()) // 60 * MINUTE
 
 
-def earlier_list(found: pl.DataFrame | None) -> Earlier | None:
-    """What an earlier table says, or None of one that does not tell its time."""
+def earlier_list(found: pl.DataFrame | None, max_element_age_days: float) -> Earlier | None:
+    """What an earlier table says, or None of one that does not tell its time.
+
+    Nor of one with another limit of age: it left out objects that have not changed since.
+    """
     if found is None or found.is_empty():
         return None
     first = found.row(0, named=True)
+    if first.get("max_element_age_days") != max_element_age_days:
+        return None
     at = found.select(pl.col("tca", "screened_from", "screened_until").dt.epoch("us"))
     return Earlier(
         int(at["screened_from"][0]),
@@ -221,7 +226,11 @@ def earlier_list(found: pl.DataFrame | None) -> Earlier | None:
 
 
 def listed(
-    found: pl.DataFrame, earlier: pl.DataFrame | None, span: Span, threshold_km: float
+    found: pl.DataFrame,
+    earlier: pl.DataFrame | None,
+    span: Span,
+    threshold_km: float,
+    max_element_age_days: float = MAX_ELEMENT_AGE_DAYS,
 ) -> pl.DataFrame:
     """Close approaches with the columns of `Conjunction`."""
     moment = pl.Datetime("us", "UTC")
@@ -242,4 +251,5 @@ def listed(
         begin.alias("screened_from"),
         end.alias("screened_until"),
         pl.lit(threshold_km).alias("threshold_km"),
+        pl.lit(max_element_age_days).alias("max_element_age_days"),
     ).sort("tca", "event_id")

@@ -104,8 +104,8 @@ def registry(
 ) -> Iterator[dg.Output[pl.DataFrame | None]]:
     """Merge pulls into the catalogue, in whatever order they come, and say what became of each object.
 
-    Only rows that change something are handed to the upserts: from one pull to the next most objects keep
-    their elements.
+    Where nothing has changed nothing is written; otherwise catalogue and objects are written whole, as the
+    run holds them anyway (`_Tables.changed`).
     """
     tables = _Tables(lakehouse, context.run)
     # Where these are all partitions that Dagster knows, the inputs are whole tables.

@@ -66,6 +66,9 @@ class Conjunction(CloseApproach):
     screened_from: T.TimestampType = must("Begin of the time that was screened, UTC.")
     screened_until: T.TimestampType = must("End of the time that was screened, UTC.")
     threshold_km: T.DoubleType = must("Largest miss distance that was looked for.", "km", gt=0.0)
+    max_element_age_days: T.DoubleType = must(
+        "Objects with older element sets were left out of the screening.", "d", gt=0.0
+    )
     sat1_sigma_r_km: T.DoubleType = may("Object 1's radial error expected at that age.", "km", gt=0.0)
     sat1_sigma_t_km: T.DoubleType = may("Object 1's transverse error expected at that age.", "km", gt=0.0)
     sat1_sigma_n_km: T.DoubleType = may("Object 1's normal error expected at that age.", "km", gt=0.0)

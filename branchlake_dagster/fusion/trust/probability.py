@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from scipy.special import ndtr
 
 from branchlake_dagster.fusion.orbits.frames import Floats
@@ -126,8 +125,3 @@ def dilution(plane: Plane, radius_km: float) -> Dilution:
         np.where(known, np.where(inside, 1.0, largest), np.nan),
         np.where(known, np.where(inside, 0.0, np.exp(best)), np.nan),
     )
-
-
-def diluted(found: Dilution) -> npt.NDArray[np.bool_]:
-    """Whether better elements would first raise the probability."""
-    return np.asarray(found.factor < 1.0)

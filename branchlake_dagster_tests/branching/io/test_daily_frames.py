@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Sequence
 from decimal import Decimal
+from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
@@ -20,6 +21,7 @@ from branchlake_dagster.branching.errors import (
     SchemaMismatch,
     UpsertKeyInvalid,
 )
+from branchlake_dagster.branching.frames import arrow_frames
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -109,6 +111,21 @@ def test_an_upsert_of_no_rows_makes_the_table_and_still_needs_its_keys(
         "lacks key column k",
         metadata=UPSERT,
     )
+
+
+@pytest.mark.parametrize(
+    ("total", "files", "rows"), [("0", 0, False), ("0", 1, True), ("3", 1, True), (None, 0, True)]
+)
+def test_that_a_table_has_no_rows_is_not_taken_from_a_summary_alone(
+    total: str | None, files: int, rows: bool
+) -> None:
+    """Whoever writes a summary may count wrong, and rows would be added beside those with their keys."""
+    told = SimpleNamespace(additional_properties={} if total is None else {"total-records": total})
+    table: Any = SimpleNamespace(
+        current_snapshot=lambda: SimpleNamespace(summary=told),
+        scan=lambda: SimpleNamespace(plan_files=lambda: [object()] * files),
+    )
+    assert arrow_frames.may_have_rows(table) is rows
 
 
 def test_the_first_rows_of_an_upsert_need_no_spark_and_are_checked(
