@@ -28,6 +28,7 @@ from branchlake_dagster.lakehouse.nessie.retry import RetryPolicy
 from branchlake_dagster.lakehouse.nessie.transport import HttpTransport, Transport
 
 T = TypeVar("T")
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 3.0, 30.0
 MergeMode = Literal["NORMAL", "DROP", "FORCE"]
 _FORK_HINT = (
     "If both references exist they share no commit: a branch made from an empty main cannot be merged, "
@@ -50,8 +51,8 @@ class NessieClient:
         *,
         token: str | None = None,
         verify: bool | str = True,
-        connect_timeout_s: float = 3.0,
-        read_timeout_s: float = 30.0,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        read_timeout_s: float = READ_TIMEOUT_S,
         retry: RetryPolicy = RetryPolicy(),  # noqa: B008 - it is immutable
         sleep: Callable[[float], None] = time.sleep,
         transport: Transport | None = None,

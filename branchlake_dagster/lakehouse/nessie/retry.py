@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Transient
+from branchlake_dagster.lakehouse.calls.budget import RetryBudget
 from branchlake_dagster.lakehouse.nessie.errors import (
     NessieAlreadyExists,
     NessieConflict,
@@ -22,9 +23,10 @@ _SETTLED = (NessieConflict, NessieAlreadyExists)
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Waits between attempts in seconds. Empty means one attempt."""
+    """Waits between attempts in seconds; empty: one attempt. A `budget` is that of all calls together."""
 
     delays_s: tuple[float, ...] = (1.0, 2.0, 4.0)
+    budget: RetryBudget | None = None
 
     def run(
         self, attempt: Callable[[bool], T], *, sleep: Callable[[float], None], repeatable: bool = False
@@ -38,6 +40,8 @@ class RetryPolicy:
         the caller "certainly nothing happened" would make it publish twice or delete files that are in use.
         """
         lost: NessieOutcomeUnknown | None = None
+        if self.budget is not None:
+            self.budget.called()
         # A plain loop: nearly every call succeeds at once, and a retrying library's state costs as much CPU
         # as the request.
         for delay in (*self.delays_s, None):
@@ -48,9 +52,12 @@ class RetryPolicy:
                     lost = failure
                 passing = isinstance(failure, Transient | NotNessie)
                 again = passing or (repeatable and isinstance(failure, OutcomeUnknown))
-                if delay is None or not again:
+                if delay is None or not again or not self._affordable():
                     if lost is None or lost is failure or isinstance(failure, _SETTLED):
                         raise
                     raise lost from failure
             sleep(delay)
         raise AssertionError  # the last delay is None
+
+    def _affordable(self) -> bool:
+        return self.budget is None or self.budget.spend()

@@ -12,8 +12,9 @@ from urllib.parse import quote, urlsplit
 import requests
 
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.lakehouse.calls.breaker import Breaker
 from branchlake_dagster.lakehouse.nessie import failures
-from branchlake_dagster.lakehouse.nessie.errors import NessieError
+from branchlake_dagster.lakehouse.nessie.errors import NessieError, NessieOutcomeUnknown, NessieUnavailable
 
 T = TypeVar("T")
 
@@ -94,6 +95,56 @@ class Transport(Protocol):
     ) -> T:
         """One request to `uri/path`; the decoded JSON of a 2xx answer."""
         ...
+
+
+class GuardedTransport:
+    """Another transport behind a breaker: a Nessie that fails is left alone for seconds.
+
+    Otherwise a hundred waiting runs ask a server that is starting for all it has, each four times.
+    """
+
+    def __init__(self, inner: Transport, breaker: Breaker) -> None:
+        self._inner = inner
+        self._breaker = breaker
+
+    @property
+    def uri(self) -> str:
+        """The API's base address."""
+        return self._inner.uri
+
+    def close(self) -> None:
+        """Release what is kept between calls."""
+        self._inner.close()
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        decode: Callable[[Any], T],
+        *,
+        action: str,
+        changes: bool,
+        params: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+    ) -> T:
+        """As the other one, or NessieUnavailable at once: nothing was sent."""
+        if wait := self._breaker.closed_in():
+            raise NessieUnavailable(
+                f"Nessie at {self.uri} was not asked to {action}: most of its last answers were failures.",
+                hint=f"It is asked again in {wait:.1f} s.",
+            )
+        failed = True
+        try:
+            found = self._inner.send(
+                method, path, decode, action=action, changes=changes, params=params, body=body
+            )
+            failed = False
+        except NessieError as error:
+            failed = isinstance(error, NessieUnavailable | NessieOutcomeUnknown)
+            raise
+        finally:
+            self._breaker.ended(failed=failed)
+        return found
 
 
 class HttpTransport:
