@@ -6,11 +6,13 @@ user's `ivysettings.xml`: a downloader of our own would do none of it. Versions 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,16 +49,25 @@ class Jar:
 
 ICEBERG_SPARK = Jar("org.apache.iceberg", "iceberg-spark-runtime-4.1_2.13", "1.12.0", megabytes=48)
 ICEBERG_AWS = Jar("org.apache.iceberg", "iceberg-aws-bundle", "1.12.0", megabytes=69)
+SPARK_KAFKA = (
+    Jar("org.apache.spark", "spark-sql-kafka-0-10_2.13", "4.1.3", megabytes=1),
+    # Maven Central has no 4.1.2 or 4.1.3 of these two; nothing in them changed since.
+    Jar("org.apache.spark", "spark-token-provider-kafka-0-10_2.13", "4.1.1"),
+    Jar("org.apache.spark", "spark-avro_2.13", "4.1.1"),
+    Jar("org.apache.kafka", "kafka-clients", "3.9.1", megabytes=10),
+    Jar("org.apache.commons", "commons-pool2", "2.12.1"),
+)
+"""What Spark reads Kafka and Avro messages with: always there, so that nobody starts it anew for that."""
 NESSIE_SERVER = Jar("org.projectnessie.nessie", "nessie-quarkus", "0.99.0", "runner", megabytes=245)
 
 
-def ivy_module(jars: Sequence[Jar]) -> str:
-    """An ivy.xml that asks for exactly `jars`, without their dependencies (they are self-contained)."""
+def ivy_module(jars: Sequence[Jar], *, conf: str = "default->master") -> str:
+    """An ivy.xml that asks for exactly `jars`; with another `conf` also for what they need."""
     rows = []
     for jar in jars:
         classifier = f' m:classifier="{jar.classifier}"' if jar.classifier else ""
         rows.append(
-            f'<dependency org="{jar.org}" name="{jar.name}" rev="{jar.rev}" conf="default->master">'
+            f'<dependency org="{jar.org}" name="{jar.name}" rev="{jar.rev}" conf="{conf}">'
             f'<artifact name="{jar.name}" type="jar" ext="jar"{classifier}/></dependency>'
         )
     return (
@@ -65,6 +76,24 @@ def ivy_module(jars: Sequence[Jar]) -> str:
         '<configurations><conf name="default"/></configurations>'
         f"<dependencies>{''.join(rows)}</dependencies></ivy-module>"
     )
+
+
+def resolve_with_all(
+    jar: Jar, folder: Path, *, ivy_settings: Path | None, say: Callable[[str], None]
+) -> list[Path]:
+    """A jar and all that it needs, as a class path. `folder` keeps the answer. Raises as `resolve`."""
+    listing = folder / f"{jar.short_name}-{jar.rev}.classpath"
+    known = _paths(listing)
+    if known and all(path.exists() for path in known):
+        return known
+    folder.mkdir(parents=True, exist_ok=True)
+    if ivy_settings or not _cached(jar):
+        say(f"Bringing {jar.name} {jar.rev} (about {jar.megabytes} MB) …")
+    _check_room(Path.home())
+    module = folder / f"{jar.short_name}-ivy.xml"
+    module.write_text(ivy_module([jar], conf="default->default,runtime"))
+    _run_ivy(module, listing, folder, ivy_settings)
+    return _paths(listing)
 
 
 def resolve(
@@ -88,19 +117,42 @@ def resolve(
     _check_room(Path.home())
     module = folder / "ivy.xml"
     module.write_text(ivy_module(jars))
+    output = _run_ivy(module, listing, folder, ivy_settings)
+    found = _read(listing, jars)
+    if not found:
+        raise _not_brought(output)
+    return found
+
+
+def _run_ivy(module: Path, listing: Path, folder: Path, ivy_settings: Path | None) -> str:
     command = [str(user_java()), "-jar", str(_ivy_jar()), "-warn", "-ivy", str(module)]
     if ivy_settings:
         command += ["-settings", str(ivy_settings)]
     command += ["-cachepath", str(listing)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
-    found = _read(listing, jars) if done.returncode == 0 else None
-    if not found:
-        raise DownloadFailed(
-            f"Ivy could not bring the jars: {_reason(done.stdout + done.stderr)}",
-            hint="Check the connection to Maven Central or name a mirror in BRANCHLAKE_IVY_SETTINGS "
-            "(an ivysettings.xml), then run the command again.",
-        )
-    return found
+    with _alone():
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    output = done.stdout + done.stderr
+    if done.returncode != 0:
+        raise _not_brought(output)
+    return output
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One Ivy of ours at a time: two that write their report into its cache leave one that none can read."""
+    home = Path.home() / ".ivy2"
+    home.mkdir(exist_ok=True)
+    with (home / "branchlake.lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _not_brought(output: str) -> DownloadFailed:
+    return DownloadFailed(
+        f"Ivy could not bring the jars: {_reason(output)}",
+        hint="Check the connection to Maven Central or name a mirror in BRANCHLAKE_IVY_SETTINGS "
+        "(an ivysettings.xml), then run the command again.",
+    )
 
 
 def copied(jars: Mapping[Jar, Path], folder: Path) -> list[Path]:
@@ -136,11 +188,15 @@ def _ivy_jar() -> Path:
 
 
 def _read(listing: Path, jars: Sequence[Jar]) -> dict[Jar, Path] | None:
-    if not listing.exists():
-        return None
-    paths = [Path(text) for text in listing.read_text().strip().split(os.pathsep) if text]
+    paths = _paths(listing)
     found = {jar: path for jar in jars for path in paths if jar.matches(path) and path.exists()}
     return found if len(found) == len(jars) else None
+
+
+def _paths(listing: Path) -> list[Path]:
+    if not listing.exists():
+        return []
+    return [Path(text) for text in listing.read_text().strip().split(os.pathsep) if text]
 
 
 def _check_room(folder: Path) -> None:

@@ -28,6 +28,7 @@ from branchlake_dagster.lakehouse.embedded.jars import (
     ICEBERG_AWS,
     ICEBERG_SPARK,
     NESSIE_SERVER,
+    SPARK_KAFKA,
     Jar,
     resolve,
     spark_home,
@@ -112,7 +113,7 @@ class EmbeddedServers:
 
     def fetch_jars(self, *, s3: bool = False) -> dict[Jar, Path]:
         """All jars the wanted servers need, downloaded if necessary; `s3`: also those for an S3 warehouse."""
-        jars = [ICEBERG_SPARK, NESSIE_SERVER]
+        jars = [ICEBERG_SPARK, *SPARK_KAFKA, NESSIE_SERVER]
         if s3 or self._settings.warehouse_uri.startswith("s3"):
             jars.append(ICEBERG_AWS)
         return resolve(
