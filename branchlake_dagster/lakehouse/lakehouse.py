@@ -10,9 +10,14 @@ from weakref import WeakValueDictionary
 
 from pyiceberg.typedef import Identifier
 
+from branchlake_dagster.lakehouse.calls.breaker import Breaker
+from branchlake_dagster.lakehouse.calls.budget import RetryBudget
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
-from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers, Endpoints
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.lakehouse.embedded.servers import SPARK, EmbeddedServers, Endpoints
+from branchlake_dagster.lakehouse.nessie.client import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, NessieClient
+from branchlake_dagster.lakehouse.nessie.retry import RetryPolicy
+from branchlake_dagster.lakehouse.nessie.transport import GuardedTransport, HttpTransport
+from branchlake_dagster.lakehouse.spark.python_daemons import end_idle_daemons
 from branchlake_dagster.lakehouse.spark.session import open_session
 from branchlake_dagster.settings import Settings
 
@@ -34,8 +39,18 @@ def _shared_client(uri: str, token: str | None, verify: bool | str) -> NessieCli
     with _clients_lock:
         client = _clients.get(key)
         if client is None:
-            client = _clients[key] = NessieClient(uri, token=token, verify=verify)
+            client = _clients[key] = _guarded_client(uri, token, verify)
         return client
+
+
+def _guarded_client(uri: str, token: str | None, verify: bool | str) -> NessieClient:
+    """A client whose calls share a budget of repeats, and a breaker."""
+    plain = HttpTransport(
+        uri, token=token, verify=verify, connect_timeout_s=CONNECT_TIMEOUT_S, read_timeout_s=READ_TIMEOUT_S
+    )
+    return NessieClient(
+        uri, transport=GuardedTransport(plain, Breaker()), retry=RetryPolicy(budget=RetryBudget())
+    )
 
 
 class Lakehouse:
@@ -115,4 +130,6 @@ class Lakehouse:
 
     def spark_session(self, ref: str = MAIN, *, conf: Mapping[str, str] | None = None) -> SparkSession:
         """A Spark session of its own whose catalogue `nessie` stands at `ref`."""
+        if self.settings.embedded_spark and (server := self.servers.status()[SPARK]):
+            end_idle_daemons(server)
         return open_session(self.settings, self.endpoints(), ref=ref, conf=conf or {})
