@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
 
 # ruff: noqa: N818 - outcomes, named as in lakehouse/errors.py
 
@@ -57,3 +57,11 @@ class PositionUnreadable(BranchlakeError, Terminal):
 
 class RowsRemoved(BranchlakeError, Terminal):
     """Rows of an input have gone, and the asset takes only rows that come."""
+
+
+class LeaseHeld(BranchlakeError, Transient):
+    """Another run is the one that may write what is exclusive, and did not end while this one waited."""
+
+
+class LeaseLost(BranchlakeError, Terminal):
+    """Another run has taken over what is exclusive; nothing of this one will be published."""

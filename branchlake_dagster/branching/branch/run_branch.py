@@ -68,7 +68,7 @@ class RunBranch:
     that was never made from one that was deleted: making the latter again would publish the rest of the
     run as though it were all of it. `inherit` takes over the work of a run that this one retries, and
     answers None when there is none. `direct_main`: stand on `main` when the branch cannot be made, and
-    `warn` of it.
+    `warn` of it. `hold` makes sure of the run's leases, before the branch is made and at each access.
     """
 
     def __init__(
@@ -81,7 +81,9 @@ class RunBranch:
         inherit: Callable[[], Place | None] = lambda: None,
         direct_main: bool = False,
         warn: Callable[[str], None] = _log.warning,
+        hold: Callable[[Place | None], None] = lambda _: None,
     ) -> None:
+        self._hold = hold
         self._client = client
         self._tags = tags
         self._remember = remember
@@ -101,6 +103,7 @@ class RunBranch:
             if self._place is None:
                 self._place = self._settle(self._create)
             assert self._place is not None  # noqa: S101 - it was created at the latest
+            self._hold(self._place)
             return self._place
 
     def take_over(self) -> bool:
@@ -135,6 +138,7 @@ class RunBranch:
         return place_of(tags, self.run_id) or (Place(own, base) if base else None)
 
     def _create(self) -> Place:
+        self._hold(None)  # first: what the holder before has published is then in the base
         client = self._client()
         own = branch_name(self.run_id)
         base = ""

@@ -17,9 +17,11 @@ from branchlake_dagster.branching.branch.owner import is_retry
 from branchlake_dagster.branching.branch.run_branch import RunBranch, branch_name
 from branchlake_dagster.branching.branch.run_tags import BRANCH_TAG, CHECK_REF_TAG, LAKE_TAG, opened_by
 from branchlake_dagster.branching.errors import OneLakeOnly, RetryNeedsFullRun
+from branchlake_dagster.branching.lease.holding import RunLeases
 from branchlake_dagster.branching.liveness.heartbeat import SharedHeartbeats, first_heartbeat
 from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
 from branchlake_dagster.branching.reaping.origin import INSTANCE, instance_id
+from branchlake_dagster.branching.resources.exclusive import ExclusiveNames
 from branchlake_dagster.branching.resources.lake_config import LakeConfig
 from branchlake_dagster.branching.resources.read_set import ReadSet
 from branchlake_dagster.branching.resources.retry import inherited
@@ -47,6 +49,8 @@ class LakehouseResource(LakeConfig):
 
     Raises:
         RunBranchGone: From `open_branch()` and what uses it: the run was fenced, its branch is gone.
+        LeaseHeld: The same, of a run that writes an exclusive asset: another one does, and did not end.
+        LeaseLost: The same: another run has taken over what is exclusive, for this one was silent.
 
     Examples:
         .. code-block:: python
@@ -126,6 +130,17 @@ class LakehouseResource(LakeConfig):
         def remember(new: Mapping[str, str]) -> None:
             instance.add_run_tags(run_id, {**new, LAKE_TAG: lake})
 
+        settings = self.lakehouse.settings
+        leases = RunLeases(
+            lambda: self.lakehouse.nessie,
+            instance,
+            run_id,
+            ExclusiveNames(),
+            lambda: HeartbeatStore.of(settings).all(),
+            interval_s=settings.heartbeat_interval_s,
+            wait_s=settings.exclusive_wait_s,
+            say=(log or _log).info,
+        )
         return RunBranch(
             lambda: self.lakehouse.nessie,
             run_id,
@@ -134,6 +149,7 @@ class LakehouseResource(LakeConfig):
             inherit=lambda: inherited(self.lakehouse.nessie, instance, run),
             direct_main=self.lakehouse.settings.when_unavailable == "direct_main",
             warn=(log or _log).warning,
+            hold=leases.hold,
         )
 
     @property
@@ -183,22 +199,26 @@ class LakehouseResource(LakeConfig):
     def catalog(self) -> NessieCatalog:
         """PyIceberg's catalogue on `open_branch()`. What a serializable asset loads is in the read set."""
         on_load = self._reads.loaded if self._reads else None
-        return self.lakehouse.catalog(self.open_branch(), on_load=on_load, properties=self._maker())
+        return self.lakehouse.catalog(self.open_branch(), on_load=on_load, properties=self._commit_options())
 
     def own_catalog(self) -> NessieCatalog:
         """The same for the IO manager, which says itself what it reads (`provenance.tell_read`).
 
         Its tables bring the namespaces that they need.
         """
-        properties = {**self._maker(), NAMESPACE_CREATE: "true"}
+        properties = {**self._commit_options(), NAMESPACE_CREATE: "true"}
         return self.lakehouse.catalog(self.open_branch(), properties=properties)
 
-    def _maker(self) -> dict[str, str]:
-        return {f"{COMMIT_PROPERTY}{INSTANCE}": self._instance} if self._instance else {}
+    def _commit_options(self) -> dict[str, str]:
+        return {f"{COMMIT_PROPERTY}{name}": value for name, value in self.maker().items()}
 
     def session_conf(self) -> dict[str, str]:
         """What Spark sessions of this run are to be opened with, beside the branch.
 
         Spark's Nessie client writes no properties of ours into its commits, so the snapshots tell the maker.
         """
-        return {f"spark.sql.iceberg.snapshot-property.{INSTANCE}": self._instance} if self._instance else {}
+        return {f"spark.sql.iceberg.snapshot-property.{name}": value for name, value in self.maker().items()}
+
+    def maker(self) -> dict[str, str]:
+        """The property of commits that names the Dagster instance of this run; empty outside a run."""
+        return {INSTANCE: self._instance} if self._instance else {}

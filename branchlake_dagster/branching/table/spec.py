@@ -20,10 +20,12 @@ WRITE_MODE = "branchlake/write_mode"
 KEYS = "branchlake/keys"
 REQUIRE_CHECKS = "branchlake/require_checks"
 ISOLATION = "branchlake/isolation"
+EXCLUSIVE = "branchlake/exclusive"
 PREVIEW_ROWS = "branchlake/preview_rows"
 CHECK_SCOPE = "branchlake/scope"
 """Key in a check spec's metadata. `rows`: the verdict is on the run's partitions alone and stays true when
 other runs publish. `table`: it is on all rows of the table and must be found again after a rebase."""
+_EXCLUSIVE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _NO_NAME = re.compile(r"[/@#?\x00-\x1f\x7f-\x9f]")
 LAYOUT = "branchlake/layout"
 PROPERTIES = "branchlake/properties"
@@ -42,6 +44,7 @@ def table_metadata(
     preview_rows: int | None = None,
     layout: Sequence[str] = (),
     properties: Mapping[str, str] | None = None,
+    exclusive: str | None = None,
 ) -> dict[str, Any]:
     """Asset metadata for `@dg.asset(metadata=…)`: how its table is laid out, written and judged.
 
@@ -68,6 +71,9 @@ def table_metadata(
             nothing)
         properties (Optional[Mapping[str, str]]): Iceberg's table properties, as
             `{"write.merge.mode": "merge-on-read"}`. They too are set when the table is made.
+        exclusive (Optional[str]): A name of letters, digits, `_` and `-`. Of all runs that write assets with
+            this name one works at a time, each from what the one before has published; one that was taken
+            for dead cannot publish any more. (default: runs work side by side)
 
     Returns:
         Dict[str, Any]: Metadata; add your own with `|`.
@@ -105,6 +111,8 @@ def table_metadata(
         found[LAYOUT] = list(layout)
     if properties:
         found[PROPERTIES] = dict(properties)
+    if exclusive is not None:
+        found[EXCLUSIVE] = exclusive
     return found
 
 
@@ -212,6 +220,7 @@ def table_spec(
             table=name,
             hint="Name the column with table_metadata(partition_by=…), or choose append or upsert.",
         )
+    exclusive_name(metadata, name)
     layout, properties = plain(metadata.get(LAYOUT)) or (), plain(metadata.get(PROPERTIES)) or {}
     if isinstance(layout, str) or not all(isinstance(one, str) for one in layout):
         raise ConfigurationError(
@@ -226,6 +235,18 @@ def table_spec(
     told = {str(key): str(value) for key, value in properties.items()}
     return TableSpec(
         identifier, mode, keys, columns, isolation, tuple(LayoutField.of(one) for one in layout), told
+    )
+
+
+def exclusive_name(metadata: Mapping[str, Any], table: str) -> str | None:
+    """The name under which an asset is exclusive; raises ConfigurationError for one that is none."""
+    name = plain(metadata.get(EXCLUSIVE))
+    if name is None or (isinstance(name, str) and _EXCLUSIVE_NAME.fullmatch(name)):
+        return name
+    raise ConfigurationError(
+        f"{name!r} is no name for what is exclusive.",
+        table=table,
+        hint="Use letters, digits, '_' and '-', at most 64.",
     )
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 
+from branchlake_dagster.branching.lease.token import lease_key
 from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
@@ -184,7 +185,7 @@ class Committer:
                 expected_hash=plan.onto,
                 operations=operations,
                 message=message(entries),
-                properties={**properties(entries), **more},
+                properties={**properties(entries), **plan.tokens(), **more},
             ).hash
         except NessieOutcomeUnknown:
             # The files stay: the commit may be there, or still come. The ledger tells at the next attempt;
@@ -224,5 +225,7 @@ def _files_of(candidate: Candidate) -> Iterator[None]:
 
 def _involved(candidates: Iterable[Candidate]) -> list[ContentKey]:
     """All keys that a plan must look at: written, read, and the namespaces they live in."""
-    own = {key for one in candidates for key in (*one.keys, *(one.read_set or ()))}
+    own = {
+        key for one in candidates for key in (*one.keys, *(one.read_set or ()), *map(lease_key, one.leases))
+    }
     return sorted(own | {ContentKey(key.parent) for key in own if key.parent})

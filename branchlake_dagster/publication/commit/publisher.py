@@ -102,7 +102,8 @@ class Publisher:
         """Candidates that share keys. One alone is merged if it can be."""
         only = group[0]
         # Nessie 0.99 merges a rename as a deletion: the table was lost. A commit of ours carries it over.
-        if len(group) == 1 and not only.serializable and not only.renames:
+        plain = not (only.serializable or only.leases or only.renames)
+        if len(group) == 1 and plain:
             merged = self._merge(only.branch, only.head_hash, only.publication())
             if merged is not None:
                 return {only.branch: merged}

@@ -26,6 +26,7 @@ from branchlake_dagster.branching.table.spec import (
     ISOLATION,
     REQUIRE_CHECKS,
     WRITE_MODE,
+    exclusive_name,
     identifier_of,
     table_name,
 )
@@ -71,7 +72,8 @@ class AssetRules:
     """What the definitions say about an asset now.
 
     Its table, its checks and whether it demands one; for each check that sees all rows, of which
-    tables; whether it asks for serializable isolation, and the tables of the assets it is made from.
+    tables; whether it asks for serializable isolation, and the tables of the assets it is made from; the
+    name under which it is exclusive.
     """
 
     table: str
@@ -80,6 +82,7 @@ class AssetRules:
     whole_tables: Mapping[str, frozenset[str]] = field(default_factory=dict)
     serializable: bool = False
     upstream: frozenset[str] = frozenset()
+    exclusive: str | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,11 @@ class RunEvidence:
     def serializable(self) -> frozenset[str]:
         """The written assets that ask for it."""
         return frozenset(asset for asset, rules in self.rules.items() if rules.serializable)
+
+    @property
+    def leases(self) -> frozenset[str]:
+        """The names under which written assets are exclusive."""
+        return frozenset(rules.exclusive for rules in self.rules.values() if rules.exclusive)
 
     @property
     def whole_tables(self) -> frozenset[str]:
@@ -270,6 +278,7 @@ def _rules(key: AssetKey, graph: AssetGraph, default_namespace: str, require_che
         },
         _plain(node.metadata.get(ISOLATION)) == "serializable",
         frozenset(table_name(identifier_of(parent, default_namespace)) for parent in node.parent_keys),
+        exclusive_name(node.metadata, table),
     )
 
 

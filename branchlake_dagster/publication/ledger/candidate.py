@@ -17,7 +17,8 @@ class Candidate:
 
     `changes` is that difference. `read_set` are the tables a serializable run has read; None for a run
     under snapshot isolation. `table_checks` are the tables whose checks speak of all their rows and so
-    must be found again when rows of other runs have come in between.
+    must be found again when rows of other runs have come in between. `leases` are the names of which it must
+    be the holder when it is published.
     """
 
     branch: str
@@ -29,6 +30,7 @@ class Candidate:
     changes: tuple[DiffEntry, ...]
     read_set: frozenset[ContentKey] | None = None
     table_checks: frozenset[ContentKey] = frozenset()
+    leases: frozenset[str] = frozenset()
 
     @property
     def tables(self) -> tuple[str, ...]:

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from branchlake_dagster.branching.branch.run_branch import run_id_of
 from branchlake_dagster.branching.consuming.positions import CONSUMED
+from branchlake_dagster.branching.lease.token import TOKEN, Lease, lease_key
+from branchlake_dagster.changes.summary import OFFSETS
 from branchlake_dagster.lakehouse.nessie.model import (
     Content,
     ContentKey,
@@ -68,6 +71,7 @@ class CommitPlan:
         try:
             if self._all_there(candidate):
                 return Published(self.onto, now=False, by_hand=True)
+            self._holds(candidate)
             self._same_reads(candidate, reads)
             for entry in candidate.changes:
                 overlay[entry.key] = self._value(entry)
@@ -89,17 +93,18 @@ class CommitPlan:
             if value != self._now(key):
                 self.values[key] = value
                 self.writers[key] = candidate.run_id
-        self.unchanged |= candidate.read_set or frozenset()
+        self._must_stay(candidate)
         return None
 
     def add_reader(self, candidate: Candidate, reads: Mapping[ContentKey, Content]) -> Refused | None:
         """Accept a candidate whose changes come with `add_state`; refused when what it read has changed."""
         try:
+            self._holds(candidate)
             self._same_reads(candidate, reads)
         except _Stop as stop:
             return stop.refused
         self.accepted[candidate] = ()
-        self.unchanged |= candidate.read_set or frozenset()
+        self._must_stay(candidate)
         return None
 
     def add_state(self, changes: Sequence[DiffEntry]) -> bool:
@@ -178,6 +183,30 @@ class CommitPlan:
             if home and value is not None and (overlay[home] if home in overlay else self._now(home)) is None:
                 raise _Stop(key, "its namespace was dropped")
 
+    def _holds(self, candidate: Candidate) -> None:
+        """Refuse a candidate whose lease went to another run: it was silent, and the other one wrote."""
+        for name in sorted(candidate.leases):
+            now = Lease.of(name, self.contents)
+            if now.holder == candidate.branch:
+                continue
+            why = (
+                f"{now.holder} has taken it over with fencing token {now.token}"
+                if now.holder
+                else "it was never granted to this run"
+            )
+            runs = (run_id_of(now.holder),) if now.holder else ()
+            raise _Stop(lease_key(name), f"the run may not write {name!r} alone any more: {why}", (), runs)
+
+    def _must_stay(self, candidate: Candidate) -> None:
+        """What Nessie holds still, from the plan's hash to the commit."""
+        self.unchanged |= (candidate.read_set or frozenset()) | frozenset(map(lease_key, candidate.leases))
+
+    def tokens(self) -> dict[str, str]:
+        """The fencing tokens of the accepted, for the commit's properties: `name=token`, by commas."""
+        names = sorted({name for one in self.accepted for name in one.leases})
+        told = [f"{name}={Lease.of(name, self.contents).token}" for name in names]
+        return {TOKEN: ",".join(told)} if told else {}
+
     def _same_reads(self, candidate: Candidate, reads: Mapping[ContentKey, Content]) -> None:
         for key in sorted(candidate.read_set or ()):
             if self._now(key) != reads.get(key):
@@ -224,11 +253,10 @@ class CommitPlan:
         if mine.there(theirs):
             raise _Stop(key, "a part of the run's changes is on main already: merged by hand", (), runs)
         if twice := _same_properties(mine, theirs):
-            why = (
-                "another run of this consumer was published first: both have consumed the same change"
-                if twice.startswith(CONSUMED)
-                else f"both sides set its property {twice}"
-            )
+            why = _met(twice)
+            raise _Stop(key, why, (), runs)
+        if any(name.startswith(OFFSETS) for name in mine.properties_set) and _unknown(theirs):
+            why = "it was rolled back or replaced, and the offsets that the run has recorded would hide that"
             raise _Stop(key, why, (), runs)
         mine = mapped(mine, theirs)
         if found := overlap(mine, theirs):
@@ -252,6 +280,19 @@ def _written_tables(
 def _only_appends(change: TableChange) -> bool:
     """Then it does not matter which files `main` changed, and nobody needs to read them."""
     return all(step.mode is Mode.APPEND for step in change.steps)
+
+
+def _unknown(change: TableChange) -> bool:
+    return any(step.mode is Mode.UNKNOWN for step in change.steps)
+
+
+def _met(name: str) -> str:
+    """What it means that both sides set a property."""
+    if name.startswith(CONSUMED):
+        return "another run of this consumer was published first: both have consumed the same change"
+    if name.startswith(OFFSETS):
+        return "another batch of this ingestion was published first: both have read the same offsets"
+    return f"both sides set its property {name}"
 
 
 def _same_properties(mine: TableChange, theirs: TableChange) -> str | None:

@@ -168,6 +168,7 @@ class Assessor:
                 changes=changes,
                 read_set=None if reads is None else frozenset(map(ContentKey.from_path, reads)),
                 table_checks=frozenset(map(ContentKey.from_path, evidence.whole_tables)),
+                leases=evidence.leases,
             )
         if already_published:
             why, action = None, PublicationAction.PUBLISHED
