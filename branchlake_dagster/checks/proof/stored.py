@@ -42,6 +42,11 @@ SMALL_BYTES = 64 * 1024**2
 SMALL_FILES = 100
 """Up to these the rows are read here before Spark is asked: 7 to 40 ms against 300 to 800 (ADR 23)."""
 
+COLUMN_ROWS = 2_000_000
+COLUMN_BYTES = 32 * 1024**2
+"""Of more rows the columns of one promise are read alone, where they are up to this in the files: a column of
+few different values is a few kB, and Spark takes as long to plan its query as it takes to read it here."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -57,6 +62,7 @@ class TableRows:
         self._columns = frozenset(columns)
         self._footers = Footers(stored.table.io, most=SMALL_FILES)
         self._facts: dict[int, list[Facts]] = {}
+        self._read: dict[tuple[str, ...], pa.Table | None] = {}
 
     @cached_property
     def schema(self) -> StructType:
@@ -78,7 +84,7 @@ class TableRows:
         if self._by_metadata(constraint):
             proof = Proof(by="metadata", files=len(self._files), rows=self._held)
             return Outcome(passed=True, failing=0, total=self._total, proof=proof)
-        rows = self._rows if self._readable(constraint) else None
+        rows = self._rows_for(constraint) if self._readable(constraint) else None
         if rows is not None and self._by_rows(constraint, rows):
             proof = Proof(by="rows", files=len(self._files), rows=rows.num_rows)
             return Outcome(passed=True, failing=0, total=rows.num_rows, proof=proof)
@@ -102,16 +108,40 @@ class TableRows:
         assert constraint.promise is not None  # noqa: S101 - it is readable
         return keeps(rows.column(constraint.columns[0]), constraint.promise, fields[0].field_type)
 
+    def _rows_for(self, constraint: RowConstraint | UniqueConstraint) -> pa.Table | None:
+        """The columns of a constraint; None when they are not to be read here."""
+        if self._few:
+            return self._rows
+        columns = tuple(sorted(constraint.columns))
+        if columns not in self._read:
+            self._read[columns] = self._columns_of(columns) if self._narrow(columns) else None
+        return self._read[columns]
+
+    @cached_property
+    def _few(self) -> bool:
+        files = self._files or []
+        size = sum(file.file_size_in_bytes for file in files)
+        return self._held <= SMALL_ROWS and size <= SMALL_BYTES and len(files) <= SMALL_FILES
+
+    def _narrow(self, columns: Iterable[str]) -> bool:
+        """Whether columns are few bytes in all files; one whose size a file does not tell is not."""
+        files = self._files or []
+        if self._held > COLUMN_ROWS or len(files) > SMALL_FILES:
+            return False
+        ids = [self._stored.table.schema().find_field(column).field_id for column in columns]
+        sizes = [(file.column_sizes or {}).get(one) for file in files for one in ids]
+        return None not in sizes and sum(filter(None, sizes)) <= COLUMN_BYTES
+
     @cached_property
     def _rows(self) -> pa.Table | None:
-        """The columns that are spoken of; None when they are not to be read here."""
-        files, table = self._files or [], self._stored.table
-        size = sum(file.file_size_in_bytes for file in files)
-        if self._held > SMALL_ROWS or size > SMALL_BYTES or len(files) > SMALL_FILES:
-            return None
-        wanted = tuple(name for name in table.schema().column_names if name in self._columns)
+        """The columns that are spoken of; None when they cannot be read here."""
+        names = self._stored.table.schema().column_names
+        return self._columns_of(name for name in names if name in self._columns)
+
+    def _columns_of(self, columns: Iterable[str]) -> pa.Table | None:
+        scan = self._stored.table.scan(row_filter=self._filter, selected_fields=tuple(columns))
         try:
-            return table.scan(row_filter=self._filter, selected_fields=wanted).to_arrow()
+            return scan.to_arrow()
         except Exception as error:  # noqa: BLE001 - what is wrong is said when Spark reads the rows
             _log.info("Rows are left to Spark: %s: %s", type(error).__name__, error)
             return None

@@ -85,7 +85,9 @@ def made(tmp_path: Path) -> SqlCatalog:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_proved_is_true(made: SqlCatalog) -> None:
+@pytest.mark.parametrize("few_rows", [stored_module.SMALL_ROWS, 0], ids=["whole rows", "column by column"])
+def test_what_is_proved_is_true(made: SqlCatalog, monkeypatch: pytest.MonkeyPatch, few_rows: int) -> None:
+    monkeypatch.setattr(stored_module, "SMALL_ROWS", few_rows)
     proved: Counter[str] = Counter()
     for seed in range(30):
         wrong, found = found_wrong(made, seed)
