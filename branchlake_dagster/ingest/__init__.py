@@ -1,0 +1,1 @@
+"""Exactly-once ingestion: topics into tables, offsets and rows in one commit (ADR 33)."""

@@ -1,0 +1,44 @@
+"""What can go wrong in ingestion beyond tables and branches."""
+
+from __future__ import annotations
+
+from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
+
+
+class IngestError(BranchlakeError):
+    """Root of the errors of ingestion; the text names the ingestion, and the topic where one is meant."""
+
+
+class KafkaUnavailable(IngestError, Transient):  # noqa: N818 - named like the other outcomes
+    """The brokers did not answer; nothing was read or written."""
+
+
+class KafkaRefused(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
+    """The brokers answered and said no: credentials, permissions, or a topic that is not there."""
+
+
+class LandingUnavailable(IngestError, Transient):  # noqa: N818 - named like the other outcomes
+    """A landing folder does not have a topic: nobody has received it yet, or the folder is not there."""
+
+
+class TopicChanged(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
+    """A topic is not what the tables were filled from: made again, cut at its end, or cut at its start.
+
+    Going on by itself would lose records or read some twice, so somebody decides.
+    """
+
+
+class PositionLost(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
+    """The tables do not tell any more how far they have come: rolled back, replaced, or damaged."""
+
+
+class AnotherIngestion(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
+    """A table is filled from the same topic by another ingestion: its rows would be there twice."""
+
+
+class TooManyDeadLetters(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
+    """More of a batch's records cannot be converted than the ingestion tolerates."""
+
+
+class Superseded(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
+    """Another run of this ingestion has published the same offsets, or has taken over: this one is fenced."""

@@ -1,0 +1,226 @@
+"""A topic as a folder of files: what lies in it, and which offsets it has.
+
+::
+
+    <landing>/<topic>/topic-id                                     a UUID, made once: the incarnation
+    <landing>/<topic>/ingest.log                                   a JSON line for each file, a report
+    <landing>/<topic>/<partition>/<first offset>-<last offset>.parquet
+
+Offsets of a partition's files are contiguous, so the listing alone says what there is. A file has the
+columns of a Kafka record in Spark (`SCHEMA`) and appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import uuid
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow as pa
+
+from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
+
+SCHEMA = pa.schema(
+    [
+        ("key", pa.binary()),
+        ("value", pa.binary()),
+        ("topic", pa.string()),
+        ("partition", pa.int32()),
+        ("offset", pa.int64()),
+        ("timestamp", pa.timestamp("us", "UTC")),
+        ("headers", pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))),
+    ]
+)
+"""Columns of a file, as Spark's Kafka source has them. ``timestamp`` is the receipt."""
+
+TOPIC_ID, LOG, LOCK, UNFINISHED = "topic-id", "ingest.log", ".lock", ".tmp"
+_LISTINGS = 3
+_DIGITS = 20
+_FILE = re.compile(rf"(\d{{{_DIGITS}}})-(\d{{{_DIGITS}}})\.parquet")
+_TOPIC = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,249}")
+
+
+class LandingDamaged(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """Files of a partition are missing, overlap or are not what the log says."""
+
+
+class OffsetsGone(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """Offsets were asked for whose files have been removed, or which are not there yet."""
+
+
+@dataclass(frozen=True)
+class LandingFile:
+    """A file of a partition, with its first and last offset, both inclusive."""
+
+    path: Path
+    topic: str
+    partition: int
+    first: int
+    last: int
+
+    @property
+    def rows(self) -> int:
+        """How many records."""
+        return self.last - self.first + 1
+
+
+class Landing:
+    """The topics of a landing folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def topics(self) -> list[str]:
+        """Names of the topics that have an id, sorted."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(path.name for path in self.folder.iterdir() if (path / TOPIC_ID).is_file())
+
+    def topic_id(self, topic: str) -> str:
+        """The incarnation: a UUID that another folder of the same name would not have.
+
+        Raises:
+            ConfigurationError: no such topic.
+            LandingDamaged: what the file says is no UUID.
+
+        """
+        path = self.topic_folder(topic) / TOPIC_ID
+        try:
+            return str(uuid.UUID(path.read_text().strip()))
+        except FileNotFoundError:
+            raise ConfigurationError(
+                f"Landing folder {self.folder} has no topic {topic}.",
+                hint=f"It has: {', '.join(self.topics()) or 'none'}.",
+            ) from None
+        except ValueError as error:
+            raise LandingDamaged(f"{path} is no UUID.", hint="Restore it from a backup.") from error
+
+    def make_topic(self, topic: str) -> str:
+        """The topic's id; made now if it has none."""
+        folder = self.topic_folder(topic)
+        folder.mkdir(parents=True, exist_ok=True)
+        made = folder / f".{uuid.uuid4()}{UNFINISHED}"
+        try:
+            with made.open("w") as file:
+                file.write(f"{uuid.uuid4()}\n")
+                file.flush()
+                os.fsync(file.fileno())
+            # A link is refused where the name is taken: of two receivers one makes the id.
+            with contextlib.suppress(FileExistsError):
+                (folder / TOPIC_ID).hardlink_to(made)
+        finally:
+            made.unlink(missing_ok=True)
+        sync_folder(folder)
+        sync_folder(self.folder)
+        return self.topic_id(topic)
+
+    def topic_folder(self, topic: str) -> Path:
+        """Where a topic lies. Raises ConfigurationError for what Kafka would not take as a name."""
+        if not _TOPIC.fullmatch(topic):
+            raise ConfigurationError(
+                f"{topic!r} is no name of a topic.",
+                hint="Up to 249 letters, digits, dots, underscores and hyphens.",
+            )
+        return self.folder / topic
+
+    def partition_folder(self, topic: str, partition: int) -> Path:
+        """Where a partition lies."""
+        return self.topic_folder(topic) / str(partition)
+
+    def partitions(self, topic: str) -> list[int]:
+        """Numbers of the partitions that exist, in order."""
+        self.topic_id(topic)
+        names = (path.name for path in self.topic_folder(topic).iterdir() if path.is_dir())
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def files(self, topic: str, partition: int) -> list[LandingFile]:
+        """The finished files of a partition by offset.
+
+        Raises:
+            LandingDamaged: there is a gap between two of them, or they overlap.
+
+        """
+        return [self._file(topic, partition, span) for span in self._spans(topic, partition)]
+
+    def offsets(self, topic: str, partition: int) -> tuple[int, int]:
+        """The first offset that is there and the one that comes next; equal when there is none."""
+        spans = self._spans(topic, partition)
+        return (spans[0][0], spans[-1][1] + 1) if spans else (0, 0)
+
+    def files_of(self, topic: str, partition: int, start: int, end: int) -> list[LandingFile]:
+        """The files that hold the offsets from `start` to before `end`; the outer ones may hold more.
+
+        Raises:
+            OffsetsGone: some of these offsets are not there.
+
+        """
+        if start >= end:
+            return []
+        spans = self._spans(topic, partition)
+        there = (spans[0][0], spans[-1][1] + 1) if spans else (0, 0)
+        if start < there[0] or end > there[1]:
+            raise OffsetsGone(
+                f"Partition {partition} of topic {topic} in {self.folder} has the offsets {there[0]} to"
+                f" before {there[1]}; asked for were {start} to before {end}.",
+                hint="Files were removed too early, or the topic was made anew (compare its topic-id).",
+            )
+        wanted = [span for span in spans if span[1] >= start and span[0] < end]
+        return [self._file(topic, partition, span) for span in wanted]
+
+    def _file(self, topic: str, partition: int, span: tuple[int, int]) -> LandingFile:
+        path = self.partition_folder(topic, partition) / file_name(*span)
+        return LandingFile(path, topic, partition, *span)
+
+    def _spans(self, topic: str, partition: int) -> list[tuple[int, int]]:
+        """First and last offset of each finished file, in order. Raises LandingDamaged."""
+        for _ in range(_LISTINGS - 1):
+            # A folder's listing is no snapshot: what comes or goes meanwhile may look like a gap.
+            with contextlib.suppress(LandingDamaged):
+                return self._listed(topic, partition)
+        return self._listed(topic, partition)
+
+    def _listed(self, topic: str, partition: int) -> list[tuple[int, int]]:
+        folder = self.partition_folder(topic, partition)
+        if not folder.is_dir():
+            return []
+        # Names alone: a day has 86,400 of them, and a batch lists them each time.
+        names = os.listdir(folder)  # noqa: PTH208
+        found = sorted((int(match[1]), int(match[2])) for match in map(_FILE.fullmatch, names) if match)
+        for earlier, later in pairwise(found):
+            if later[0] != earlier[1] + 1:
+                what = "missing" if later[0] > earlier[1] else "there twice"
+                raise LandingDamaged(
+                    f"Partition {partition} of topic {topic} in {self.folder} is damaged: between"
+                    f" {file_name(*earlier)} and {file_name(*later)} offsets are {what}.",
+                    hint="Restore the missing files, or remove what is there twice.",
+                )
+        return found
+
+    def remove_before(self, topic: str, partition: int, offset: int) -> list[LandingFile]:
+        """Remove the files all of whose offsets are below `offset`, and say which.
+
+        The newest file always stays: without it the next receiver could not continue the offsets.
+        """
+        removed = [file for file in self.files(topic, partition)[:-1] if file.last < offset]
+        # From the oldest on, so that what is left has no gap whenever this ends.
+        for file in removed:
+            file.path.unlink()
+        return removed
+
+
+def file_name(first: int, last: int) -> str:
+    """The name of the file with these offsets."""
+    return f"{first:0{_DIGITS}}-{last:0{_DIGITS}}.parquet"
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,0 +1,1 @@
+"""What is received, counted, and kept until it is handed over."""

@@ -1,0 +1,1 @@
+"""Where records are handed over: Kafka, or files that stand for it."""

@@ -1,0 +1,278 @@
+"""The sink that produces to Kafka. A record is handed over when the broker's report says so."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Transient
+from branchlake_dagster.extras import require
+from branchlake_dagster.ingest.receiving.records.record import (
+    CURSOR,
+    PROTOCOL,
+    RECEIVED_NS,
+    RECEIVER,
+    SOURCE,
+    NotConfirmed,
+    NotHandedOver,
+    Origin,
+    Record,
+    Resumed,
+    Roll,
+    digest,
+)
+
+DEFAULT_ROLL = Roll(records=10_000, size_bytes=4 * 1024 * 1024, age_s=0.02)
+OURS = {"enable.idempotence": True, "acks": "all", "linger.ms": 5}
+"""What a producer of ours always has; ``linger.ms`` may be set otherwise."""
+
+_TAIL, _KNOWN = 10_000, 50_000
+_ANSWER_S, _POLL_S = 10.0, 0.05
+_OF_PRODUCERS = frozenset({*OURS, "delivery.timeout.ms", "message.timeout.ms", "compression.type"})
+
+
+class BrokerUnreachable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
+    """No broker answers; nothing was changed."""
+
+
+class KafkaSink:
+    """Records of one receiver in one topic.
+
+    Args:
+        topic: the topic's name; made by the broker if that is allowed to.
+        partition: where all of it goes; None spreads it by key. What has a cursor needs one.
+        origin: what the headers say of the receiver.
+        options: librdkafka's (``bootstrap.servers``, ``security.protocol``, ``sasl.*``, ``ssl.*`` …).
+        roll: how much is sent before its reports are awaited.
+        make_producer: makes a producer of such options; librdkafka's by default.
+        clock: monotonic seconds.
+
+    """
+
+    def __init__(
+        self,
+        topic: str,
+        partition: int | None,
+        origin: Origin,
+        options: Mapping[str, Any],
+        *,
+        roll: Roll = DEFAULT_ROLL,
+        make_producer: Callable[[dict[str, Any]], Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        require("kafka", "confluent_kafka", wanted_by="A sink in Kafka")
+        clash = {"enable.idempotence": "true", "acks": ("all", "-1")}
+        for name, right in clash.items():
+            if name in options and str(options[name]).lower() not in right:
+                raise ConfigurationError(
+                    f"{name}={options[name]} would lose or double records.", hint="Leave the option out."
+                )
+        self.topic, self.partition, self.origin, self.roll = topic, partition, origin, roll
+        self._options = {**OURS, **options, "enable.idempotence": True, "acks": "all"}
+        self._make = make_producer or _producer
+        self._producer: Any = None
+        self._clock = clock
+        self._ended = threading.Event()
+
+    def open(self, *, resume: bool) -> Resumed:
+        """Reach the broker; with ``resume`` read the end of the partition.
+
+        Raises:
+            BrokerUnreachable: nobody answers, or the topic has no leader yet.
+            ConfigurationError: an option is wrong.
+
+        """
+        import confluent_kafka as ck
+
+        if resume and self.partition is None:
+            raise ConfigurationError(
+                f"Topic {self.topic} takes a cursor, so its records need one partition.",
+                hint="Name the partition.",
+            )
+        try:
+            self._producer = self._producer or self._make(self._options)
+        except ck.KafkaException as error:
+            raise ConfigurationError(f"An option for Kafka is wrong: {error.args[0].str()}.") from error
+        try:
+            self._producer.list_topics(self.topic, timeout=_ANSWER_S)
+            return self._resumed() if resume else Resumed()
+        except ck.KafkaException as error:
+            raise BrokerUnreachable(
+                f"Topic {self.topic} cannot be reached: {error.args[0].str()}.",
+                hint="See whether the broker runs and its address is right; it is tried again.",
+            ) from error
+
+    def write(self, records: Sequence[Record], dropped: int = 0) -> None:  # noqa: ARG002 - the log's
+        """Produce, and wait for every report."""
+        for number, part in enumerate(parts := list(_in_order(records))):
+            try:
+                self._write(part)
+            except NotHandedOver as error:
+                left = [*error.records, *(one for later in parts[number + 1 :] for one in later)]
+                raise NotHandedOver(error.message, left, hint=error.hint) from error
+            except NotConfirmed as error:
+                left = [*error.records, *(one for later in parts[number + 1 :] for one in later)]
+                raise NotConfirmed(error.message, left) from error
+
+    def stop_waiting(self) -> None:
+        """Let `write` return without the reports that are missing."""
+        self._ended.set()
+
+    def close(self) -> None:
+        """Drop what is not sent, and the connections."""
+        if self._producer is not None:
+            self._producer.purge()
+            self._producer.poll(0)
+            self._producer = None
+
+    def _write(self, records: Sequence[Record]) -> None:
+        import confluent_kafka as ck
+
+        unknown: set[int] = set()
+        failed: dict[int, Any] = {}
+
+        def report(number: int, error: Any, _: Any) -> None:
+            unknown.discard(number)
+            if error is not None:
+                failed[number] = error
+
+        queued = 0
+        try:
+            while queued < len(records) and not self._ended.is_set():
+                if self._queue(records[queued], partial(report, queued)):
+                    unknown.add(queued)
+                    queued += 1
+                # Reports come in polls; a full queue waits for them.
+                self._producer.poll(0 if unknown else _POLL_S)
+        except ck.KafkaException as error:
+            failed[queued] = error.args[0]
+        # A report may have come before its number was noted.
+        while unknown and not self._ended.is_set():
+            self._producer.poll(_POLL_S)
+        left = sorted({*unknown, *failed, *range(queued, len(records))})
+        if unknown:
+            raise NotConfirmed(
+                f"{len(unknown)} records were sent to topic {self.topic}, and no broker has confirmed them.",
+                [records[number] for number in left],
+            )
+        if any(error.fatal() or error.code() == ck.KafkaError._FATAL for error in failed.values()):
+            # A producer that cannot keep its promise of order takes nothing more; a new one does.
+            self._producer.purge()
+            self._producer = self._make(self._options)
+        if left:
+            why = next(iter(failed.values())).str() if failed else "the receiver ends"
+            raise NotHandedOver(
+                f"{len(left)} records were not taken by topic {self.topic}: {why}.",
+                [records[number] for number in left],
+                hint="See the broker's log; it is tried again.",
+            )
+
+    def _queue(self, record: Record, report: Callable[[Any, Any], None]) -> bool:
+        """Give it to librdkafka; False when its queue is full."""
+        where = {} if self.partition is None else {"partition": self.partition}
+        try:
+            self._producer.produce(
+                self.topic,
+                value=record.value,
+                key=record.key,
+                headers=self._headers(record),
+                timestamp=record.received_ns // 1_000_000,
+                on_delivery=report,
+                **where,
+            )
+        except BufferError:
+            self._producer.poll(_POLL_S)
+            return False
+        return True
+
+    def _headers(self, record: Record) -> list[tuple[str, bytes]]:
+        found = [
+            (RECEIVER, self.origin.receiver.encode()),
+            (PROTOCOL, self.origin.protocol.encode()),
+            (RECEIVED_NS, b"%d" % record.received_ns),
+            (SOURCE, record.source),
+        ]
+        return found if record.cursor is None else [*found, (CURSOR, record.cursor)]
+
+    def _resumed(self) -> Resumed:
+        """The last cursor and the last values of this receiver, read backwards in growing steps."""
+        import confluent_kafka as ck
+
+        wanted = {k: v for k, v in self._options.items() if k not in _OF_PRODUCERS}
+        if "test.mock.num.brokers" in wanted:
+            # Such a cluster lives in the producer; others reach it by its address.
+            del wanted["test.mock.num.brokers"]
+            (broker,) = self._producer.list_topics(timeout=_ANSWER_S).brokers.values()
+            wanted["bootstrap.servers"] = f"{broker.host}:{broker.port}"
+        partition = self.partition or 0
+        consumer = ck.Consumer(
+            {**wanted, "group.id": "branchlake-receive", "enable.auto.commit": False}
+            | {"enable.partition.eof": True, "isolation.level": "read_committed"}
+        )
+        try:
+            low, high = consumer.get_watermark_offsets(
+                ck.TopicPartition(self.topic, partition), timeout=_ANSWER_S
+            )
+            back = _TAIL
+            while True:
+                start = max(low, high - back)
+                found = self._between(consumer, start, high)
+                if found.cursor is not None or start == low:
+                    return found
+                back *= 10
+        finally:
+            consumer.close()
+
+    def _between(self, consumer: Any, start: int, end: int) -> Resumed:
+        import confluent_kafka as ck
+
+        cursor: bytes | None = None
+        known: list[bytes] = []
+        if start >= end:
+            return Resumed()
+        consumer.assign([ck.TopicPartition(self.topic, self.partition or 0, start)])
+        ended = False
+        silent_from = self._clock()
+        while not ended:
+            messages = consumer.consume(1_000, timeout=1.0)
+            if messages:
+                silent_from = self._clock()
+            elif self._clock() - silent_from > _ANSWER_S:
+                raise BrokerUnreachable(f"The end of topic {self.topic} could not be read.")
+            for message in messages:
+                if message.error() is not None:
+                    if message.error().code() == ck.KafkaError._PARTITION_EOF:
+                        ended = True
+                        continue
+                    raise ck.KafkaException(message.error())
+                headers = dict(message.headers() or ())
+                if headers.get(RECEIVER) == self.origin.receiver.encode():
+                    cursor = headers.get(CURSOR, cursor)
+                    known.append(digest(message.value() or b""))
+                ended = ended or message.offset() >= end - 1
+        return Resumed(cursor, tuple(known[-_KNOWN:]))
+
+
+def _producer(options: dict[str, Any]) -> Any:
+    import confluent_kafka as ck
+
+    return ck.Producer(options)
+
+
+def _in_order(records: Sequence[Record]) -> Iterator[list[Record]]:
+    """Parts that must be there before the next one is sent.
+
+    Where a cursor moves, everything before it must be there first: a crash between two reports would
+    otherwise leave a cursor that is ahead of its records.
+    """
+    part: list[Record] = []
+    for record in records:
+        if part and record.cursor is not None and record.cursor != part[-1].cursor:
+            yield part
+            part = []
+        part.append(record)
+    if part:
+        yield part

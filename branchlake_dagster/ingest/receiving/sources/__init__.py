@@ -1,0 +1,1 @@
+"""Protocols that records come in by."""

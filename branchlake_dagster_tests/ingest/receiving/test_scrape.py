@@ -1,0 +1,47 @@
+"""What receivers tell at `/metrics` is read back."""
+
+from __future__ import annotations
+
+import asyncio
+
+from branchlake_dagster.ingest.receiving.monitoring import monitored
+from branchlake_dagster.ingest.receiving.scrape import TopicCounts, scrape, topic_counts
+from branchlake_dagster.ingest.receiving.service import Receivers
+from branchlake_dagster.ingest.receiving.sources.udp import UdpConfig, UdpSource
+from branchlake_dagster_tests.ingest.receiving.harness import MemorySink, an_intake, record
+
+
+def test_counts_are_what_the_monitor_tells_summed_over_receivers() -> None:
+    async def play() -> tuple[dict[str, TopicCounts], list[str]]:
+        intakes = [
+            an_intake(lambda b, c: UdpSource(UdpConfig("127.0.0.1", 0), b, c), MemorySink(), most=10)
+            for _ in range(2)
+        ]
+        intakes[0].buffer.offer([record(b"x")] * 3, "newest")
+        for number, intake in enumerate(intakes):
+            intake.partition = number
+            intake.counts.received, intake.counts.handed_over = 2_000_000 + number, 7
+            intake.counts.dropped.update({"kernel": 3, "buffer_full": number})
+        async with monitored(Receivers(intakes), "127.0.0.1", 0) as url:
+            found, silent = await asyncio.to_thread(scrape, [url, "http://127.0.0.1:1"])
+            return found, list(silent)
+
+    found, silent = asyncio.run(play())
+    assert silent == ["http://127.0.0.1:1"]
+    counts = found["t"]
+    assert (counts.received, counts.handed_over, counts.buffer) == (4_000_001, 14, 20)
+    assert counts.waiting == 3
+    assert counts.dropped == {"kernel": 6, "buffer_full": 1}
+
+
+def test_what_is_no_sample_of_ours_is_passed_over() -> None:
+    text = "\n".join(
+        [
+            "# HELP branchlake_receiver_records_received_total x",
+            'branchlake_receiver_records_received_total{partition="0",topic="a b\\"c"} 1.5e+06',
+            "branchlake_receiver_degraded 1.0",
+            'python_info{topic="a"} 1.0',
+            "not a line {",
+        ]
+    )
+    assert {name: counts.received for name, counts in topic_counts(text).items()} == {'a b\\"c': 1_500_000}
