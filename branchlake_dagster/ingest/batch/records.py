@@ -1,0 +1,105 @@
+"""The records of a batch as a Spark frame: exactly the planned offsets, nothing by a consumer group."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Protocol
+
+import pyarrow.parquet as pq
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
+
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.ingest.converting.formats import any_of
+from branchlake_dagster.ingest.kafka.cluster import Cluster
+from branchlake_dagster.ingest.positions.offsets import Ranges
+from branchlake_dagster.ingest.receiving.landing import Landing, LandingDamaged
+
+COLUMNS = ("topic", "partition", "offset", "timestamp", "key", "value", "headers")
+"""What a record has, as Spark's source calls it; in a batch's frame with two underscores before it."""
+
+_FETCH_WAIT_MS = "5"
+"""How long a broker holds back its answer at a partition's end. What is asked for is there already, and
+Spark's next question on the same connection waits behind it: by Kafka's default half a second for each
+partition, seventeen seconds for 64 partitions on two cores."""
+_LANDED = (
+    "key binary, value binary, topic string, partition int, offset bigint, timestamp timestamp,"
+    " headers array<struct<key: string, value: binary>>"
+)
+
+
+class Records(Protocol):
+    """Where a batch's records are read from."""
+
+    def frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> DataFrame:
+        """The records of the ranges, with the columns of `COLUMNS` behind two underscores."""
+
+
+class KafkaRecords:
+    """`Records` of a cluster, read by Spark's source."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> DataFrame:
+        """See `Records`. A record that is gone meanwhile fails the batch."""
+        starts, ends = _by_topic(ranges, "start"), _by_topic(ranges, "end")
+        options = {
+            **self._cluster.spark_options(),
+            "assign": json.dumps({topic: [int(one) for one in parts] for topic, parts in starts.items()}),
+            "startingOffsets": json.dumps(starts),
+            "endingOffsets": json.dumps(ends),
+            "includeHeaders": "true",
+            "failOnDataLoss": "true",
+            "kafka.isolation.level": "read_committed",
+            "kafka.fetch.max.bytes": str(64 << 20),
+            "kafka.max.partition.fetch.bytes": str(16 << 20),
+            "kafka.fetch.max.wait.ms": _FETCH_WAIT_MS,
+            "minPartitions": str(tasks),
+        }
+        frame = session.read.format("kafka").options(**options).load().coalesce(tasks)
+        return frame.select(*(F.col(name).alias(f"__{name}") for name in COLUMNS))
+
+
+class LandingRecords:
+    """`Records` of a landing folder, which Spark's workers must see under the same path."""
+
+    def __init__(self, folder: Path) -> None:
+        if found := sorted(set(str(folder)) & set("{}[]*?\\")):
+            raise ConfigurationError(
+                f"The landing folder {folder} has {' '.join(found)} in it: Spark takes it for a pattern.",
+                hint="Choose another one with BRANCHLAKE_LANDING.",
+            )
+        self._landing = Landing(folder)
+
+    def frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> DataFrame:
+        """See `Records`. Raises LandingDamaged or OffsetsGone; a file that goes meanwhile fails the batch."""
+        held = [
+            file
+            for one, span in sorted(ranges.items())
+            for file in self._landing.files_of(one.topic, one.partition, span.start, span.end)
+        ]
+        for file in held:
+            if (rows := pq.read_metadata(file.path).num_rows) != file.rows:
+                raise LandingDamaged(
+                    f"{file.path} has {rows} records, and by its name {file.rows}.",
+                    hint="Restore it from a backup.",
+                )
+        wanted = [
+            (F.col("topic") == one.topic)
+            & (F.col("partition") == one.partition)
+            & F.col("offset").between(span.start, span.end - 1)
+            for one, span in sorted(ranges.items())
+        ]
+        reader = session.read.schema(_LANDED).options(ignoreMissingFiles="false", ignoreCorruptFiles="false")
+        frame = reader.parquet(*(f"file://{file.path.absolute()}" for file in held))
+        frame = frame.where(any_of(wanted)).coalesce(tasks)
+        return frame.select(*(F.col(name).alias(f"__{name}") for name in COLUMNS))
+
+
+def _by_topic(ranges: Ranges, end: str) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for one, span in sorted(ranges.items()):
+        found.setdefault(one.topic, {})[str(one.partition)] = getattr(span, end)
+    return found

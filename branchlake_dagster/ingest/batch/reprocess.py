@@ -1,0 +1,199 @@
+"""Dead letters put back through the input, after whatever kept them out was put right.
+
+Why it may be done twice: a letter is marked with the batch that takes it up (`reprocessed_in`), and only
+letters without a mark are taken up. Mark and rows are on one branch, and come to `main` in one commit or not
+at all. Of two that take up the same letters at once both rewrite the same data files of the dead letters'
+table, and set its property `branchlake.reprocessed.…` to different values: the second one is not published.
+An attempt of the same run that comes after one which had committed finds its own property, and does nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
+
+from branchlake_dagster.branching.frames.spark_frames import session_properties
+from branchlake_dagster.changes.summary import PREFIX
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.ingest.batch.commit import TableChange, commit_tables
+from branchlake_dagster.ingest.batch.ingest_batch import Place
+from branchlake_dagster.ingest.batch.scan import FOR, Scanned, scan, worker_targets
+from branchlake_dagster.ingest.batch.targets import Identifier, Target, load, prepare
+from branchlake_dagster.ingest.batch.writer import Work
+from branchlake_dagster.ingest.converting.avro import RegistryAvro
+from branchlake_dagster.ingest.declaring.declaration import Ingest
+from branchlake_dagster.ingest.errors import PositionLost
+from branchlake_dagster.ingest.positions.standing import standing
+from branchlake_dagster.lakehouse.spark.quoting import dotted
+from branchlake_dagster.publication.rebase.replay import IcebergTables
+
+REPROCESSED = f"{PREFIX}reprocessed."
+"""Then the ingestion's name: a property of the dead letters' table."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which dead letters: of these kinds, of this table, received from `since` on and before `until`.
+
+    What is None or empty does not choose. Letters that were taken up before are never chosen.
+    """
+
+    kinds: Sequence[str] = ()
+    table: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+
+    def text(self) -> str:
+        """As a tag of a run has it."""
+        times = {name: moment and moment.isoformat() for name, moment in self._times().items()}
+        return json.dumps({"kinds": list(self.kinds), "table": self.table, **times})
+
+    @classmethod
+    def from_text(cls, text: str) -> Chosen:
+        """Back again."""
+        told = json.loads(text)
+        times = {
+            name: datetime.fromisoformat(told[name]) if told[name] else None for name in ("since", "until")
+        }
+        return cls(tuple(told["kinds"]), told["table"], **times)
+
+    def _times(self) -> dict[str, datetime | None]:
+        return {"since": self.since, "until": self.until}
+
+    def condition(self, ingest: Ingest, targets: Mapping[str, Identifier]) -> tuple[str, dict[str, object]]:
+        """The condition in SQL, and its arguments.
+
+        Without the letters of tables whose rows take each other's place: a newer record may have.
+        """
+        names = [name for name, one in zip(targets, ingest.tables, strict=False) if one.mode == "append"]
+        if self.table is not None and self.table not in names:
+            raise ConfigurationError(
+                f"Letters of {self.table} cannot be put back by ingestion {ingest.name}.",
+                table=self.table,
+                hint=f"Name one of its tables of mode append: {', '.join(names) or 'there is none'}. Into the"
+                " others a newer record may have been merged since; produce the record again instead.",
+            )
+        parts = ["reprocessed_in IS NULL"]
+        arguments: dict[str, object] = {}
+        wanted = names if self.table is None else [self.table]
+        own = " OR ".join(f"table = :table{number}" for number in range(len(wanted)))
+        arguments |= {f"table{number}": name for number, name in enumerate(wanted)}
+        anyone = "table IS NULL" if self.table is None else "false"
+        parts.append(f"({anyone}{' OR ' + own if own else ''})")
+        if self.kinds:
+            parts.append(f"error_kind IN ({', '.join(f':kind{n}' for n in range(len(self.kinds)))})")
+            arguments |= {f"kind{number}": kind for number, kind in enumerate(self.kinds)}
+        for sign, name, moment in ((">=", "since", self.since), ("<", "until", self.until)):
+            if moment is not None:
+                parts.append(f"received_at {sign} :{name}")
+                arguments[name] = moment
+        return " AND ".join(parts), arguments
+
+
+def waiting_letters(
+    session: SparkSession, ingest: Ingest, wanted: Mapping[str, Identifier], chosen: Chosen
+) -> list[tuple[str | None, str, int]]:
+    """How many letters are chosen, by table and kind."""
+    condition, arguments = chosen.condition(ingest, wanted)
+    dead = dotted(list(wanted.values())[-1])
+    told = session.sql(
+        f"SELECT table, error_kind, count(*) FROM nessie.{dead} WHERE {condition}"  # noqa: S608 - by name
+        " GROUP BY 1, 2 ORDER BY 1, 2",
+        args=arguments,
+    )
+    return [(row[0], row[1], row[2]) for row in told.collect()]
+
+
+def reprocess_batch(
+    ingest: Ingest,
+    place: Place,
+    wanted: Mapping[str, Identifier],
+    chosen: Chosen,
+    *,
+    now: Callable[[], datetime] = lambda: datetime.now(UTC),
+) -> Scanned | None:
+    """Put the chosen dead letters into their tables on the branch; what fails again is a new dead letter.
+
+    None: the branch has it from an earlier attempt, or there are none. Raises PositionLost while a table is
+    rolled back or filled again, which would add the same records.
+    """
+    tables = IcebergTables(place.catalog)
+    there = load(place.lake.nessie, place.catalog, wanted, tables)
+    mark, name = REPROCESSED + ingest.name, list(wanted)[-1]
+    dead = there[name]
+    if dead is None or dead.metadata.properties.get(mark) == place.run_id:
+        return None
+    if again := standing(ingest.name, there, on_rollback="replay").replayed:
+        raise PositionLost(
+            "The table is to be filled again, which may add what these dead letters would.",
+            table=next(iter(again)),
+            hint="Let the ingestion read until the table has caught up, then reprocess.",
+        )
+    session = place.session()
+    frame = _taken_up(session, ingest, place, wanted, chosen)
+    pairs = [tuple(row) for row in frame.select("__topic", "__incarnation").distinct().collect()]
+    if not pairs:
+        return None
+    targets = prepare(ingest, place.catalog, there, wanted, {})
+    work = Work(
+        place.run_id,
+        [topic for topic, _ in pairs],
+        [incarnation for _, incarnation in pairs],
+        worker_targets(targets, {}),
+        place.lake.settings.file_io_properties(),
+        int(now().timestamp() * 1_000_000),
+    )
+    reading = ingest.format.fresh() if isinstance(ingest.format, RegistryAvro) else ingest.format
+    scanned = scan(frame, ingest, reading, targets, {}, work)
+    _commit(ingest, place, targets, scanned, mark, tables)
+    return scanned
+
+
+def _taken_up(
+    session: SparkSession, ingest: Ingest, place: Place, wanted: Mapping[str, Identifier], chosen: Chosen
+) -> DataFrame:
+    """The chosen letters as records, marked on the branch. Also those that an earlier attempt has marked."""
+    condition, arguments = chosen.condition(ingest, wanted)
+    dead = f"nessie.{dotted(list(wanted.values())[-1])}"
+    with session_properties(session, {**place.origin, "branchlake.write_mode": "upsert"}):
+        session.sql(
+            f"UPDATE {dead} SET reprocessed_in = :run WHERE {condition}",  # noqa: S608 - by name
+            args={**arguments, "run": place.run_id},
+        )
+    letters = session.table(dead).filter(F.col("reprocessed_in") == place.run_id)
+    named = ("topic", "incarnation", "partition", "offset", "timestamp", "key", "value", "headers")
+    return letters.select(*(F.col(one).alias(f"__{one}") for one in named), F.col("table").alias(FOR))
+
+
+def _commit(
+    ingest: Ingest,
+    place: Place,
+    targets: Sequence[Target],
+    scanned: Scanned,
+    mark: str,
+    tables: IcebergTables,
+) -> None:
+    changes = []
+    for number, one in enumerate(targets):
+        files, last = scanned.files.get(number, []), one is targets[-1]
+        if files or last:
+            table = place.catalog.load_table(one.identifier)
+            mode = {"branchlake.write_mode": "append", "branchlake.asset": "/".join(one.identifier)}
+            origin = {**place.origin, **mode}
+            told = {mark: place.run_id} if last else {}
+            changes.append(TableChange(one.identifier, table, files, None, origin, told))
+    commit_tables(
+        place.lake.nessie,
+        place.catalog,
+        place.branch,
+        changes,
+        ingestion=ingest.name,
+        message=f"Reprocess dead letters of {ingest.name}",
+        properties=place.properties,
+        tables=tables,
+    )

@@ -1,0 +1,311 @@
+"""What Spark's workers do with the records of a batch: data files for all tables in one pass.
+
+The records come as Arrow batches, already converted; they are divided by table, and written by PyIceberg
+with the tables' own layout. Nothing is committed here: a task that dies, is repeated or is a zombie leaves
+files that no table names. What is sent back are the files and what was counted.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import pickle
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyiceberg.io import FileIO, load_file_io
+from pyiceberg.io.pyarrow import schema_to_pyarrow
+from pyiceberg.manifest import DataFile
+from pyiceberg.table.metadata import TableMetadata, TableMetadataUtil
+
+from branchlake_dagster.library_internals.pyiceberg import data_files
+
+SENT_BACK = pa.schema([("kind", pa.string()), ("target", pa.int32()), ("payload", pa.binary())])
+SCHEMA_VERSION = 1
+"""Of the dead letters."""
+_OF_RECORD, _OF_BAD = ("topic", "incarnation", "partition", "timestamp"), ("offset", "key", "value")
+SET = 62
+"""So many tables have a bit in one number."""
+_FLUSH_BYTES = 128 << 20
+"""Of Arrow memory, before a file is written: about a tenth of that in Parquet."""
+
+
+@dataclass(frozen=True)
+class WorkerTarget:
+    """A table as a worker needs it.
+
+    `row` is the column with its rows' structs, None for the dead letters; `attributes` are the columns that
+    take something of the record itself.
+    """
+
+    metadata_json: str
+    row: str | None
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
+    staged: bool = False
+    """Its rows are staged: with their operation and offset, to be merged later."""
+    known: frozenset[str] = frozenset()
+    """The fields of a record that its columns take."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all tasks of a batch have in common. `io` are the warehouse's properties, secrets included.
+
+    `topics` and their `incarnations` are in one order.
+    """
+
+    batch: str
+    topics: Sequence[str]
+    incarnations: Sequence[str]
+    targets: Sequence[WorkerTarget]
+    io: Mapping[str, str] = field(repr=False, default_factory=dict)
+    received_at_us: int = 0
+
+
+def writing(work: Work) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """The function for `DataFrame.mapInArrow`."""
+
+    def write(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        task = _Task(work)
+        for batch in batches:
+            task.take(batch)
+        yield task.end()
+
+    return write
+
+
+def _among(batch: pa.RecordBatch, what: str, number: int) -> pa.BooleanArray:
+    """Of which records the table with this number is one of those that `what` holds of."""
+    found = batch.column(f"__{what}_{number // SET}")
+    bit = pa.scalar(1 << number % SET, pa.int64())
+    return pc.not_equal(pc.bit_wise_and(found, bit), pa.scalar(0, pa.int64()))
+
+
+class _Task:
+    """One task's part of the batch."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._tables = [_TableWriter(work, target) for target in work.targets]
+        self._names = {
+            "topic": pa.array(work.topics, pa.string()),
+            "incarnation": pa.array(work.incarnations, pa.string()),
+        }
+        self._counts: Counter[str] = Counter()
+        self._latest: dict[str, int] = {}
+        self._sent: list[tuple[str, int, bytes]] = []
+
+    def take(self, batch: pa.RecordBatch) -> None:
+        """Divide a batch of records among the tables."""
+        if not batch.num_rows:
+            return
+        self._count(batch)
+        for number, table in enumerate(self._tables[:-1]):
+            mine, why = _among(batch, "mine", number), batch.column(f"{table.row}_why")
+            good = pc.and_(mine, pc.is_null(why)) if why.null_count < len(why) else mine
+            if f"{table.row}_evolve" in batch.schema.names:
+                # What does not fit yet is not written; the batch is read again when it does.
+                good = pc.and_(good, pc.is_null(batch.column(f"{table.row}_evolve")))
+            if count := good.true_count:
+                # All of it without a copy, which is the usual case of one table and no bad record.
+                rows = None if count == batch.num_rows else pc.indices_nonzero(good)
+                self._keep(number, table, table.rows(batch, rows, self._record(batch)))
+                self._counts[f"rows/{number}"] += count
+            self._evolving(batch, number, table, mine)
+            if why.null_count < len(why):
+                # While tables are filled again, their dead letters of the first time are still there.
+                due = _among(batch, "bad" if "__bad_0" in batch.schema.names else "mine", number)
+                bad = pc.indices_nonzero(pc.and_(due, pc.is_valid(why)))
+                if len(bad):
+                    said = why.take(bad)
+                    self._bad(batch, bad, table.name, said.field("kind"), said.field("detail"))
+        if batch.column("__rest").null_count < batch.num_rows:
+            lost = pc.struct_field(batch.column("__rest"), "lost")
+            rows = pc.indices_nonzero(pc.is_valid(lost))
+            if len(rows):
+                said = lost.take(rows)
+                self._bad(batch, rows, None, said.field("kind"), said.field("detail"))
+
+    def _record(self, batch: pa.RecordBatch) -> Callable[[str], pa.Array]:
+        """What rows take of the record itself, by attribute."""
+
+        def attribute(name: str) -> pa.Array:
+            names = self._names.get(name)
+            return batch.column(f"__{name}") if names is None else names.take(batch.column("__topic"))
+
+        return attribute
+
+    def _count(self, batch: pa.RecordBatch) -> None:
+        """Records, and the latest time of each partition, ms since 1970."""
+        self._counts["records"] += batch.num_rows
+        found = pa.table(
+            # As numbers: a producer may say any time, also one that Python has not got.
+            [
+                batch.column("__topic"),
+                batch.column("__partition"),
+                batch.column("__timestamp").cast(pa.int64()),
+            ],
+            names=["topic", "partition", "timestamp"],
+        )
+        for one in found.group_by(["topic", "partition"]).aggregate([("timestamp", "max")]).to_pylist():
+            at = one["timestamp_max"]
+            if at is not None:
+                name = f"{self._work.topics[one['topic']]}/{one['partition']}"
+                self._latest[name] = max(at // 1000, self._latest.get(name, at // 1000))
+
+    def _evolving(self, batch: pa.RecordBatch, number: int, table: _TableWriter, mine: pa.Array) -> None:
+        """What the records want of the table: `evolve/<target>/add/<field>`, or widen, or relax."""
+        if "__unknown" in batch.schema.names:
+            for text in pc.unique(batch.column("__unknown").filter(mine).drop_null()).to_pylist():
+                for name in json.loads(text):
+                    if name not in table.known:
+                        self._counts[f"evolve/{number}/add/{name}"] += 1
+        told = f"{table.row}_evolve"
+        if told in batch.schema.names:
+            for text in pc.unique(batch.column(told).filter(mine).drop_null()).to_pylist():
+                for wanted in text.splitlines():
+                    self._counts[f"evolve/{number}/{wanted}"] += 1
+
+    def _bad(
+        self, batch: pa.RecordBatch, rows: pa.Array, name: str | None, kinds: pa.Array, details: pa.Array
+    ) -> None:
+        table, record, count = self._tables[-1], self._record(batch), len(rows)
+        rest = batch.column("__rest").take(rows)
+        received = pa.scalar(self._work.received_at_us, pa.timestamp("us", "UTC"))
+        made = {
+            **{one: record(one).take(rows) for one in _OF_RECORD},
+            **{one: rest.field(one) for one in _OF_BAD},
+            "headers": _headers(rest.field("headers")),
+            "table": pa.repeat(pa.scalar(name, pa.string()), count),
+            "error_kind": kinds,
+            "error": details,
+            "batch": pa.repeat(self._work.batch, count),
+            "received_at": pa.repeat(received, count),
+            "schema_version": pa.repeat(pa.scalar(SCHEMA_VERSION, pa.int32()), count),
+        }
+        self._keep(len(self._tables) - 1, table, table.fitted(made, count))
+        self._counts["dead"] += count
+        self._counts[f"dead_of/{name or ''}"] += count
+        tallied = pc.value_counts(kinds)
+        for kind, times in zip(
+            tallied.field("values").to_pylist(), tallied.field("counts").to_pylist(), strict=True
+        ):
+            self._counts[f"dead/{kind}"] += times
+
+    def _keep(self, number: int, table: _TableWriter, rows: pa.RecordBatch) -> None:
+        table.keep(rows)
+        if table.bytes > _FLUSH_BYTES:
+            self._flush(number, table)
+
+    def _flush(self, number: int, table: _TableWriter) -> None:
+        self._sent += [("file", number, pickle.dumps(one)) for one in table.flush()]
+
+    def end(self) -> pa.RecordBatch:
+        """Write what is left; everything that is sent back."""
+        for number, table in enumerate(self._tables):
+            self._flush(number, table)
+        told = {"counts": dict(self._counts), "latest": self._latest}
+        self._sent.append(("told", 0, json.dumps(told).encode()))
+        kinds, targets, payloads = zip(*self._sent, strict=True)
+        return pa.RecordBatch.from_arrays(
+            [pa.array(kinds), pa.array(targets, pa.int32()), pa.array(payloads, pa.binary())],
+            schema=SENT_BACK,
+        )
+
+
+_HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+
+
+def _headers(texts: pa.Array) -> pa.Array:
+    """Headers as Spark prints them, values in base64. Only dead letters have them, and most of those none."""
+    found = []
+    for text in texts.to_pylist():
+        told = json.loads(text) if text else []
+        found.append(
+            [(one.get("key"), base64.b64decode(one["value"]) if "value" in one else None) for one in told]
+        )
+    return pa.array(found, _HEADERS)
+
+
+class _TableWriter:
+    """The data files of one table, written by one task."""
+
+    def __init__(self, work: Work, target: WorkerTarget) -> None:
+        self._work = work
+        self._target = target
+        self._metadata: TableMetadata = TableMetadataUtil.parse_raw(target.metadata_json)
+        self._schema = schema_to_pyarrow(self._metadata.schema(), include_field_ids=False)
+        self._io: FileIO | None = None
+        self._kept: list[pa.RecordBatch] = []
+        self._numbers = itertools.count(0)
+        self._commit = uuid.uuid4()
+        self.bytes = 0
+
+    @property
+    def name(self) -> str:
+        """The table's dotted name."""
+        return self._target.name
+
+    @property
+    def known(self) -> frozenset[str]:
+        """The fields that its columns take."""
+        return self._target.known
+
+    @property
+    def row(self) -> str:
+        """The column with its rows."""
+        assert self._target.row is not None  # noqa: S101 - the dead letters have rows of their own
+        return self._target.row
+
+    def rows(
+        self, batch: pa.RecordBatch, chosen: pa.Array | None, record: Callable[[str], pa.Array]
+    ) -> pa.RecordBatch:
+        """The chosen records as rows of the table; None: all of them."""
+        structs: pa.StructArray = batch.column(self.row)
+        if chosen is not None:
+            structs = structs.take(chosen)
+        values: dict[str, pa.Array] = {
+            structs.type.field(number).name: structs.field(number)
+            for number in range(structs.type.num_fields)
+        }
+        extra = dict(self._target.attributes)
+        if self._target.staged:
+            extra |= {"__op": "op", "__topic": "topic", "__partition": "partition", "__offset": "offset"}
+        for column, attribute in extra.items():
+            found = record(attribute)
+            values[column] = found if chosen is None else found.take(chosen)
+        return self.fitted(values, len(structs))
+
+    def fitted(self, values: Mapping[str, pa.Array], count: int) -> pa.RecordBatch:
+        """Columns in the table's types and order; those that are not there are null."""
+        columns = []
+        for one in self._schema:
+            column = values.get(one.name)
+            columns.append(pa.nulls(count, one.type) if column is None else _cast(column, one.type))
+        # Nullability is the checks' matter.
+        fields = [pa.field(one.name, one.type) for one in self._schema]
+        return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
+
+    def keep(self, rows: pa.RecordBatch) -> None:
+        """Rows for the next file."""
+        self._kept.append(rows)
+        self.bytes += rows.nbytes
+
+    def flush(self) -> Iterator[DataFile]:
+        """Write what was kept."""
+        if not self._kept:
+            return
+        rows, self._kept, self.bytes = pa.Table.from_batches(self._kept), [], 0
+        if self._io is None:
+            self._io = load_file_io(dict(self._work.io), self._metadata.location)
+        yield from data_files(self._metadata, rows, self._io, commit=self._commit, numbers=self._numbers)
+
+
+def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    return column if column.type == kind else column.cast(kind)

@@ -1,0 +1,403 @@
+"""How the value of a record is read: JSON, Avro, or what a function on whole Arrow batches makes of it.
+
+Everything is a Spark expression that Spark compiles, or a function of batches; nothing sees one record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Protocol
+
+import pyarrow as pa
+from pyspark.sql import Column as Expression
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
+
+from branchlake_dagster.ingest.converting.columns import Column
+from branchlake_dagster.lakehouse.spark.quoting import quoted
+
+VALUE = "__value"
+_CORRUPT = "__corrupt"
+
+
+WHY = "_why"
+"""Behind the name of a column of rows: the column of why there is none."""
+
+
+def seldom(condition: Expression, value: Expression, made: Callable[[Expression], Expression]) -> Expression:
+    """What `made` makes of the value where the condition holds, else null; outside Spark's compiled code.
+
+    What is compiled together is one method, and one of more than 8,000 bytes Java leaves to its interpreter:
+    with the words for every bad field in it, records that are all good took twice as long. Spark evaluates a
+    lambda node by node, only where it has to.
+    """
+    return F.when(condition, bound(value, made))
+
+
+def first_of(kind: str, said: Sequence[tuple[Expression, str]]) -> list[tuple[Expression, Expression]]:
+    """One branch of a `case` for many conditions, each with its words: those of the first that holds."""
+    if not said:
+        return []
+    words = F.coalesce(*(F.when(condition, text) for condition, text in said))
+    return [(any_of(one for one, _ in said), bound(F.lit(kind), lambda told: because(told, words)))]
+
+
+def any_of(conditions: Iterable[Expression]) -> Expression:
+    """Whether one of them holds; null is no."""
+    return balanced(or_, [F.coalesce(one, F.lit(False)) for one in conditions], F.lit(False))
+
+
+def balanced(
+    join: Callable[[Expression, Expression], Expression], parts: Sequence[Expression], nothing: Expression
+) -> Expression:
+    """All of them joined two by two, `nothing` where there are none.
+
+    One after the other they would be as deep as they are many: of more than fifty tables or partitions the
+    message to Spark is refused (a protocol buffer's limit of a hundred levels).
+    """
+    found = list(parts)
+    while len(found) > 1:
+        found = [reduce(join, found[at : at + 2]) for at in range(0, len(found), 2)]
+    return found[0] if found else nothing
+
+
+def bound(value: Expression, made: Callable[[Expression], Expression]) -> Expression:
+    """What `made` makes of a value that is computed once, however often it names it; never compiled."""
+    return F.transform(F.array(value), made)[0]
+
+
+class Format(Protocol):
+    """How a record's value is read."""
+
+    def read(self, records: DataFrame) -> DataFrame:
+        """The records with what `fit` and `text` need; its columns begin with two underscores."""
+
+    def fit(
+        self, frame: DataFrame, row: str, columns: Sequence[Column], gone: Expression | None = None
+    ) -> DataFrame:
+        """The frame with two columns more.
+
+        `row` is a struct of the table's columns, `row` with `WHY` behind it a struct of `kind` and `detail`
+        where the value is no such row, else null. With `gone` the row is in an envelope: in its field
+        `before` where `gone` holds, else in `after`.
+        """
+
+    def text(self, field: str) -> Expression:
+        """A field as text; null where it is not there."""
+
+    def names(self) -> Expression | None:
+        """The names of the fields that a record has, as an array; None: they are not told."""
+
+    def own_text(self, gone: Expression | None) -> Expression | None:
+        """The row as JSON, `gone` as for `fit`; None: its schema is known, and `struct` has it."""
+
+    def struct(self) -> Expression:
+        """The whole value as a struct, where the format has a schema."""
+
+
+def because(kind: Expression | str, detail: Expression | str) -> Expression:
+    """A reason, as `Fitted.why` has it."""
+    said, text = (F.lit(one) if isinstance(one, str) else one for one in (kind, detail))
+    return F.struct(said.alias("kind"), text.alias("detail"))
+
+
+def no_reason() -> Expression:
+    """None, in the type of a reason."""
+    return F.lit(None).cast("struct<kind: string, detail: string>")
+
+
+@dataclass(frozen=True)
+class Json:
+    """One JSON object a record, in UTF-8.
+
+    A field is taken by its exact name, as Spark's `from_json` reads the column's type. What that does not
+    take is tried once more as Spark casts it: numbers in text, text of numbers, `true` in text. A field that
+    is absent or null is null, and of one that is there twice the last counts. What is no object, has anything
+    behind it, or has a field that fits by neither, is a dead letter.
+
+    Whole numbers may be written as `4.0`, and never lose a fraction. Decimals are rounded half up to the
+    column's scale. Times are ISO 8601, one without a zone in UTC, or numbers of seconds since 1970 that lie
+    before the year 10000. Binary columns take base64. Text columns take anything, as Spark prints it. Inside
+    structs, lists and maps values have to be of their types.
+
+    Examples:
+        .. code-block:: python
+
+            Ingest(name="orders", topics=["orders"], format=Json(), tables=[orders])
+    """
+
+    def read(self, records: DataFrame) -> DataFrame:
+        """See `Format`."""
+        text = F.col(VALUE).cast("string")
+        return records.withColumn("__text", F.when(F.is_valid_utf8(text), text)).withColumn(
+            "__not_text", F.col(VALUE).isNotNull() & F.col("__text").isNull()
+        )
+
+    def fit(
+        self, frame: DataFrame, row: str, columns: Sequence[Column], gone: Expression | None = None
+    ) -> DataFrame:
+        """See `Format`.
+
+        In steps, a frame each: what several expressions of one frame name, Spark may compute for each of
+        them, and for records that need none of it. That was six times slower.
+        """
+        text, read, times, good, rest = (
+            f"{row}_{part}" for part in ("text", "read", "times", "good", "rest")
+        )
+        fields = {name: one.kind for one in columns for name in one.fields}
+        # Spark's reader takes an object for whole whatever is behind it. In another one it has to end.
+        inside = ", ".join(f"{quoted(name)}: {_read_as(kind)}" for name, kind in fields.items())
+        schema = f"v struct<{inside}>, {_CORRUPT} string"
+        options = {"columnNameOfCorruptRecord": _CORRUPT, "allowSingleQuotes": "false"}
+        frame = frame.withColumn(text, F.concat(F.lit('{"v":'), self.own_text(gone), F.lit("}")))
+        frame = frame.withColumn(read, F.from_json(F.col(text), schema, options))
+        values = F.col(read).getField("v")
+        good_values = F.col(read).getField(_CORRUPT).isNull() & values.isNotNull()
+        moments = [name for name, kind in fields.items() if kind in _TIMES]
+        if moments:
+            found = (_time(values.getField(name), fields[name]).alias(name) for name in moments)
+            frame = frame.withColumn(times, F.struct(*found))
+            for name in moments:
+                fits = values.getField(name).isNull() | F.col(times).getField(name).isNotNull()
+                good_values = good_values & fits
+
+        def exact(name: str, kind: str) -> Expression:
+            return (F.col(times) if kind in _TIMES else values).getField(name)
+
+        frame = frame.withColumn(good, F.coalesce(good_values, F.lit(False)))
+
+        def fitted(name: str, kind: str, variant: Expression) -> Expression:
+            cast = _cast(variant, F.col(text), name, kind)
+            # Of what fits no whole record the reader keeps parts, also the parts of something nested.
+            return cast if kind.startswith(_NESTED) else F.coalesce(exact(name, kind), cast)
+
+        def otherwise(variant: Expression) -> Expression:
+            cast = _struct(columns, lambda name, kind: fitted(name, kind, variant))
+            return bound(cast, lambda mine: F.struct(mine.alias("row"), self._why(variant, mine, columns)))
+
+        frame = frame.withColumn(rest, seldom(~F.col(good), F.try_parse_json(F.col(text)), otherwise))
+        mine = F.when(F.col(good), _struct(columns, exact)).otherwise(F.col(rest).getField("row"))
+        frame = frame.withColumn(row, mine).withColumn(f"{row}{WHY}", F.col(rest).getField("why"))
+        return frame.drop(text, read, times, good, rest)
+
+    def own_text(self, gone: Expression | None) -> Expression:
+        """See `Format`. Kafka Connect may have put the envelope into another one."""
+        if gone is None:
+            return F.col("__text")
+        before = F.coalesce(self.text("before"), self.text("payload.before"))
+        after = F.coalesce(self.text("after"), self.text("payload.after"))
+        return F.when(gone, before).otherwise(after)
+
+    def _why(self, variant: Expression, row: Expression, columns: Sequence[Column]) -> Expression:
+        lost = F.coalesce(*(_lost(variant, row, one) for one in columns), F.lit(None).cast("string"))
+        root = F.schema_of_variant(F.try_variant_get(variant, "$.v", "variant"))
+        return (
+            F.when(F.col("__not_text"), because("encoding", "The value is no UTF-8."))
+            .when(variant.isNull(), because("syntax", "The value is no JSON."))
+            .when(~root.startswith("OBJECT"), because("syntax", "The value is JSON, but no object."))
+            .otherwise(F.when(lost.isNotNull(), because("conversion", lost)))
+            .alias("why")
+        )
+
+    def text(self, field: str) -> Expression:
+        """See `Format`. A path of names parted by dots."""
+        path = ".".join(f"['{part}']" for part in field.split(".")).replace(".[", "[")
+        return F.get_json_object(F.col("__text"), f"${path}")
+
+    def names(self) -> Expression | None:
+        """See `Format`: those of the outermost object."""
+        return F.json_object_keys(F.col("__text"))
+
+    def struct(self) -> Expression:
+        """See `Format`: it has no schema."""
+        raise NotImplementedError
+
+
+_TIMES = ("timestamp", "timestamp_ntz")
+_WHOLE = ("tinyint", "smallint", "int", "bigint")
+_NESTED = ("struct<", "array<", "map<")
+_SHORTEST_TIME = 8
+"""Of what has fewer characters Spark would make a year, and a number means seconds."""
+
+
+def _read_as(kind: str) -> str:
+    """The type as which a field is read first: of numbers Spark's reader makes times that overflow."""
+    return "string" if kind in _TIMES else kind
+
+
+def _time(text: Expression, kind: str) -> Expression:
+    """Text as a time; a wall clock is that of UTC, whatever zone the text is in."""
+    return F.when(F.length(text) >= _SHORTEST_TIME, text.try_cast("timestamp")).cast(kind)
+
+
+def _struct(columns: Sequence[Column], value: Callable[[str, str], Expression]) -> Expression:
+    fields = []
+    for one in columns:
+        found = [value(name, one.kind) for name in one.fields]
+        fields.append((F.coalesce(*found) if len(found) > 1 else found[0]).alias(one.name))
+    return F.struct(*fields)
+
+
+def _path(name: str) -> str | None:
+    """Where a variant has a field; None: its language of paths cannot say the name."""
+    quote = next((one for one in ("'", '"') if one not in name), None)
+    return None if quote is None else f"$.v[{quote}{name}{quote}]"
+
+
+def _cast(variant: Expression, text: Expression, name: str, kind: str) -> Expression:
+    path = _path(name)
+    if path is None or kind == "binary":
+        return F.lit(None).cast(kind)
+    if kind.startswith(_NESTED):
+        # Cast as a whole, what does not fit inside would be null there, and nobody would know.
+        own = F.get_json_object(text, path)
+        read = F.from_json(
+            F.concat(F.lit('{"v":'), own, F.lit("}")),
+            f"v {kind}, {_CORRUPT} string",
+            {"columnNameOfCorruptRecord": _CORRUPT, "allowSingleQuotes": "false"},
+        )
+        return F.when(read.getField(_CORRUPT).isNull(), read.getField("v"))
+    if kind in _TIMES:
+        moment = F.try_variant_get(variant, path, "timestamp")
+        return F.when(F.year(moment).between(1, 9999), moment).cast(kind)
+    found = F.try_variant_get(variant, path, kind)
+    if kind not in _WHOLE:
+        return found
+    fraction = F.lit(False)
+    for wide in ("double", "decimal(38,15)"):
+        fraction = fraction | (F.try_variant_get(variant, path, wide) != found.cast(wide))
+    return F.when(~F.coalesce(fraction, F.lit(False)), found)
+
+
+def _lost(variant: Expression, row: Expression, one: Column) -> Expression:
+    """What to say of a column whose field has a value that is none of its type; null where it fits."""
+    paths = [path for name in one.fields if (path := _path(name))]
+    if not paths:
+        return F.lit(f"{one.name} is no {one.kind}.")
+    there = [F.try_variant_get(variant, path, "variant") for path in paths]
+    given = F.coalesce(*there) if len(there) > 1 else there[0]
+    bad = row.getField(one.name).isNull() & given.isNotNull() & ~F.is_variant_null(given)
+    return F.when(bad, F.lit(f"{one.name} is no {one.kind}."))
+
+
+def enveloped(source: Expression, gone: Expression) -> Expression:
+    """The row's own struct in that of an envelope."""
+    return F.when(gone, source.getField("before")).otherwise(source.getField("after"))
+
+
+def fit_struct(
+    frame: DataFrame,
+    row: str,
+    source: Expression,
+    known: Iterable[str],
+    columns: Sequence[Column],
+    reasons: Sequence[tuple[Expression, Expression]],
+) -> DataFrame:
+    """`Format.fit` for values that are structs with the fields `known`: by Spark's casts.
+
+    `reasons` are conditions under which there is no row, each with its reason, before those of the casts.
+    """
+    there = set(known)
+    held = f"{row}_held"
+    frame = frame.withColumn(held, source)
+    value = F.col(held)
+
+    def cast(name: str, kind: str) -> Expression:
+        return value.getField(name).try_cast(kind) if name in there else F.lit(None).cast(kind)
+
+    frame = frame.withColumn(row, _struct(columns, cast))
+    lost = [
+        (
+            _any_given(value, one, there) & F.col(row).getField(one.name).isNull(),
+            f"{one.name} is no {one.kind}.",
+        )
+        for one in columns
+        if there.intersection(one.fields)
+    ]
+    why = case([*reasons, *first_of("conversion", lost)], no_reason())
+    return frame.withColumn(f"{row}{WHY}", why).drop(held)
+
+
+def _any_given(value: Expression, one: Column, there: set[str]) -> Expression:
+    return any_of(value.getField(name).isNotNull() for name in one.fields if name in there)
+
+
+def case(branches: Sequence[tuple[Expression, Expression]], otherwise: Expression) -> Expression:
+    """CASE WHEN with any number of branches."""
+    if not branches:
+        return otherwise
+    (condition, value), rest = branches[0], branches[1:]
+    return reduce(lambda found, one: found.when(*one), rest, F.when(condition, value)).otherwise(otherwise)
+
+
+Decode = Callable[[pa.BinaryArray], tuple[pa.StructArray, pa.StringArray]]
+"""Values to structs, and by value why it has none (null: it has one). Called with whole batches."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Values that a function of whole Arrow batches reads: binary formats of one's own, Protobuf.
+
+    `decode` runs on Spark's workers; `schema` is the Arrow type of its structs.
+
+    Examples:
+        .. code-block:: python
+
+            Ingest(name="radar", topics=["radar"], format=Decoded(decode_radar, RADAR), tables=[frames])
+    """
+
+    decode: Decode
+    schema: pa.Schema
+
+    def read(self, records: DataFrame) -> DataFrame:
+        """See `Format`."""
+        from pyspark.sql.pandas.types import from_arrow_type
+        from pyspark.sql.types import StringType, StructField, StructType
+
+        kind = from_arrow_type(pa.struct(list(self.schema)))
+        extra = [StructField("__decoded", kind), StructField("__undecoded", StringType())]
+        return records.mapInArrow(_decoding(self.decode), StructType([*records.schema.fields, *extra]))
+
+    def fit(
+        self, frame: DataFrame, row: str, columns: Sequence[Column], gone: Expression | None = None
+    ) -> DataFrame:
+        """See `Format`."""
+        source, names = F.col("__decoded"), self.schema.names
+        if gone is not None:
+            source, names = enveloped(source, gone), [one.name for one in self.schema.field("after").type]
+        undecoded = F.col("__undecoded").isNotNull()
+        return fit_struct(
+            frame, row, source, names, columns, [(undecoded, because("format", F.col("__undecoded")))]
+        )
+
+    def text(self, field: str) -> Expression:
+        """See `Format`."""
+        found = F.col("__decoded")
+        for part in field.split("."):
+            found = found.getField(part)
+        return found.cast("string")
+
+    def names(self) -> Expression | None:
+        """See `Format`: the schema says them."""
+        return None
+
+    def own_text(self, gone: Expression | None) -> None:
+        """See `Format`: there is a schema."""
+
+    def struct(self) -> Expression:
+        """See `Format`."""
+        return F.col("__decoded")
+
+
+def _decoding(decode: Decode) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    def decoding(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            values = batch.column(batch.schema.get_field_index("__value"))
+            rows, reasons = decode(values)
+            columns = [*batch.columns, rows, reasons]
+            yield pa.RecordBatch.from_arrays(columns, [*batch.schema.names, "__decoded", "__undecoded"])
+
+    return decoding

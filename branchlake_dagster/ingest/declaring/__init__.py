@@ -1,0 +1,1 @@
+"""What a user says of an ingestion."""

@@ -1,0 +1,176 @@
+"""A Kafka broker of our own: Apache Kafka in KRaft mode, one node, on loopback, for trials and tests.
+
+It lives in the state folder beside the other embedded servers: `kafka/` has its log, `run/kafka.json` its
+process, `logs/kafka.log` what it says. Nothing starts it by itself; `branchlake up --with kafka` does.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.ingest.kafka.cluster import Cluster
+from branchlake_dagster.lakehouse.embedded import process
+from branchlake_dagster.lakehouse.embedded.jars import Jar, resolve, resolve_with_all
+from branchlake_dagster.lakehouse.embedded.java import bundled_java
+from branchlake_dagster.lakehouse.embedded.private import private_folder, state_folder
+from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ProcessRecord, ServerDidNotStart
+from branchlake_dagster.settings import Settings
+
+KAFKA = "kafka"
+_BROKER = Jar("org.apache.kafka", "kafka_2.13", "4.1.1", megabytes=40)
+_LOGGING = Jar("org.apache.logging.log4j", "log4j-slf4j-impl", "2.24.3")
+"""The broker brings none, and would say nothing of why it does not start."""
+_LOG4J = """# Written by branchlake at each start of the broker.
+rootLogger.level = info
+rootLogger.appenderRef.stdout.ref = console
+appender.console.type = Console
+appender.console.name = console
+appender.console.target = SYSTEM_ERR
+appender.console.layout.type = PatternLayout
+appender.console.layout.pattern = %d{yy/MM/dd HH:mm:ss} %p %c{1}: %m%n
+"""
+
+
+class EmbeddedKafka:
+    """The broker of one state folder. Safe to use from several processes at once."""
+
+    def __init__(self, settings: Settings, *, say: Callable[[str], None] = lambda _: None) -> None:
+        self._settings = settings
+        self._root = settings.state_dir
+        self._say = say
+
+    def running(self) -> str | None:
+        """Its address, `host:port`, if it runs."""
+        record = ProcessRecord.load(self.record_path)
+        if record and record.alive() and process.listening(record.port):
+            return f"{LOOPBACK}:{record.port}"
+        return None
+
+    def up(self) -> str:
+        """Its address; it is started if it does not run. Raises ServerDidNotStart or DownloadFailed."""
+        if found := self.running():
+            return found
+        with self._lock():
+            return self.running() or self._start()
+
+    def down(self) -> bool:
+        """Stop it; whether it ran. Its topics stay."""
+        if not self.record_path.exists():
+            return False
+        with self._lock():
+            record = ProcessRecord.load(self.record_path)
+            stopped = bool(record and process.stop(record))
+            self.record_path.unlink(missing_ok=True)
+        return stopped
+
+    @property
+    def record(self) -> ProcessRecord | None:
+        """Its process, if it runs."""
+        return ProcessRecord.load(self.record_path) if self.running() else None
+
+    @property
+    def log_path(self) -> Path:
+        """What it says."""
+        return self._root / "logs" / f"{KAFKA}.log"
+
+    @property
+    def record_path(self) -> Path:
+        """Where its process is recorded; there is no file where it was never started."""
+        return self._root / "run" / f"{KAFKA}.json"
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        with (private_folder(self._root / "run") / f"{KAFKA}.lock").open("w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+
+    def _start(self) -> str:
+        stale = ProcessRecord.load(self.record_path)
+        if stale and process.stop(stale):
+            self._say(f"Stopped a Kafka broker that did not answer (pid {stale.pid}).")
+        wanted = self._settings.kafka_port
+        if not wanted and stale and not process.listening(stale.port):
+            wanted = stale.port  # those who wrote to it find it again
+        port = process.choose_port(wanted, setting="BRANCHLAKE_KAFKA_PORT")
+        controller = process.choose_port(0, setting="the port of Kafka's controller")
+        home = private_folder(self._root / KAFKA)
+        path = self._class_path()
+        configuration = home / "server.properties"
+        configuration.write_text(_properties(home, port, controller))
+        (home / "log4j2.properties").write_text(_LOG4J)
+        self._say("Starting Kafka …")
+        if not (home / "log" / "meta.properties").exists():
+            self._format(path, configuration)
+        command = [str(bundled_java()), "-Xms64m", "-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
+        command += [f"-Dlog4j2.configurationFile={(home / 'log4j2.properties').as_uri()}"]
+        command += ["-cp", path, "kafka.Kafka", str(configuration)]
+        record = process.launch(KAFKA, command, log=self.log_path, environment={}, port=port)
+        record.save(self.record_path)
+        process.wait_until(
+            lambda: process.listening(port),
+            record,
+            log=self.log_path,
+            timeout_s=self._settings.startup_timeout_s,
+        )
+        self._say(f"kafka answers on port {port} (pid {record.pid}).")
+        return f"{LOOPBACK}:{port}"
+
+    def _class_path(self) -> str:
+        folder = state_folder(self._root) / "jars" / KAFKA
+        ivy = self._settings.ivy_settings
+        jars = resolve_with_all(_BROKER, folder, ivy_settings=ivy, say=self._say)
+        logging = resolve([_LOGGING], folder, ivy_settings=ivy, say=self._say)
+        return ":".join(map(str, [*jars, *logging.values()]))
+
+    def _format(self, path: str, configuration: Path) -> None:
+        """Give the empty log a cluster's id, as Kafka asks for before its first start."""
+        cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+        command = [str(bundled_java()), "-XX:TieredStopAtLevel=1", "-cp", path]
+        command += ["kafka.tools.StorageTool", "format", "-t", cluster, "-c", str(configuration)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        if done.returncode:
+            raise ServerDidNotStart(
+                f"Kafka's storage could not be made: {(done.stdout + done.stderr)[-300:]}"
+            )
+
+
+def cluster_of(settings: Settings) -> Cluster:
+    """The cluster of the settings, or the embedded broker if it runs. Raises ConfigurationError."""
+    if settings.kafka_bootstrap is not None:
+        return Cluster.of(settings, settings.kafka_bootstrap)
+    address = EmbeddedKafka(settings).running()
+    if address is None:
+        raise ConfigurationError(
+            "No Kafka cluster is known, and the embedded broker does not run.",
+            hint="Set BRANCHLAKE_KAFKA_BOOTSTRAP=host:port, or start one: branchlake up --with kafka.",
+        )
+    return Cluster(address)
+
+
+def _properties(home: Path, port: int, controller: int) -> str:
+    values = {
+        "process.roles": "broker,controller",
+        "node.id": "1",
+        "controller.quorum.voters": f"1@{LOOPBACK}:{controller}",
+        "controller.listener.names": "CONTROLLER",
+        "listeners": f"PLAINTEXT://{LOOPBACK}:{port},CONTROLLER://{LOOPBACK}:{controller}",
+        "advertised.listeners": f"PLAINTEXT://{LOOPBACK}:{port}",
+        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
+        "log.dirs": str(home / "log"),
+        "num.partitions": "2",
+        # One node has no second copy.
+        "offsets.topic.replication.factor": "1",
+        "offsets.topic.num.partitions": "1",
+        "transaction.state.log.replication.factor": "1",
+        "transaction.state.log.min.isr": "1",
+        "transaction.state.log.num.partitions": "1",
+        "group.initial.rebalance.delay.ms": "0",
+    }
+    return "".join(f"{name}={value}\n" for name, value in values.items())

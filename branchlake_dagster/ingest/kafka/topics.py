@@ -1,0 +1,205 @@
+"""Topics as the cluster has them now: which incarnation, which partitions, from where to where."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+from branchlake_dagster.extras import require
+from branchlake_dagster.ingest.errors import KafkaRefused, KafkaUnavailable
+from branchlake_dagster.ingest.kafka.cluster import Cluster
+from branchlake_dagster.ingest.positions.offsets import Offsets
+from branchlake_dagster.ingest.positions.topic import Topic
+
+if TYPE_CHECKING:
+    from confluent_kafka import KafkaException
+    from confluent_kafka.admin import AdminClient
+
+_TIMEOUT_S = 10.0
+_log = logging.getLogger(__name__)
+
+
+class Topics(Protocol):
+    """Where records come from: Kafka, or a folder that stands for it."""
+
+    def describe(self, names: Iterable[str]) -> dict[str, Topic]:
+        """The topics by name. Raises KafkaRefused for one that is not there, KafkaUnavailable."""
+
+    def at_time(self, topic: Topic, moment: datetime) -> Offsets:
+        """By partition the first record of that time or later; its end where there is none."""
+
+    def time_of(self, offsets: Offsets) -> datetime | None:
+        """The earliest time of the records at these offsets, or next after them; None: it is not known."""
+
+    def report(self, group: str, offsets: Offsets) -> None:
+        """Tell a consumer group how far the tables are, for tools that show lag. Never raises."""
+
+
+class KafkaTopics:
+    """`Topics` of a cluster. Keeps one connection; `close` ends it."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        require("kafka", "confluent_kafka", wanted_by="ingestion from Kafka")
+        self._cluster = cluster
+
+    @cached_property
+    def _admin(self) -> AdminClient:
+        from confluent_kafka.admin import AdminClient
+
+        # librdkafka's own log goes to standard error, each reconnect a line.
+        return AdminClient({**self._cluster.client_options(), "log_level": 2})
+
+    def describe(self, names: Iterable[str]) -> dict[str, Topic]:
+        """See `Topics`. Three requests, whatever the number of topics."""
+        from confluent_kafka import IsolationLevel, TopicCollection
+        from confluent_kafka import TopicPartition as Place
+        from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
+
+        wanted = sorted(set(names))
+        asked = self._admin.describe_topics(TopicCollection(wanted), request_timeout=_TIMEOUT_S)
+        told = {name: _answer(asked[name], name) for name in wanted}
+        places = [Place(name, part.id) for name, topic in told.items() for part in topic.partitions]
+        spec: Any = OffsetSpec  # its functions have no types
+        ends = self._offsets(dict.fromkeys(places, spec.latest()), IsolationLevel.READ_COMMITTED)
+        begins = self._offsets(dict.fromkeys(places, spec.earliest()), IsolationLevel.READ_UNCOMMITTED)
+        return {
+            name: Topic(
+                name,
+                str(topic.topic_id),
+                {part.id: begins[name, part.id] for part in topic.partitions},
+                {part.id: ends[name, part.id] for part in topic.partitions},
+            )
+            for name, topic in told.items()
+        }
+
+    def size(self) -> tuple[int, int]:
+        """How many brokers and topics there are, as far as these credentials may see them.
+
+        Raises KafkaUnavailable or KafkaRefused.
+        """
+        from confluent_kafka import KafkaException
+
+        try:
+            told = self._admin.list_topics(timeout=_TIMEOUT_S)
+        except KafkaException as exception:
+            raise _as_ours(exception, "the list of topics") from exception
+        return len(told.brokers), len(told.topics)
+
+    def at_time(self, topic: Topic, moment: datetime) -> Offsets:
+        """See `Topics`."""
+        from confluent_kafka import IsolationLevel
+        from confluent_kafka import TopicPartition as Place
+        from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
+
+        at = OffsetSpec.for_timestamp(int(moment.timestamp() * 1000))
+        found = self._offsets(
+            {Place(topic.name, number): at for number in topic.ends}, IsolationLevel.READ_UNCOMMITTED
+        )
+        return {
+            one: max(found[topic.name, one.partition], 0)
+            if found[topic.name, one.partition] >= 0
+            else topic.ends[one.partition]
+            for one in topic.partitions()
+        }
+
+    def time_of(self, offsets: Offsets) -> datetime | None:
+        """See `Topics`. Reads one record of each partition, in no group."""
+        from confluent_kafka import Consumer
+        from confluent_kafka import TopicPartition as Place
+
+        options = {"group.id": "branchlake-looks", "enable.auto.commit": False, "log_level": 2}
+        consumer = Consumer({**self._cluster.client_options(), **options})
+        places = {
+            (one.topic, one.partition): Place(one.topic, one.partition, at) for one, at in offsets.items()
+        }
+        found: dict[tuple[str, int], int] = {}
+        try:
+            consumer.assign(list(places.values()))
+            until = time.monotonic() + _TIMEOUT_S
+            while len(found) < len(places) and time.monotonic() < until:
+                for message in consumer.consume(100, timeout=0.2):
+                    place = (message.topic() or "", message.partition() or 0)
+                    if message.error() is None and place not in found:
+                        found[place] = message.timestamp()[1]
+                        # The others would wait behind the rest of this one.
+                        consumer.pause([places[place]])
+        finally:
+            consumer.close()
+        return datetime.fromtimestamp(min(found.values()) / 1000, UTC) if found else None
+
+    def _offsets(self, wanted: dict[Any, Any], isolation: Any) -> dict[tuple[str, int], int]:
+        asked = self._admin.list_offsets(wanted, isolation_level=isolation, request_timeout=_TIMEOUT_S)
+        return {
+            (place.topic, place.partition): _answer(future, place.topic).offset
+            for place, future in asked.items()
+        }
+
+    def report(self, group: str, offsets: Offsets) -> None:
+        """See `Topics`: the group `group` has committed what the tables have."""
+        from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException
+        from confluent_kafka import TopicPartition as Place
+
+        told = [Place(one.topic, one.partition, offset) for one, offset in offsets.items()]
+        if not told:
+            return
+        try:
+            asked = self._admin.alter_consumer_group_offsets(
+                [ConsumerGroupTopicPartitions(group, told)], request_timeout=_TIMEOUT_S
+            )
+            for future in asked.values():
+                future.result()
+        except KafkaException as error:
+            # Nothing goes by it: the tables know.
+            _log.warning("Consumer group %s was not told: %s", group, error)
+
+
+def _passing() -> tuple[int, ...]:
+    """What passes by itself, whatever librdkafka calls it: a leader is about to be found."""
+    from confluent_kafka import KafkaError
+
+    return (
+        KafkaError._TRANSPORT,
+        KafkaError._ALL_BROKERS_DOWN,
+        KafkaError._TIMED_OUT,
+        KafkaError.NOT_LEADER_FOR_PARTITION,
+        KafkaError.LEADER_NOT_AVAILABLE,
+        KafkaError.REQUEST_TIMED_OUT,
+        KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+    )
+
+
+def _answer(future: Any, topic: str) -> Any:
+    from confluent_kafka import KafkaException
+
+    try:
+        return future.result(_TIMEOUT_S + 5)
+    except KafkaException as exception:
+        raise _as_ours(exception, f"topic {topic}") from exception
+    except TimeoutError as error:
+        raise KafkaUnavailable(
+            f"Kafka did not answer for topic {topic} within {_TIMEOUT_S:.0f} s.",
+            hint="Is BRANCHLAKE_KAFKA_BOOTSTRAP right, and does the broker run?",
+        ) from error
+
+
+def _as_ours(exception: KafkaException, what: str) -> KafkaRefused | KafkaUnavailable:
+    from confluent_kafka import KafkaError
+
+    error: KafkaError = exception.args[0]
+    if error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
+        return KafkaRefused(
+            f"The cluster has no {what}.", hint="Create it, or correct the ingestion's topics."
+        )
+    if error.retriable() or error.code() in _passing():
+        return KafkaUnavailable(
+            f"Kafka did not answer for {what}: {error.str()}.",
+            hint="Nothing was changed; it is tried again with the next batch.",
+        )
+    return KafkaRefused(
+        f"Kafka refused to tell of {what}: {error.str()}.",
+        hint="Look at the credentials and permissions (BRANCHLAKE_KAFKA_…).",
+    )

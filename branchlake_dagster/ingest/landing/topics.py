@@ -1,0 +1,72 @@
+"""The topics of a landing folder, as an ingestion plans by them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.ingest.errors import LandingUnavailable
+from branchlake_dagster.ingest.positions.offsets import Offsets
+from branchlake_dagster.ingest.positions.topic import Topic
+from branchlake_dagster.ingest.receiving.landing import Landing, LandingFile
+
+
+class LandingTopics:
+    """`Topics` of a folder. The incarnation is the folder's `topic-id`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._landing = Landing(folder)
+
+    def describe(self, names: Iterable[str]) -> dict[str, Topic]:
+        """See `Topics`. Raises LandingUnavailable for one that no receiver has made yet; LandingDamaged."""
+        return {name: self._topic(name) for name in sorted(set(names))}
+
+    def _topic(self, name: str) -> Topic:
+        try:
+            incarnation = self._landing.topic_id(name)
+            numbers = self._landing.partitions(name)
+            spans = {number: self._landing.offsets(name, number) for number in numbers}
+        except (ConfigurationError, OSError) as error:
+            # A folder that is not mounted looks the same as a topic that nobody has received yet.
+            raise LandingUnavailable(
+                f"Landing folder {self._landing.folder} has no topic {name}.",
+                hint="Start its receiver (branchlake receive --landing …), or correct BRANCHLAKE_LANDING."
+                f" There are: {', '.join(self._landing.topics()) or 'none'}.",
+            ) from error
+        begins = {number: span[0] for number, span in spans.items()}
+        return Topic(name, incarnation, begins, {number: span[1] for number, span in spans.items()})
+
+    def at_time(self, topic: Topic, moment: datetime) -> Offsets:
+        """See `Topics`. A record's time is its receipt."""
+        return {one: self._first_since(topic, one.partition, moment) for one in topic.partitions()}
+
+    def _first_since(self, topic: Topic, partition: int, moment: datetime) -> int:
+        for file in self._landing.files(topic.name, partition):
+            rows = pq.read_table(file.path, columns=["offset", "timestamp"], partitioning=None)
+            since = rows.filter(pc.greater_equal(rows["timestamp"], moment))
+            if since.num_rows:
+                return int(since["offset"][0].as_py())
+        return topic.ends[partition]
+
+    def time_of(self, offsets: Offsets) -> datetime | None:
+        """See `Topics`."""
+        found = []
+        for one, offset in offsets.items():
+            file = self._holding(one.topic, one.partition, offset)
+            if file is not None:
+                times = pq.read_table(file.path, columns=["timestamp"], partitioning=None)["timestamp"]
+                found.append(times[max(offset - file.first, 0)].as_py().astimezone(UTC))
+        return min(found, default=None)
+
+    def _holding(self, topic: str, partition: int, offset: int) -> LandingFile | None:
+        first, end = self._landing.offsets(topic, partition)
+        at = max(offset, first)
+        return self._landing.files_of(topic, partition, at, at + 1)[0] if at < end else None
+
+    def report(self, group: str, offsets: Offsets) -> None:
+        """See `Topics`. A folder has no consumer groups: the lag is on the topic's asset."""

@@ -1,0 +1,94 @@
+"""What a table says of its offsets: in the summary of each snapshot, and as a property of the table.
+
+The summary is the record that belongs to the rows, and goes back with them when the table is rolled back. It
+is lost when snapshots expire. The property stays, and two batches for the same offsets both set it, to
+different values, so that only one of them can be published (ADR 33).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from branchlake_dagster.changes.summary import OFFSETS, PREFIX
+from branchlake_dagster.ingest.positions.offsets import Offsets, TopicPartition, covers
+
+COMMIT_ID = f"{PREFIX}commit_id"
+VALID_THROUGH = f"{PREFIX}valid_through_ms"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The offsets up to which a table holds an ingestion's records, and the batch that said so.
+
+    `valid_through_ms` is the least over all partitions of the latest time of a record, ms since 1970; None
+    where a partition did not take part. `at` is the snapshot that the batch made, None when it made none.
+    """
+
+    offsets: Offsets
+    commit_id: str
+    run_id: str
+    valid_through_ms: int | None = None
+    at: int | None = None
+    until: Offsets = field(default_factory=dict)
+    """Not empty: the table was rolled back, and takes records again up to here, which the others have."""
+
+    def text(self) -> str:
+        """As a property's value."""
+        told = {
+            "topics": _by_topic(self.offsets),
+            "commit": self.commit_id,
+            "run": self.run_id,
+            **({"valid_through_ms": self.valid_through_ms} if self.valid_through_ms is not None else {}),
+            **({"at": self.at} if self.at is not None else {}),
+            **({"until": _by_topic(self.until)} if self.until else {}),
+        }
+        return json.dumps(told, separators=(",", ":"))
+
+    @classmethod
+    def from_text(cls, text: str) -> Recorded:
+        """Back again. Raises ValueError, KeyError or TypeError."""
+        told = json.loads(text)
+        valid, at = told.get("valid_through_ms"), told.get("at")
+        offsets, until = _offsets(told["topics"]), _offsets(told.get("until", {}))
+        return cls(offsets, told["commit"], told["run"], valid, at, until)
+
+    def refilled_to(self, offsets: Offsets) -> Recorded:
+        """What a table says that is filled again, and has come to these offsets."""
+        return replace(self, offsets=offsets, until={} if covers(offsets, self.offsets) else self.offsets)
+
+    def summary(self, ingestion: str) -> dict[str, str]:
+        """The entries of a snapshot's summary."""
+        valid = {} if self.valid_through_ms is None else {VALID_THROUGH: str(self.valid_through_ms)}
+        return {OFFSETS + ingestion: replace(self, at=None).text(), COMMIT_ID: self.commit_id, **valid}
+
+
+def _by_topic(offsets: Offsets) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for one, offset in sorted(offsets.items()):
+        found.setdefault(f"{one.topic}@{one.incarnation}", {})[str(one.partition)] = offset
+    return found
+
+
+def _offsets(topics: Any) -> dict[TopicPartition, int]:
+    if not isinstance(topics, dict) or not all(isinstance(one, dict) for one in topics.values()):
+        raise ValueError(f"{topics!r} tells no offsets")
+    return {
+        TopicPartition(*_name_and_id(topic), int(number)): int(offset)
+        for topic, partitions in topics.items()
+        for number, offset in partitions.items()
+    }
+
+
+def _name_and_id(text: str) -> tuple[str, str]:
+    name, _, incarnation = text.rpartition("@")
+    if not name:
+        raise ValueError(f"{text!r} names no topic")
+    return name, incarnation
+
+
+def ingestions_in(properties: Mapping[str, str]) -> dict[str, str]:
+    """The texts of all ingestions that a table's properties record, by name."""
+    return {name.removeprefix(OFFSETS): text for name, text in properties.items() if name.startswith(OFFSETS)}

@@ -1,0 +1,206 @@
+"""Where an ingestion stands, found from what its tables say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pyiceberg.table import Table
+from pyiceberg.table.metadata import TableMetadata
+
+from branchlake_dagster.changes.history import holds, line, told
+from branchlake_dagster.changes.summary import OFFSETS
+from branchlake_dagster.ingest.errors import AnotherIngestion, PositionLost
+from branchlake_dagster.ingest.positions.offsets import Offsets, Ranges, TopicPartition, ends, merged
+from branchlake_dagster.ingest.positions.planning import BatchPlan
+from branchlake_dagster.ingest.positions.recorded import Recorded, ingestions_in
+from branchlake_dagster.ingest.positions.topic import Topic, set_backs, topic_id
+
+OnRollback = Literal["stop", "replay", "skip"]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far the tables are.
+
+    `position` is where all of them are that were not rolled back. `replayed` has those that were and are to
+    be filled again, and from where: of a record before the position only they take anything.
+    """
+
+    position: Offsets
+    replayed: Mapping[str, Offsets]
+
+    @property
+    def start(self) -> Offsets:
+        """Where the next batch begins: at the position, or before it for tables that are filled again."""
+        found = dict(self.position)
+        for offsets in self.replayed.values():
+            for one, offset in offsets.items():
+                found[one] = min(offset, found.get(one, offset))
+        return found
+
+    def floors(self, tables: Iterable[str], ranges: Ranges) -> dict[str, Offsets]:
+        """By table the offsets before which it takes nothing, while others are filled again; else nothing.
+
+        Of what is read alone: an older incarnation of a topic had offsets of its own.
+        """
+        if not self.replayed:
+            return {}
+        return {
+            name: {
+                one: offset for one, offset in self.replayed.get(name, self.position).items() if one in ranges
+            }
+            for name in tables
+        }
+
+    def recorded(self, name: str, batch: Recorded, plan: BatchPlan) -> Recorded:
+        """What a table says after a batch: as far as all, or as far as one has come that is filled again."""
+        again = self.replayed.get(name)
+        return batch if again is None else batch.refilled_to(merged(again, plan.passed, ends(plan.ranges)))
+
+    def after(self, plan: BatchPlan) -> Offsets:
+        """Where the tables are after a batch that were not rolled back."""
+        return merged(self.position, plan.passed, ends(plan.ranges))
+
+
+def standing(ingestion: str, tables: Mapping[str, Table | None], *, on_rollback: OnRollback) -> Standing:
+    """Where the ingestion stands by its tables as one reference has them; None: not there yet.
+
+    Raises PositionLost.
+    """
+    recorded: dict[str, Recorded] = {}
+    behind: dict[str, Offsets] = {}
+    for name, table in tables.items():
+        if table is None:
+            continue
+        by_property = _by_property(ingestion, table, name)
+        if by_property is not None:
+            if not holds(table.metadata, by_property.at):
+                again = _rolled_back(ingestion, name, table.metadata, by_property, on_rollback)
+                if again is not None:
+                    behind[name] = again
+            elif by_property.until and on_rollback != "skip":
+                behind[name] = by_property.offsets
+            # One that is filled again has not come as far as the others, who may all be like it.
+            recorded[name] = replace(by_property, offsets=merged(by_property.offsets, by_property.until))
+        elif (by_summary := _by_summary(ingestion, table.metadata)) is not None:
+            # Another engine has put a table of its own making in its place, rows and all.
+            recorded[name] = by_summary
+    position = merged(*(one.offsets for one in recorded.values()))
+    # Of a partition that a table never told of, nothing was for it.
+    return Standing(position, {name: {**position, **offsets} for name, offsets in behind.items()})
+
+
+def require_replayable(known: Standing, topics: Iterable[Topic]) -> None:
+    """Raise PositionLost where a table is to be filled again with records that no topic has any more."""
+    there = {one for topic in topics for one in topic.partitions()}
+    for name, offsets in known.replayed.items():
+        gone = sorted(
+            {one.topic for one, at in offsets.items() if one not in there and at < known.position.get(one, 0)}
+        )
+        if gone:
+            raise PositionLost(
+                f"The table was rolled back, and its records of topic {', '.join(gone)} cannot be read again:"
+                " the topic was deleted or made again since, or is not one of the ingestion's any more.",
+                table=name,
+                hint='Choose on_rollback="skip" to leave them out, or roll the table forward again.',
+            )
+
+
+def require_alone(ingestion: str, tables: Mapping[str, Table | None], topics: Mapping[str, str]) -> None:
+    """Raise AnotherIngestion when somebody else fills one of the tables from one of the topics.
+
+    `topics` are Kafka's ids by name.
+    """
+    for name, table in tables.items():
+        if table is None:
+            continue
+        for other, text in ingestions_in(table.metadata.properties).items():
+            if other == ingestion:
+                continue
+            try:
+                offsets = Recorded.from_text(text).offsets
+            except (ValueError, KeyError, TypeError):
+                continue  # its own run says so
+            shared = sorted(
+                {one.topic for one in offsets if topics.get(one.topic) == topic_id(one.incarnation)}
+            )
+            if shared:
+                raise AnotherIngestion(
+                    f"Ingestion {other} already fills the table from topic {', '.join(shared)};"
+                    f" {ingestion} would add the same records again.",
+                    table=name,
+                    hint="Use one ingestion, or another table. If the other one is gone for good, remove its"
+                    f" table property {OFFSETS}{other}.",
+                )
+
+
+def _by_property(ingestion: str, table: Table, name: str) -> Recorded | None:
+    text = table.metadata.properties.get(OFFSETS + ingestion)
+    if text is None:
+        return None
+    try:
+        return Recorded.from_text(text)
+    except (ValueError, KeyError, TypeError) as error:
+        found = _by_summary(ingestion, table.metadata)
+        if found is not None:
+            return found
+        raise PositionLost(
+            f"The table's property {OFFSETS}{ingestion} cannot be read, and no snapshot tells its offsets.",
+            table=name,
+            hint="Set the property to the offsets that the table holds, as docs/ingestion.md shows.",
+        ) from error
+
+
+def _by_summary(ingestion: str, metadata: TableMetadata) -> Recorded | None:
+    """What the newest snapshot of the line says that says anything."""
+    found, _ = line(metadata)
+    for snapshot in reversed(found):
+        text = told(snapshot, OFFSETS + ingestion)
+        if text is not None:
+            try:
+                return Recorded.from_text(text)
+            except (ValueError, KeyError, TypeError):
+                continue
+    return None
+
+
+def _rolled_back(
+    ingestion: str, name: str, metadata: TableMetadata, known: Recorded, on_rollback: OnRollback
+) -> Offsets | None:
+    """Up to where a table that was rolled back still has the records; None: it is not filled again."""
+    if on_rollback == "skip":
+        return None
+    if on_rollback == "stop":
+        raise PositionLost(
+            f"The table was rolled back below what ingestion {ingestion} had put into it.",
+            table=name,
+            hint='Choose with on_rollback="replay" to read the records again into this table alone, or'
+            ' with on_rollback="skip" to leave them out.',
+        )
+    held = _by_summary(ingestion, metadata)
+    if held is not None:
+        since = {one for one in known.offsets if set_backs(one.incarnation)} - held.offsets.keys()
+        if since:
+            raise PositionLost(
+                f"The table was rolled back to before the offsets of topic {min(since).topic} were set back:"
+                " which of its records it still holds is not known.",
+                table=name,
+                hint='Choose on_rollback="skip" to leave them out, or roll the table forward again.',
+            )
+        return _all_of(merged(known.offsets, known.until), held.offsets)
+    _, reached = line(metadata)
+    if not reached:
+        raise PositionLost(
+            "The table was rolled back, and the snapshots that tell how far it still is have expired.",
+            table=name,
+            hint='Choose on_rollback="skip", or drop the table and let it be filled from the start.',
+        )
+    return dict.fromkeys(merged(known.offsets, known.until), 0)
+
+
+def _all_of(known: Offsets, held: Offsets) -> Offsets:
+    """Of each partition that the table knew: what it holds of it, and nothing of those it does not tell."""
+    found: dict[TopicPartition, int] = {one: held.get(one, 0) for one in known}
+    return found

@@ -1,0 +1,96 @@
+"""What is told of topics on their assets: lag, the oldest record that waits, and what receivers count."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import dagster as dg
+
+from branchlake_dagster.changes.summary import OFFSETS
+from branchlake_dagster.ingest.batch.ingest_batch import Before
+from branchlake_dagster.ingest.declaring.declaration import Ingest
+from branchlake_dagster.ingest.kafka.topics import Topics
+from branchlake_dagster.ingest.positions.offsets import TopicPartition
+from branchlake_dagster.ingest.positions.recorded import Recorded
+from branchlake_dagster.ingest.positions.topic import Topic
+from branchlake_dagster.ingest.receiving.scrape import TopicCounts, scrape
+from branchlake_dagster.ingest.running.report import LAG, VALID_THROUGH, moment
+from branchlake_dagster.ingest.running.source import topic_key
+from branchlake_dagster.settings import Settings
+
+
+def observations(
+    ingest: Ingest,
+    before: Before,
+    topics: Topics,
+    settings: Settings,
+    *,
+    now: Callable[[], float] = time.time,
+) -> list[dg.AssetObservation]:
+    """One for each topic of an ingestion, on the topic's asset. Raises what `topics` raises."""
+    monitors = [one.strip() for one in (settings.receivers or "").split(",") if one.strip()]
+    counts, silent = scrape(monitors)
+    found = []
+    for name, topic in sorted(before.topics.items()):
+        waiting = _waiting(before, topic)
+        metadata: dict[str, Any] = {
+            LAG: dg.MetadataValue.int(sum(topic.ends[one.partition] - at for one, at in waiting.items())),
+            "branchlake/partitions": dg.MetadataValue.int(len(topic.ends)),
+            "branchlake/topic_id": dg.MetadataValue.text(topic.incarnation),
+            **_oldest(topics.time_of(waiting) if waiting else None, now()),
+            **_valid_through(ingest, before),
+            **_received(counts.get(name), silent),
+        }
+        found.append(dg.AssetObservation(topic_key(ingest, name), metadata=metadata))
+    return found
+
+
+def _waiting(before: Before, topic: Topic) -> dict[TopicPartition, int]:
+    """Where each partition is gone on with that has records no table has."""
+    begun = {one: before.standing.position.get(one, 0) for one in topic.partitions()}
+    starts = {one: max(at, topic.begins[one.partition]) for one, at in begun.items()}
+    return {one: at for one, at in starts.items() if at < topic.ends[one.partition]}
+
+
+def _oldest(at: datetime | None, now: float) -> Mapping[str, Any]:
+    """When the oldest record that waits was received, and how long ago; 0 s where none waits."""
+    if at is None:
+        return {"branchlake/oldest_waiting_s": dg.MetadataValue.float(0.0)}
+    return {
+        "branchlake/oldest_waiting": dg.MetadataValue.timestamp(at),
+        "branchlake/oldest_waiting_s": dg.MetadataValue.float(round(max(now - at.timestamp(), 0.0), 3)),
+    }
+
+
+def _valid_through(ingest: Ingest, before: Before) -> Mapping[str, Any]:
+    """As the last batch on `main` has it; the table of dead letters takes part in each."""
+    anchor = list(before.tables.values())[-1]
+    text = anchor.metadata.properties.get(OFFSETS + ingest.name) if anchor is not None else None
+    try:
+        at = Recorded.from_text(text).valid_through_ms if text else None
+    except (ValueError, KeyError, TypeError):
+        return {}  # the next batch says so
+    return {} if at is None else {VALID_THROUGH: dg.MetadataValue.timestamp(moment(at))}
+
+
+def _received(counts: TopicCounts | None, silent: Sequence[str]) -> Mapping[str, Any]:
+    """What the topic's receivers have counted since they started, and how full their buffers are."""
+    found: dict[str, Any] = {}
+    if silent:
+        found["branchlake/receivers_silent"] = dg.MetadataValue.text(", ".join(silent))
+    if counts is None:
+        return found
+    found["branchlake/received"] = dg.MetadataValue.int(counts.received)
+    found["branchlake/handed_over"] = dg.MetadataValue.int(counts.handed_over)
+    found["branchlake/dropped"] = dg.MetadataValue.int(counts.dropped.total())
+    for reason, number in sorted(counts.dropped.items()):
+        found[f"branchlake/dropped_{reason}"] = dg.MetadataValue.int(number)
+    found["branchlake/receiver_buffered"] = dg.MetadataValue.int(counts.waiting)
+    if counts.buffer:
+        found["branchlake/receiver_buffer_used"] = dg.MetadataValue.float(
+            round(counts.waiting / counts.buffer, 4)
+        )
+    return found

@@ -1,0 +1,51 @@
+"""Where an ingestion's topics are, by its declaration and the settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import dagster as dg
+
+from branchlake_dagster.ingest.batch.records import KafkaRecords, LandingRecords, Records
+from branchlake_dagster.ingest.declaring.declaration import Ingest
+from branchlake_dagster.ingest.kafka.broker import cluster_of
+from branchlake_dagster.ingest.kafka.topics import KafkaTopics, Topics
+from branchlake_dagster.ingest.landing.topics import LandingTopics
+from branchlake_dagster.settings import Settings
+
+
+@dataclass(frozen=True)
+class Source:
+    """The topics, and how their records are read."""
+
+    topics: Topics
+    records: Records
+
+
+def source_of(ingest: Ingest, settings: Settings) -> Source:
+    """Kafka or the landing folder. Raises ConfigurationError or MissingExtra."""
+    if ingest.source == "landing":
+        folder = settings.landing_folder
+        return Source(LandingTopics(folder), LandingRecords(folder))
+    cluster = cluster_of(settings)
+    return Source(KafkaTopics(cluster), KafkaRecords(cluster))
+
+
+def topic_key(ingest: Ingest, topic: str) -> dg.AssetKey:
+    """The external asset that stands for a topic. Kafka's names may hold dots, Dagster's parts too."""
+    return dg.AssetKey([ingest.source, topic])
+
+
+def topic_spec(ingest: Ingest, topic: str) -> dg.AssetSpec:
+    """That asset."""
+    if ingest.source == "landing":
+        text = f"The topic {topic} of the landing folder, as its receiver fills it."
+        return dg.AssetSpec(
+            topic_key(ingest, topic), description=text, kinds={"parquet"}, group_name="landing"
+        )
+    return dg.AssetSpec(
+        topic_key(ingest, topic),
+        description=f"The Kafka topic {topic}.",
+        kinds={"kafka"},
+        group_name="kafka",
+    )

@@ -1,0 +1,90 @@
+"""An ingestion driven batch by batch, without Dagster: each on a branch of its own, merged into `main`."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pyarrow as pa
+from pyiceberg.table import Table
+from pyspark.sql import SparkSession
+
+from branchlake_dagster.ingest.batch.ingest_batch import BatchResult, Before, Place, ingest_batch, look
+from branchlake_dagster.ingest.batch.records import KafkaRecords, Records
+from branchlake_dagster.ingest.batch.targets import identifiers
+from branchlake_dagster.ingest.declaring.declaration import Ingest
+from branchlake_dagster.ingest.kafka.topics import KafkaTopics
+from branchlake_dagster.lakehouse.catalog.options import NAMESPACE_CREATE
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster_tests.suite.kafka import Broker
+
+
+class Driver:
+    """One ingestion on a lake and a broker."""
+
+    def __init__(self, lake: Lakehouse, kafka: Broker, session: SparkSession, ingest: Ingest) -> None:
+        self.lake = lake
+        self._session = session
+        self._own: list[SparkSession] = []
+        self.ingest = ingest
+        self.wanted = identifiers(ingest, "lake")
+        self.topics = KafkaTopics(kafka.cluster)
+        self.records: Records = KafkaRecords(kafka.cluster)
+
+    def look(self, ref: str = "main") -> Before:
+        return look(self.ingest, self.lake.nessie, self.lake.catalog(ref), self.wanted, self.topics)
+
+    def place(self) -> Place:
+        """A branch of main's head."""
+        name = f"ingest-{uuid.uuid4().hex[:8]}"
+        base = self.lake.nessie.reference("main").hash
+        self.lake.nessie.create_branch(name, from_ref="main", from_hash=base)
+        catalog = self.lake.catalog(name, properties={NAMESPACE_CREATE: "true"})
+        return Place(self.lake, name, catalog, lambda: self._at(name), "run", {}, {})
+
+    def _at(self, branch: str) -> SparkSession:
+        """A session at the branch where rows are merged; else any, whose workers are there already."""
+        if all(table.mode == "append" for table in self.ingest.tables):
+            return self._session
+        if not self._own:
+            self._own.append(self.lake.spark_session(branch))
+        return self._own[0]
+
+    def batch(self, *, tasks: int = 2, publish: bool = True) -> BatchResult:
+        """The next batch, published."""
+        place = self.place()
+        result = ingest_batch(
+            self.ingest, self.look(place.branch), place, self.records, self.wanted, tasks=tasks
+        )
+        if publish:
+            self.publish(place, result)
+        return result
+
+    def publish(self, place: Place, result: BatchResult) -> None:
+        while self._own:
+            self._own.pop().stop()
+        merged = self.lake.nessie.merge(
+            from_name=place.branch,
+            from_hash=result.head.hash,
+            into="main",
+            expected_hash=self.lake.nessie.reference("main").hash,
+            message="published",
+            properties={},
+        )
+        assert merged.applied, merged
+        self.lake.nessie.delete_branch(place.branch, expected_hash=result.head.hash)
+
+    def table(self, number: int = 0) -> Table:
+        """A table by its place; the dead letters are the last one."""
+        return self.lake.catalog("main").load_table(list(self.wanted.values())[number])
+
+    def arrow(self, number: int = 0) -> pa.Table:
+        return self.table(number).scan().to_arrow()
+
+    def rows(self, number: int = 0, by: str | None = None) -> list[dict[str, Any]]:
+        found = self.arrow(number).to_pylist()
+        return sorted(found, key=lambda row: row[by]) if by else found
+
+    def dead(self) -> list[dict[str, Any]]:
+        """The dead letters by their offsets."""
+        return sorted(self.rows(-1), key=lambda row: (row["topic"], row["partition"], row["offset"]))

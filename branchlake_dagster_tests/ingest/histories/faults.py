@@ -1,0 +1,160 @@
+"""One fault in the life of a process: at which of its steps, and of which kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from random import Random
+from typing import Any, TypeVar
+
+import requests
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from urllib3.exceptions import ConnectTimeoutError
+
+from branchlake_dagster.ingest.batch.records import Records
+from branchlake_dagster.ingest.positions.offsets import Ranges
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.lakehouse.nessie import failures
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.lakehouse.nessie.transport import HttpTransport
+from branchlake_dagster.settings import Settings
+
+T = TypeVar("T")
+
+
+class Fault(StrEnum):
+    """What happens at a request to Nessie, or at the pass of Spark."""
+
+    NONE = "nothing"
+    REFUSED = "refused once"
+    AWAY = "refused for long"
+    LOST = "reply lost"
+    LOST_ALL = "replies lost for long"
+    DIES_BEFORE = "dies before"
+    DIES_AFTER = "dies after"
+    OTHER_BEFORE = "another one publishes before"
+    OTHER_AFTER = "another one publishes after"
+
+
+_FOR_LONG = 6
+"""Requests; a client makes one four times."""
+_STEPS = 18
+"""Requests of a batch, about; the pass counts as one."""
+
+
+_NEVER_MADE = ConnectTimeoutError("refused")
+
+
+class Died(BaseException):
+    """The process is gone: nothing of it runs any more, no `except Exception` either."""
+
+
+@dataclass
+class Fate:
+    """Of one process. `meanwhile` is called where another one is faster."""
+
+    fault: Fault = Fault.NONE
+    at: int = 0
+    meanwhile: Callable[[], None] = lambda: None
+    met: list[str] = field(default_factory=list)
+    """What has happened, and at what."""
+    _steps: int = 0
+    _dead: bool = False
+
+    @classmethod
+    def drawn(cls, random: Random, meanwhile: Callable[[], None]) -> Fate:
+        """By chance. One at a request that changes something is as likely as one at any other."""
+        return cls(random.choice([*Fault][1:]), random.randrange(_STEPS), meanwhile)
+
+    def step(self, what: str, do: Callable[[], T], lost: Callable[[bool], Exception]) -> T:
+        """Do it, or not, or as if not. `lost` makes the error for one that was, or was not, sent."""
+        if self._dead:
+            raise Died
+        place, self._steps = self._steps - self.at, self._steps + 1
+        long = self.fault in (Fault.AWAY, Fault.LOST_ALL)
+        if self.fault is Fault.NONE or not 0 <= place < (_FOR_LONG if long else 1):
+            return do()
+        self.met.append(f"{self.fault}: {what}")
+        if self.fault in (Fault.REFUSED, Fault.AWAY):
+            raise lost(False)
+        if self.fault is Fault.DIES_BEFORE:
+            self._die()
+        if self.fault is Fault.OTHER_BEFORE:
+            self.meanwhile()
+        answer = do()
+        if self.fault in (Fault.LOST, Fault.LOST_ALL):
+            raise lost(True)
+        if self.fault is Fault.DIES_AFTER:
+            self._die()
+        if self.fault is Fault.OTHER_AFTER:
+            self.meanwhile()
+        return answer
+
+    def _die(self) -> None:
+        self._dead = True
+        raise Died
+
+
+class FaultyTransport(HttpTransport):
+    """HTTP with a fate."""
+
+    def __init__(self, uri: str, token: str | None, fate: Fate) -> None:
+        super().__init__(uri, token=token, verify=True, connect_timeout_s=3, read_timeout_s=30)
+        self._fate = fate
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        decode: Callable[[Any], T],
+        *,
+        action: str,
+        changes: bool,
+        params: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+    ) -> T:
+        def do() -> T:
+            return HttpTransport.send(
+                self, method, path, decode, action=action, changes=changes, params=params, body=body
+            )
+
+        def lost(sent: bool) -> Exception:
+            cause = requests.ReadTimeout("lost") if sent else requests.ConnectionError(_NEVER_MADE)
+            return failures.from_exception(cause, action=action, changes=changes, server=self.uri)
+
+        return self._fate.step(f"{method} {path.split('/')[0]} {action.split()[0]}", do, lost)
+
+
+class FaultyLake(Lakehouse):
+    """A lake as a process with a fate sees it. It never waits."""
+
+    def __init__(self, settings: Settings, fate: Fate) -> None:
+        super().__init__(settings)
+        at = self.endpoints(spark=False)
+        transport = FaultyTransport(at.nessie_uri, at.nessie_token, fate)
+        self._faulty = NessieClient(at.nessie_uri, transport=transport, sleep=lambda _: None)
+
+    @property
+    def nessie(self) -> NessieClient:
+        return self._faulty
+
+
+class PassFailed(PySparkException):
+    """Spark's pass failed."""
+
+
+@dataclass
+class FaultyRecords:
+    """Records whose pass has a fate as well."""
+
+    records: Records
+    fate: Fate
+
+    def frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> DataFrame:
+        return self.fate.step(
+            "pass",
+            lambda: self.records.frame(session, ranges, tasks=tasks),
+            lambda _: PassFailed("lost"),
+        )

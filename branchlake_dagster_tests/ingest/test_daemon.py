@@ -1,0 +1,143 @@
+"""Both ways to run an ingestion, through a real daemon: what its sensors start, and how a live run ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import uuid
+from pathlib import Path
+
+import dagster as dg
+import pytest
+import requests
+
+from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
+from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
+from branchlake_dagster_tests.daemon import daemon_of, wait_for
+from branchlake_dagster_tests.ingest.histories.tokens import ingestion
+from branchlake_dagster_tests.ingest.project import NAME, TOPICS
+from branchlake_dagster_tests.ingest.test_live import ids, record, run_branches
+from branchlake_dagster_tests.suite.kafka import Broker
+
+pytestmark = [pytest.mark.daemon, pytest.mark.timeout(600)]
+
+MODULE = "branchlake_dagster_tests.ingest.project"
+START = "mutation ($of: SensorSelector!) { startSensor(sensorSelector: $of) { __typename } }"
+TERMINATE = "mutation ($of: String!) { terminateRun(runId: $of) { __typename } }"
+
+
+def asked(url: str, query: str, of: object) -> str:
+    """What a mutation of the UI gives."""
+    told = {"query": query, "variables": {"of": of}}
+    ((_, reply),) = requests.post(f"{url}/graphql", json=told, timeout=60).json()["data"].items()
+    return str(reply["__typename"])
+
+
+def start_sensor(url: str, name: str) -> None:
+    of = {"repositoryLocationName": MODULE, "repositoryName": "__repository__", "sensorName": name}
+    assert asked(url, START, of) == "Sensor"
+
+
+def stop_sensor(instance: dg.DagsterInstance, name: str) -> None:
+    state = next(one for one in instance.all_instigator_state() if one.name == name)
+    instance.update_instigator_state(state.with_status(type(state.status).STOPPED))
+
+
+def begun_by(lake: Lakehouse, run: dg.DagsterRun) -> list[str]:
+    """The branches of a live run's batches that are still there."""
+    found = []
+    for name in run_branches(lake):
+        with contextlib.suppress(ReferenceNotFound):  # another one's, and gone meanwhile
+            log = lake.nessie.log(name, limit=10)
+            if any(f"batch of run {run.run_id} begins" in entry.commit.message for entry in log):
+                found.append(name)
+    return found
+
+
+def kill(run: dg.DagsterRun) -> None:
+    worker = WorkerProcess.of(run.tags[WORKER_TAG])
+    assert worker is not None
+    os.kill(worker.pid, signal.SIGKILL)
+
+
+def test_sensors_start_batches_and_keep_a_live_run_going(
+    lakehouse: Lakehouse, spark_session: object, kafka: Broker, tmp_path: Path
+) -> None:
+    topic = kafka.topic(partitions=2)
+    ingest = ingestion([topic], f"i{uuid.uuid4().hex[:8]}")
+    more = {NAME: ingest.name, TOPICS: topic, "BRANCHLAKE_KAFKA_BOOTSTRAP": kafka.cluster.bootstrap}
+    batch, live = f"ingest_{ingest.name}_sensor", f"ingest_{ingest.name}_live_sensor"
+
+    def sent_and_there(*numbers: int) -> None:
+        kafka.send(topic, [record(number) for number in numbers])
+        wait_for(
+            lambda: (
+                lakehouse.catalog("main").table_exists((ingest.name, "a"))
+                and ids(lakehouse, ingest, "a") == list(range(1, numbers[-1] + 1))
+            )
+        )
+
+    with (
+        daemon_of(MODULE, lakehouse, ingest.name, tmp_path, more=more) as url,
+        dg.DagsterInstance.get() as instance,
+    ):
+
+        def runs(job: str) -> list[dg.DagsterRun]:
+            return list(instance.get_runs(dg.RunsFilter(job_name=f"ingest_{ingest.name}_{job}")))
+
+        def at_work(not_one_of: list[dg.DagsterRun]) -> dg.DagsterRun:
+            known = {one.run_id for one in not_one_of}
+            (found,) = wait_for(
+                lambda: [
+                    one
+                    for one in runs("live")
+                    if one.run_id not in known and one.status is dg.DagsterRunStatus.STARTED
+                ]
+            )
+            return found
+
+        start_sensor(url, batch)
+        sent_and_there(1, 2)
+        wait_for(lambda: all(one.is_finished for one in runs("job")))
+        stop_sensor(instance, batch)
+        assert [one.is_success for one in runs("job")] == [True]
+
+        start_sensor(url, live)
+        first = at_work([])
+        sent_and_there(3)
+        kill(first)
+        second = at_work([first])
+        ended = instance.get_run_by_id(first.run_id)
+        assert ended is not None
+        assert ended.is_failure
+        sent_and_there(4, 5)
+
+        def told() -> bool:
+            found = instance.fetch_materializations(dg.AssetKey([ingest.name, "a"]), limit=1).records[0]
+            assert found.asset_materialization is not None
+            metadata = found.asset_materialization.metadata
+            return found.run_id == second.run_id and metadata["branchlake/rows_of_batch"].value > 0
+
+        wait_for(told)
+        stop_sensor(instance, live)
+        kafka.send(topic, [record(6)])
+        assert asked(url, TERMINATE, second.run_id) == "TerminateRunSuccess"
+        wait_for(lambda: not [one for one in runs("live") if not one.is_finished])
+        ended = instance.get_run_by_id(second.run_id)
+        assert ended is not None
+        assert ended.status is dg.DagsterRunStatus.CANCELED
+        assert ids(lakehouse, ingest, "a") in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6])
+        start_sensor(url, live)
+        third = at_work([first, second])
+        sent_and_there(7)
+        assert asked(url, TERMINATE, third.run_id) == "TerminateRunSuccess"
+        wait_for(lambda: instance.get_run_by_id(third.run_id).is_finished)  # type: ignore[union-attr]
+    # What was killed may have been in the middle of a batch; that one is the reaper's.
+    assert begun_by(lakehouse, second) == begun_by(lakehouse, third) == []
+    assert len(begun_by(lakehouse, first)) <= 1
+    # So is the beat of the killed one, which the sensor of dead writers takes when it has been silent for long.
+    mine = {one.run_id for one in (second, third)}
+    assert not [beat for beat in HeartbeatStore.of(lakehouse.settings).all() if beat.run_id in mine]

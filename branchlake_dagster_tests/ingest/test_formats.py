@@ -1,0 +1,217 @@
+"""Avro, plain and with a registry, Protobuf, and a format of one's own."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.ingest.converting.avro import Avro, RegistryAvro
+from branchlake_dagster.ingest.converting.formats import Decoded
+from branchlake_dagster.ingest.converting.protobuf import protobuf
+from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.errors import KafkaUnavailable
+from branchlake_dagster_tests.ingest.conftest import Driving
+from branchlake_dagster_tests.suite.kafka import Broker
+
+FIRST = {
+    "type": "record",
+    "name": "Order",
+    "fields": [{"name": "id", "type": "long"}, {"name": "site", "type": ["null", "string"], "default": None}],
+}
+SECOND = {
+    "type": "record",
+    "name": "Order",
+    "fields": [*FIRST["fields"], {"name": "amount", "type": "double"}],  # type: ignore[misc]
+}
+
+
+def _long(number: int) -> bytes:
+    """Avro's variable-length whole number."""
+    rest, found = (number << 1) ^ (number >> 63), b""
+    while rest > 127:
+        found, rest = found + bytes([rest & 127 | 128]), rest >> 7
+    return found + bytes([rest])
+
+
+def _order(number: int, site: str | None = None, amount: float | None = None) -> bytes:
+    told = b"\x00" if site is None else b"\x02" + _long(len(site.encode())) + site.encode()
+    return _long(number) + told + (b"" if amount is None else struct.pack("<d", amount))
+
+
+def _framed(schema: int, value: bytes) -> bytes:
+    return b"\x00" + schema.to_bytes(4, "big") + value
+
+
+@contextmanager
+def registry(subject: str, versions: dict[int, tuple[int, Any]], status: list[int]) -> Iterator[str]:
+    """A schema registry on loopback: `versions` to ids and schemas; with `status` it answers that instead."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            base = f"/subjects/{subject}/versions"
+            told: Any = None
+            if self.path == base:
+                told = sorted(versions)
+            elif self.path.startswith(base):
+                number, schema = versions[int(self.path.rsplit("/", 1)[1])]
+                told = {"subject": subject, "id": number, "schema": json.dumps(schema)}
+            code = status[0] if status else 404 if told is None else 200
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(json.dumps(told).encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_avro_plain_and_with_a_registry(driving: Driving, kafka: Broker, namespace: str) -> None:
+    plain, framed = kafka.topic(), kafka.topic()
+    made = IngestTable(key=[namespace, "plain"], attributes={"at": "offset"})
+    drive = driving(
+        Ingest(name=f"{namespace}_p", topics=[plain], tables=[made], format=Avro(json.dumps(FIRST)))
+    )
+    kafka.send(plain, [_order(1, "ü"), _order(-(1 << 62)), b"\x02", b"", _order(3, "x")])
+    drive.batch()
+    # The table was made by the schema.
+    assert str(drive.table().schema().find_type("id")) == "long"
+    assert [(row["at"], row["id"], row["site"]) for row in drive.rows(0, "at")] == [
+        (0, 1, "ü"),
+        (1, -(1 << 62), None),
+        (4, 3, "x"),
+    ]
+    assert [(row["offset"], row["error_kind"], row["value"]) for row in drive.dead()] == [
+        (2, "format", b"\x02"),
+        (3, "format", b""),
+    ]
+
+    status: list[int] = []
+    versions: dict[int, tuple[int, Any]] = {1: (7, FIRST)}
+    with registry(f"{framed}-value", versions, status) as url:
+        columns = {"id": "int", "site": "string", "amount": "decimal(10,2)"}
+        table = IngestTable(key=[namespace, "t"], columns=columns, route="a|b", attributes={"at": "offset"})
+        reading = RegistryAvro(url, f"{framed}-value")
+        ingest = Ingest(name=namespace, topics=[framed], tables=[table], format=reading, route_by="site")
+        drive = driving(ingest)
+        kafka.send(framed, [_framed(7, _order(1, "a")), _framed(8, _order(2, "b", 1.255))])
+        drive.batch()
+        assert [(row["offset"], row["error_kind"], row["error"]) for row in drive.dead()] == [
+            (1, "schema", "The registry's subject has no schema 8")
+        ]
+        versions[2] = (8, SECOND)
+        kafka.send(
+            framed,
+            [
+                _framed(8, _order(2, "b", 1.25)),
+                _framed(7, _order(3, "a")),
+                _framed(7, _order(1 << 40, "a")),
+                _framed(9, _order(4, "a")),
+                _order(5, "a"),
+                b"\x00",
+                _framed(8, b"\x02"),
+                _framed(8, _order(6, "elsewhere", 1.0)),
+            ],
+        )
+        drive.batch()
+        assert [(row["id"], row["site"], str(row["amount"])) for row in drive.rows(0, "at")] == [
+            (1, "a", "None"),
+            (2, "b", "1.25"),
+            (3, "a", "None"),
+        ]
+        assert [(row["offset"], row["error_kind"]) for row in drive.dead()[1:]] == [
+            (4, "conversion"),
+            (5, "schema"),
+            (6, "format"),
+            (7, "format"),
+            (8, "format"),
+            (9, "route"),
+        ]
+        status.append(503)
+        kafka.send(framed, [_framed(7, _order(9, "a"))])
+        with pytest.raises(KafkaUnavailable, match="registry answered 503"):
+            drive.batch(publish=False)
+    with pytest.raises(KafkaUnavailable, match="registry did not answer"):
+        drive.batch(publish=False)
+
+
+def _descriptors() -> bytes:
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="shop.proto", package="shop", syntax="proto3")
+    line = file.message_type.add(name="Line")
+    line.field.add(name="sku", number=1, type=field.TYPE_STRING, label=field.LABEL_OPTIONAL)
+    order = file.message_type.add(name="Order")
+    order.field.add(name="id", number=1, type=field.TYPE_INT64, label=field.LABEL_OPTIONAL)
+    order.field.add(name="price", number=2, type=field.TYPE_DOUBLE, label=field.LABEL_OPTIONAL)
+    order.field.add(name="raw", number=3, type=field.TYPE_BYTES, label=field.LABEL_OPTIONAL)
+    order.field.add(
+        name="lines", number=4, type=field.TYPE_MESSAGE, type_name=".shop.Line", label=field.LABEL_REPEATED
+    )
+    return descriptor_pb2.FileDescriptorSet(file=[file]).SerializeToString()
+
+
+def test_protobuf_and_functions_of_batches(driving: Driving, kafka: Broker, namespace: str) -> None:
+    topic, own = kafka.topic(), kafka.topic()
+    descriptors = _descriptors()
+    pool = descriptor_pool.DescriptorPool()
+    for file in descriptor_pb2.FileDescriptorSet.FromString(descriptors).file:
+        pool.Add(file)
+    order = message_factory.GetMessageClass(pool.FindMessageTypeByName("shop.Order"))
+    with pytest.raises(ConfigurationError, match=r"no message shop\.Nothing"):
+        protobuf(descriptors, "shop.Nothing")
+    table = IngestTable(key=[namespace, "orders"], attributes={"at": "offset"})
+    reading = protobuf(descriptors, "shop.Order")
+    drive = driving(Ingest(name=f"{namespace}_p", topics=[topic], tables=[table], format=reading))
+    values = [
+        order(id=n, price=n / 2, raw=b"\xff", lines=[{"sku": f"s{n}"}]).SerializeToString()
+        for n in range(1, 40)
+    ]
+    broken = {5: b"\x08", 6: b"\xff\xff\xff", 17: b"no message at all"}
+    for place, value in broken.items():
+        values[place] = value
+    kafka.send(topic, values)
+    drive.batch()
+    rows = {row["at"]: row for row in drive.rows()}
+    assert {n: (row["id"], row["price"], row["raw"], row["lines"]) for n, row in rows.items()} == {
+        n: (n + 1, (n + 1) / 2, b"\xff", [{"sku": f"s{n + 1}"}]) for n in range(39) if n not in broken
+    }
+    assert {row["offset"]: row["value"] for row in drive.dead()} == broken
+
+    def decode(values: pa.BinaryArray) -> tuple[pa.StructArray, pa.StringArray]:
+        whole = [value is not None and len(value.as_py() or b"") == 6 for value in values]
+        read = [
+            struct.unpack("<Ih", value.as_py()) if ok else None
+            for value, ok in zip(values, whole, strict=True)
+        ]
+        rows = [None if one is None else {"tick": one[0], "level": one[1]} for one in read]
+        kind = pa.struct([("tick", pa.int64()), ("level", pa.int32())])
+        return pa.array(rows, kind), pa.array(
+            [None if ok else "It has not 6 bytes." for ok in whole], pa.string()
+        )
+
+    schema = pa.schema([("tick", pa.int64()), ("level", pa.int32())])
+    frames = IngestTable(
+        key=[namespace, "frames"], columns={"tick": "bigint", "level": "int"}, required=["tick"]
+    )
+    drive = driving(Ingest(name=namespace, topics=[own], tables=[frames], format=Decoded(decode, schema)))
+    kafka.send(own, [struct.pack("<Ih", 4_000_000_000, -5), b"short", struct.pack("<Ih", 1, 2)])
+    drive.batch()
+    assert drive.rows(0, "tick") == [{"tick": 1, "level": 2}, {"tick": 4_000_000_000, "level": -5}]
+    assert [(row["offset"], row["error"]) for row in drive.dead()] == [(1, "It has not 6 bytes.")]

@@ -1,0 +1,326 @@
+"""Batch after batch on real servers: published exactly once, whoever interferes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from branchlake_dagster.branching.reaping.origin import INSTANCE
+from branchlake_dagster.branching.reaping.rules import ReapingAction
+from branchlake_dagster.ingest.batch.ingest_batch import BatchResult
+from branchlake_dagster.ingest.batch.records import KafkaRecords
+from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.errors import Superseded, TooManyDeadLetters
+from branchlake_dagster.ingest.kafka.topics import KafkaTopics
+from branchlake_dagster.ingest.positions.recorded import COMMIT_ID, OFFSETS, VALID_THROUGH, Recorded
+from branchlake_dagster.ingest.running.live import LiveIngestion
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.publication.cleanup.reaping import reap_branches
+from branchlake_dagster.publication.reconcile.reconciler import RUN_BRANCHES
+from branchlake_dagster_tests.suite.instances import new_instance
+from branchlake_dagster_tests.suite.kafka import Broker, Message
+
+COLUMNS = {"id": "bigint", "kind": "string"}
+AT = int(time.time()) * 1_000 - 3_600_000
+"""The records' time, ms since 1970: not so long ago that the broker's retention takes them away."""
+
+
+def two_tables(topic: str, **more: Any) -> Ingest:
+    name = f"i{uuid.uuid4().hex[:8]}"
+    tables = [
+        IngestTable(key=[name, kind], columns=COLUMNS, route=kind, attributes={"o": "offset"})
+        for kind in ("a", "b")
+    ]
+    return Ingest(name=name, topics=[topic], tables=tables, route_by="kind", **more)
+
+
+def record(number: int, kind: str = "a") -> Message:
+    return Message(json.dumps({"id": number, "kind": kind}).encode(), at=AT + 1_000 * number)
+
+
+class Stopped(BaseException):
+    """The process is gone."""
+
+
+class Live(LiveIngestion):
+    """With something that happens between the batch and its publication."""
+
+    between: Callable[[BatchResult], None] = staticmethod(lambda _: None)
+
+    def _publish(self, base: str, result: BatchResult) -> str:
+        self.between(result)
+        return super()._publish(base, result)
+
+
+@contextmanager
+def live(lake: Lakehouse, kafka: Broker, ingest: Ingest) -> Iterator[Live]:
+    made = Live(
+        ingest,
+        lake,
+        str(uuid.uuid4()),
+        KafkaTopics(kafka.cluster),
+        KafkaRecords(kafka.cluster),
+        session_at=lake.spark_session,
+        tasks=2,
+        properties={},
+    )
+    with closing(made):
+        yield made
+
+
+def ids(lake: Lakehouse, ingest: Ingest, kind: str) -> list[int]:
+    found = lake.catalog("main").load_table((ingest.name, kind)).scan().to_arrow()
+    return sorted(found["id"].to_pylist())
+
+
+def run_branches(lake: Lakehouse) -> set[str]:
+    return {one.name for one in lake.nessie.references(filter=RUN_BRANCHES)}
+
+
+def test_each_batch_is_one_publication_with_its_offsets(
+    lakehouse: Lakehouse, spark_session: Any, kafka: Broker
+) -> None:
+    topic = kafka.topic(partitions=2)
+    ingest = two_tables(topic, most_records=3)
+    kafka.send(topic, [record(1), record(2, "b"), Message(b"no", partition=1, at=AT + 9_000), record(3, "c")])
+    before = run_branches(lakehouse)
+    with live(lakehouse, kafka, ingest) as one:
+        first, second = one.batch(), one.batch()
+        assert first is not None
+        assert second is not None
+        assert one.batch() is None
+    assert first.result.plan.lag == 1
+    assert (first.result.records, second.result.records) == (3, 1)
+    assert run_branches(lakehouse) == before
+    assert (ids(lakehouse, ingest, "a"), ids(lakehouse, ingest, "b")) == ([1], [2])
+    log = [entry.commit.hash for entry in lakehouse.nessie.log("main", limit=2)]
+    assert log == [second.publication, first.publication]
+    catalog = lakehouse.catalog("main")
+    dead = catalog.load_table((ingest.name, f"{ingest.name}_dead_letters"))
+    found = {row["value"]: row["error_kind"] for row in dead.scan().to_arrow().to_pylist()}
+    assert found == {b"no": "syntax", record(3, "c").value: "route"}
+    told = Recorded.from_text(dead.metadata.properties[OFFSETS + ingest.name])
+    assert {(each.topic, each.partition): offset for each, offset in told.offsets.items()} == {
+        (topic, 0): 3,
+        (topic, 1): 1,
+    }
+    table = catalog.load_table((ingest.name, "a"))
+    snapshot = table.current_snapshot()
+    assert snapshot is not None
+    assert snapshot.summary is not None
+    summary = snapshot.summary.additional_properties
+    assert summary[COMMIT_ID] == first.result.commit_id
+    assert Recorded.from_text(summary[OFFSETS + ingest.name]).commit_id == first.result.commit_id
+    # The least of the partitions' latest times, where both took part.
+    times = [one.result.recorded.valid_through_ms for one in (first, second)]
+    assert summary.get(VALID_THROUGH) == (str(times[0]) if times[0] is not None else None)
+    assert sorted(str(one) for one in times) in ([str(AT + 2_000), "None"], ["None", "None"])
+
+
+def test_of_two_batches_for_the_same_offsets_one_is_published(
+    lakehouse: Lakehouse, spark_session: Any, kafka: Broker
+) -> None:
+    topic = kafka.topic()
+    ingest = two_tables(topic)
+    kafka.send(topic, [record(1), record(2, "b")])
+    with live(lakehouse, kafka, ingest) as paused, live(lakehouse, kafka, ingest) as other:
+        other.batch()
+        kafka.send(topic, [record(3, "b")])
+
+        def meanwhile(_: BatchResult) -> None:
+            kafka.send(topic, [record(4)])
+            assert other.batch() is not None  # takes both, and fills another table as well
+
+        paused.between = meanwhile
+        with pytest.raises(Superseded, match="another batch of this ingestion was published first"):
+            paused.batch()
+        paused.between = lambda _: None
+        assert paused.batch() is None  # it sees what main has
+    assert (ids(lakehouse, ingest, "a"), ids(lakehouse, ingest, "b")) == ([1, 4], [2, 3])
+
+
+def test_a_writer_whose_branch_is_gone_publishes_nothing(
+    lakehouse: Lakehouse, spark_session: Any, kafka: Broker
+) -> None:
+    topic = kafka.topic()
+    ingest = two_tables(topic)
+    kafka.send(topic, [record(1)])
+
+    def reaped(result: BatchResult) -> None:
+        head = lakehouse.nessie.reference(result.head.name)
+        lakehouse.nessie.delete_branch(head.name, expected_hash=head.hash)
+
+    with live(lakehouse, kafka, ingest) as one:
+        one.between = reaped
+        with pytest.raises(Superseded, match="fenced"):
+            one.batch()
+        one.between = lambda _: None
+        assert one.batch() is not None
+    assert ids(lakehouse, ingest, "a") == [1]
+
+
+def test_a_batch_that_dies_anywhere_leaves_nothing(
+    lakehouse: Lakehouse, spark_session: Any, kafka: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = kafka.topic()
+    ingest = two_tables(topic)
+    kafka.send(topic, [record(number, "ab"[number % 2]) for number in range(10)])
+
+    def dies(_: BatchResult) -> None:
+        raise Stopped
+
+    with live(lakehouse, kafka, ingest) as one:
+        one.between = dies
+        with pytest.raises(Stopped):
+            one.batch()
+    with live(lakehouse, kafka, ingest) as one:
+        publish = one._publisher.publish
+
+        def published_and_died(*args: Any, **named: Any) -> Any:
+            publish(*args, **named)
+            raise Stopped
+
+        monkeypatch.setattr(one._publisher, "publish", published_and_died)
+        with pytest.raises(Stopped):
+            one.batch()
+    with live(lakehouse, kafka, ingest) as one:
+        assert one.batch() is None
+    assert ids(lakehouse, ingest, "a") + ids(lakehouse, ingest, "b") == [0, 2, 4, 6, 8, 1, 3, 5, 7, 9]
+
+
+def test_too_many_dead_letters_block_the_batch(
+    lakehouse: Lakehouse, spark_session: Any, kafka: Broker
+) -> None:
+    topic = kafka.topic()
+    ingest = two_tables(topic, tolerance=0.2)
+    kafka.send(topic, [record(1), Message(b"no")])
+    with live(lakehouse, kafka, ingest) as one, pytest.raises(TooManyDeadLetters, match=r"50\.00%"):
+        one.batch()
+    assert not lakehouse.catalog("main").table_exists((ingest.name, "a"))
+
+
+def test_of_two_first_batches_one_is_published(
+    lakehouse: Lakehouse, spark_session: Any, kafka: Broker
+) -> None:
+    """Both make the tables."""
+    topic = kafka.topic()
+    ingest = two_tables(topic)
+    kafka.send(topic, [record(1), record(2, "b"), Message(b"no")])
+    with live(lakehouse, kafka, ingest) as paused, live(lakehouse, kafka, ingest) as other:
+        paused.between = lambda _: other.batch()
+        with pytest.raises(Superseded):
+            paused.batch()
+    assert (ids(lakehouse, ingest, "a"), ids(lakehouse, ingest, "b")) == ([1], [2])
+
+
+def test_a_table_that_is_rolled_back_meanwhile_is_filled_again(
+    lakehouse: Lakehouse, spark_session: Any, kafka: Broker
+) -> None:
+    topic = kafka.topic()
+    ingest = two_tables(topic, on_rollback="replay")
+    with live(lakehouse, kafka, ingest) as one:
+        for number in (1, 2):
+            kafka.send(topic, [record(number), record(number, "b")])
+            one.batch()
+
+        def rolled_back(_: BatchResult) -> None:
+            table = lakehouse.catalog("main").load_table((ingest.name, "a"))
+            table.manage_snapshots().rollback_to_snapshot(table.history()[0].snapshot_id).commit()
+
+        kafka.send(topic, [record(3), record(3, "b")])
+        one.between = rolled_back
+        with contextlib.suppress(Superseded):
+            one.batch()
+        one.between = lambda _: None
+        while one.batch():
+            pass
+    assert (ids(lakehouse, ingest, "a"), ids(lakehouse, ingest, "b")) == ([1, 2, 3], [1, 2, 3])
+
+
+def test_a_table_is_filled_again_alone_and_no_dead_letter_comes_twice(
+    lakehouse: Lakehouse, spark_session: Any, kafka: Broker
+) -> None:
+    topic = kafka.topic()
+    ingest = two_tables(topic, on_rollback="replay")
+    catalog = lakehouse.catalog("main")
+    bad = Message(b'{"id": "x", "kind": "a"}')
+    with live(lakehouse, kafka, ingest) as one:
+        for number in (1, 2):
+            kafka.send(topic, [record(number), record(number, "b"), bad, Message(b"no"), record(9, "c")])
+            one.batch()
+        for name in ("a", f"{ingest.name}_dead_letters"):
+            before = catalog.load_table((ingest.name, name)).scan().to_arrow().num_rows
+            table = catalog.load_table((ingest.name, name))
+            table.manage_snapshots().rollback_to_snapshot(table.history()[0].snapshot_id).commit()
+            assert one.batch() is not None
+            assert one.batch() is None
+            after = catalog.load_table((ingest.name, name)).scan().to_arrow().num_rows
+            assert (name, after) == (name, before)
+            assert (ids(lakehouse, ingest, "a"), ids(lakehouse, ingest, "b")) == ([1, 2], [1, 2])
+            letters = catalog.load_table((ingest.name, f"{ingest.name}_dead_letters")).scan().to_arrow()
+            assert letters.num_rows == 6, name
+
+
+class MovedLake(Lakehouse):
+    """A lake whose Nessie is started again at another address, so that it has another client."""
+
+    def __init__(self, lake: Lakehouse) -> None:
+        super().__init__(lake.settings)
+        at = self.endpoints(spark=False)
+        self.client = NessieClient(at.nessie_uri, token=at.nessie_token, sleep=lambda _: None)
+
+    @property
+    def nessie(self) -> NessieClient:
+        return self.client
+
+    def move(self) -> None:
+        old, at = self.client, self.endpoints(spark=False)
+        old._transport.uri = "http://127.0.0.1:1/api/v2"  # type: ignore[misc]
+        self.client = NessieClient(at.nessie_uri, token=at.nessie_token)
+
+
+def test_it_goes_on_when_nessie_is_back_at_another_address(
+    lakehouse: Lakehouse, spark_session: Any, kafka: Broker
+) -> None:
+    topic = kafka.topic()
+    ingest = two_tables(topic)
+    moved = MovedLake(lakehouse)
+    kafka.send(topic, [record(1)])
+    with live(moved, kafka, ingest) as one:
+        one.batch()
+        moved.move()
+        kafka.send(topic, [record(2)])
+        one.batch()
+    assert ids(lakehouse, ingest, "a") == [1, 2]
+
+
+def test_what_is_left_of_a_batch_that_died_in_its_pass_is_reaped(
+    lakehouse: Lakehouse, spark_session: Any, kafka: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = kafka.topic()
+    ingest = two_tables(topic)
+    kafka.send(topic, [record(1)])
+    before = run_branches(lakehouse)
+
+    def dies(*_: Any, **__: Any) -> Any:
+        raise Stopped
+
+    with new_instance() as instance, live(lakehouse, kafka, ingest) as one:
+        one._properties = {INSTANCE: instance.run_storage.get_run_storage_id()}
+        monkeypatch.setattr(one._records, "frame", dies)
+        monkeypatch.setattr(one, "_end", lambda *_, **__: None)
+        with pytest.raises(Stopped):
+            one.batch()
+        (left,) = run_branches(lakehouse) - before
+        later = datetime.now(UTC) + timedelta(days=2)
+        (ended,) = reap_branches(lakehouse, instance, only=[left], now=lambda: later)
+    assert ended.action is ReapingAction.DISCARD, ended.reason

@@ -1,0 +1,463 @@
+"""Where an ingestion stands and what it reads next: any history leaves each record in its tables once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyiceberg.table import Table
+
+from branchlake_dagster.changes.summary import OFFSETS
+from branchlake_dagster.ingest.errors import AnotherIngestion, PositionLost, TopicChanged
+from branchlake_dagster.ingest.positions.offsets import (
+    OffsetRange,
+    Offsets,
+    TopicPartition,
+    covers,
+    in_words,
+    merged,
+    records,
+)
+from branchlake_dagster.ingest.positions.planning import BatchPlan, Rules, plan_batch
+from branchlake_dagster.ingest.positions.recorded import COMMIT_ID, VALID_THROUGH, Recorded
+from branchlake_dagster.ingest.positions.standing import (
+    OnRollback,
+    Standing,
+    require_alone,
+    require_replayable,
+    standing,
+)
+from branchlake_dagster.ingest.positions.topic import Topic
+
+NAME = "orders"
+LENIENT = Rules("start_over", "continue_at_end", "skip")
+
+
+@dataclass
+class FakeTable:
+    """What of an Iceberg table tells its positions, and its rows by snapshot."""
+
+    snapshots: list[Any] = field(default_factory=list)
+    current: int | None = None
+    properties: dict[str, str] = field(default_factory=dict)
+    rows: dict[int | None, tuple[int, ...]] = field(default_factory=lambda: {None: ()})
+
+    @property
+    def metadata(self) -> Any:
+        return SimpleNamespace(
+            snapshots=self.snapshots, current_snapshot_id=self.current, properties=self.properties
+        )
+
+    @property
+    def now(self) -> tuple[int, ...]:
+        return self.rows[self.current]
+
+    def append(self, number: int, rows: list[int], recorded: Recorded) -> None:
+        at = self.current
+        if rows:
+            summary = SimpleNamespace(additional_properties=recorded.summary(NAME))
+            self.snapshots.append(
+                SimpleNamespace(
+                    snapshot_id=number,
+                    parent_snapshot_id=self.current,
+                    sequence_number=len(self.snapshots) + 1,
+                    summary=summary,
+                )
+            )
+            self.rows[number] = (*self.now, *rows)
+            self.current = at = number
+        text = Recorded(recorded.offsets, recorded.commit_id, "run", None, at, recorded.until).text()
+        self.properties[OFFSETS + NAME] = text
+
+    def roll_back(self, steps: int) -> None:
+        parents = {one.snapshot_id: one.parent_snapshot_id for one in self.snapshots}
+        for _ in range(steps):
+            self.current = parents.get(self.current)
+
+
+def found(tables: dict[str, FakeTable], on_rollback: OnRollback = "stop") -> Standing:
+    return standing(NAME, cast("dict[str, Table | None]", tables), on_rollback=on_rollback)
+
+
+def topic(*spans: tuple[int, int], incarnation: str = "i", name: str = "t") -> Topic:
+    return Topic(
+        name,
+        incarnation,
+        {number: begin for number, (begin, _) in enumerate(spans)},
+        {number: end for number, (_, end) in enumerate(spans)},
+    )
+
+
+def at(*offsets: int, incarnation: str = "i", name: str = "t") -> dict[TopicPartition, int]:
+    return {TopicPartition(name, incarnation, number): offset for number, offset in enumerate(offsets)}
+
+
+def earliest(one: Topic) -> Offsets:
+    return {part: one.begins[part.partition] for part in one.partitions()}
+
+
+def plan(
+    *topics: Topic,
+    start: Offsets,
+    first: Any = earliest,
+    most: int = 1000,
+    rules: Rules | None = None,
+) -> BatchPlan:
+    return plan_batch(topics, start, first, most_records=most, rules=rules or Rules())
+
+
+# -- the model: any history ------------------------------------------------------------------------------
+
+
+class World:
+    """A topic, two tables that take a part of its records each and one that takes all, and what is right."""
+
+    def __init__(self) -> None:
+        self.tables = {"even": FakeTable(), "odd": FakeTable(), "all": FakeTable()}
+        self.log: dict[int, dict[int, int]] = {0: {}}
+        self.begins = {0: 0}
+        self.ends = {0: 0}
+        self.incarnation = 0
+        self.numbers = 0
+        self.batches = 0
+        self.optional: set[int] = set()
+        """Records that a rule has let go."""
+        self.left: dict[str, set[int]] = {name: set() for name in self.tables}
+        """Records that were left out of a table because it was rolled back."""
+
+    def topic(self) -> Topic:
+        return Topic("t", f"i{self.incarnation}", dict(self.begins), dict(self.ends))
+
+    def takes(self, name: str, number: int) -> bool:
+        return name == "all" or (number % 2 == 0) == (name == "even")
+
+    def produce(self, partition: int, count: int) -> None:
+        partition %= len(self.log)
+        for _ in range(count):
+            self.numbers += 1
+            self.log[partition][self.ends[partition]] = self.numbers
+            self.ends[partition] += 1
+
+    def add_partition(self) -> None:
+        number = len(self.log)
+        self.log[number], self.begins[number], self.ends[number] = {}, 0, 0
+
+    def expire(self, partition: int, count: int) -> None:
+        """Retention deletes the oldest records, read or not."""
+        partition %= len(self.log)
+        begin = min(self.begins[partition] + count, self.ends[partition])
+        for offset in range(self.begins[partition], begin):
+            self.optional.add(self.log[partition].pop(offset))
+        self.begins[partition] = begin
+
+    def make_again(self) -> None:
+        self.optional |= {one for log in self.log.values() for one in log.values()}
+        self.log, self.begins, self.ends = {0: {}}, {0: 0}, {0: 0}
+        self.incarnation += 1
+
+    def truncate(self, partition: int, count: int) -> None:
+        """The log loses its end, which is noticed before anything new comes: nothing else tells it."""
+        self.drain(1000)
+        partition %= len(self.log)
+        end = max(self.ends[partition] - count, self.begins[partition])
+        for offset in range(end, self.ends[partition]):
+            self.optional.add(self.log[partition].pop(offset))
+        self.ends[partition] = end
+        self.batch(1000)
+
+    def batch(self, most: int) -> bool:
+        """One batch; whether there was anything to do."""
+        try:
+            known, topics = self.look("replay")
+        except PositionLost:
+            known, topics = self.look("skip")
+            for name, table in self.tables.items():
+                # Its choice: what it does not hold of what all have come past is left out.
+                self.left[name] |= set(range(1, self.numbers + 1)) - set(table.now)
+        planned = plan(*topics, start=known.start, most=most, rules=LENIENT)
+        if planned.empty:
+            return False
+        assert 0 <= records(planned.ranges) <= most
+        floors = known.floors(self.tables, planned.ranges)
+        self.batches += 1
+        batch = Recorded(known.after(planned), f"b{self.batches}", "run")
+        for name, table in self.tables.items():
+            rows = [
+                number
+                for one, span in planned.ranges.items()
+                for offset in range(span.start, span.end)
+                if (number := self.log[one.partition].get(offset)) is not None
+                and self.takes(name, number)
+                # As the pass over the records has it, which knows topics by their names alone.
+                and not any(
+                    offset < floor
+                    for part, floor in floors.get(name, {}).items()
+                    if part.partition == one.partition
+                )
+            ]
+            if rows or name in known.replayed or name == "all":
+                mine = known.recorded(name, batch, planned)
+                table.append(self.batches, rows, mine)
+        return True
+
+    def roll_back(self, name: str, steps: int) -> None:
+        self.tables[name].roll_back(steps)
+
+    def roll_all_back(self, *steps: int) -> None:
+        for table, back in zip(self.tables.values(), steps, strict=True):
+            table.roll_back(back)
+
+    def look(self, on_rollback: OnRollback) -> tuple[Standing, list[Topic]]:
+        known = found(self.tables, on_rollback)
+        now = [self.topic().as_recorded(known.position)]
+        require_replayable(known, now)
+        return known, now
+
+    def drain(self, most: int) -> None:
+        for _ in range(300):
+            if not self.batch(most):
+                return
+        raise AssertionError("it never ends")
+
+    def check(self) -> None:
+        for name, table in self.tables.items():
+            counts = Counter(table.now)
+            assert not [number for number, count in counts.items() if count > 1], f"{name}: doubled"
+            wanted = {
+                number for number in range(1, self.numbers + 1) if self.takes(name, number)
+            } - self.optional
+            lost = wanted - set(counts) - self.left[name]
+            assert not lost, f"{name} lost {sorted(lost)}"
+            assert not [number for number in counts if not self.takes(name, number)]
+
+
+_STEP = st.sampled_from(
+    [
+        *["produce"] * 4,
+        *["batch"] * 5,
+        *["roll_back"] * 2,
+        *["roll_all_back", "add_partition", "expire", "make_again", "truncate"],
+    ]
+)
+_few = st.integers(0, 4)
+_ARGUMENTS: dict[str, st.SearchStrategy[tuple[Any, ...]]] = {
+    "produce": st.tuples(_few, st.integers(1, 9)),
+    "batch": st.tuples(st.integers(1, 6)),
+    "roll_back": st.tuples(st.sampled_from(["even", "odd", "all"]), st.integers(1, 3)),
+    "roll_all_back": st.tuples(_few, _few, _few),
+    "add_partition": st.just(()),
+    "expire": st.tuples(_few, _few),
+    "make_again": st.just(()),
+    "truncate": st.tuples(_few, _few),
+}
+_STEPS = _STEP.flatmap(lambda name: st.tuples(st.just(name), _ARGUMENTS[name]))
+
+
+@settings(max_examples=300)
+@given(st.lists(_STEPS, min_size=12, max_size=30), st.integers(1, 6))
+def test_any_history_leaves_each_record_in_its_tables_once(
+    steps: list[tuple[str, tuple[Any, ...]]], most: int
+) -> None:
+    world = World()
+    for name, arguments in steps:
+        getattr(world, name)(*arguments)
+    world.drain(most)
+    world.check()
+
+
+# -- the next batch ----------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 500)), min_size=1, max_size=12), st.integers(1, 400)
+)
+def test_a_batch_has_at_most_so_many_records_and_leaves_out_nothing_else(
+    spans: list[tuple[int, int]], most: int
+) -> None:
+    one = topic(*((begin, begin + count) for begin, count in spans))
+    planned = plan(one, start={}, most=most)
+    waiting = sum(count for _, count in spans)
+    assert records(planned.ranges) == min(most, waiting)
+    assert planned.lag == waiting - records(planned.ranges)
+    for part, span in planned.ranges.items():
+        assert span.start == one.begins[part.partition] < span.end <= one.ends[part.partition]
+    # Where the others stand is told too: what is deleted before their turn is then missed.
+    assert {*planned.ranges, *planned.passed} == {*one.partitions()}
+
+
+def test_partitions_take_part_by_what_waits_in_them() -> None:
+    planned = plan(topic((0, 900), (0, 100), (5, 5)), start={}, most=100)
+    assert {part.partition: len(span) for part, span in planned.ranges.items()} == {0: 90, 1: 10}
+
+
+def test_reading_starts_at_the_end_where_that_is_wanted_and_only_once() -> None:
+    def ends(one: Topic) -> Offsets:
+        return {part: one.ends[part.partition] for part in one.partitions()}
+
+    planned = plan(topic((0, 7), (0, 9)), start={}, first=ends)
+    assert (planned.ranges, dict(planned.passed), planned.empty) == ({}, at(7, 9), False)
+    # What comes after it is read, and a partition that is added later from its start.
+    later = plan(topic((0, 8), (0, 9), (0, 4)), start=at(7, 9), first=ends)
+    assert later.ranges == {
+        TopicPartition("t", "i", 0): OffsetRange(7, 8),
+        TopicPartition("t", "i", 2): OffsetRange(0, 4),
+    }
+
+
+def test_nothing_is_told_of_an_empty_topic() -> None:
+    assert plan(topic((0, 0)), start={}).empty
+    assert plan(topic((3, 3)), start=at(3)).empty
+
+
+def test_a_topic_that_is_not_what_it_was_stops_everything_or_goes_by_the_rule() -> None:
+    again = topic((0, 4), incarnation="j")
+    with pytest.raises(TopicChanged, match=r"t was deleted and made again: .* of i, and it is now j"):
+        plan(again, start=at(9))
+    planned = plan(again, start=at(9), rules=Rules(on_recreated="start_over"))
+    assert planned.ranges == {TopicPartition("t", "j", 0): OffsetRange(0, 4)}
+    assert "deleted and made again" in planned.notes[0]
+    # At once, so that it is not told again when the first records come.
+    assert not plan(topic((0, 0), incarnation="j"), start=at(9), rules=Rules("start_over")).empty
+
+    with pytest.raises(TopicChanged, match="records 4 to 6 were deleted before they were read"):
+        plan(topic((7, 9)), start=at(4))
+    planned = plan(topic((7, 9)), start=at(4), rules=Rules(on_lost="skip"))
+    assert planned.ranges == {TopicPartition("t", "i", 0): OffsetRange(7, 9)}
+    gone = plan(topic((9, 9)), start=at(4), rules=Rules(on_lost="skip"))
+    assert (dict(gone.passed), gone.empty) == (at(9), False)
+
+    with pytest.raises(TopicChanged, match="ends at 5, before offset 9 up to which it was read"):
+        plan(topic((0, 5), (0, 3)), start=at(9, 2))
+    planned = plan(topic((0, 5), (0, 3)), start=at(9, 2), rules=Rules(on_reset="continue_at_end"))
+    assert planned.ranges == {TopicPartition("t", "i~1", 1): OffsetRange(2, 3)}
+    assert dict(planned.passed) == {TopicPartition("t", "i~1", 0): 5}
+    # From then on the smaller offsets count.
+    position = merged(at(9, 2), planned.passed, {TopicPartition("t", "i~1", 1): 3})
+    later = topic((0, 6), (0, 3)).as_recorded(position)
+    assert plan(later, start=position).ranges == {TopicPartition("t", "i~1", 0): OffsetRange(5, 6)}
+
+
+def test_ranges_are_told_in_words() -> None:
+    spans = {TopicPartition("t", "i", n): OffsetRange(n, 2 * n) for n in range(8)}
+    assert in_words(spans, most=2) == "t[1] 1 to 1, t[2] 2 to 3 and 5 more"
+    assert in_words({}) == "nothing"
+
+
+# -- what tables say ---------------------------------------------------------------------------------------
+
+_PARTS = st.builds(TopicPartition, st.sampled_from(["t", "a@b", "ü.x"]), st.text("aA-_~1", min_size=1), _few)
+_OFFSETS = st.dictionaries(_PARTS, st.integers(0, 1 << 60), max_size=5)
+
+
+@given(_OFFSETS, _OFFSETS, st.none() | st.integers(0, 1 << 50), st.none() | st.integers(0, 1 << 62))
+def test_what_is_recorded_is_read_back(
+    offsets: dict[TopicPartition, int],
+    until: dict[TopicPartition, int],
+    valid: int | None,
+    snapshot: int | None,
+) -> None:
+    told = Recorded(offsets, "commit", "run", valid, snapshot, until)
+    assert Recorded.from_text(told.text()) == told
+    summary = told.summary(NAME)
+    assert Recorded.from_text(summary[OFFSETS + NAME]).offsets == offsets
+    assert (summary[COMMIT_ID], summary.get(VALID_THROUGH)) == (
+        "commit",
+        None if valid is None else str(valid),
+    )
+
+
+@given(_OFFSETS, _OFFSETS)
+def test_positions_are_merged_by_their_maximum(
+    one: dict[TopicPartition, int], other: dict[TopicPartition, int]
+) -> None:
+    both = merged(one, other)
+    assert both == merged(other, one)
+    assert covers(both, one)
+    assert covers(both, other)
+    assert all(offset in (one.get(part), other.get(part)) for part, offset in both.items())
+
+
+def table(*batches: Offsets) -> FakeTable:
+    made = FakeTable()
+    for number, offsets in enumerate(batches, 1):
+        made.append(number, [number], Recorded(offsets, f"c{number}", "run"))
+    return made
+
+
+def test_a_table_that_had_nothing_in_a_batch_is_as_far_as_the_others() -> None:
+    known = found({"a": table(at(5)), "b": table(at(2), at(9, 4))})
+    assert (known.position, known.replayed, known.start) == (at(9, 4), {}, at(9, 4))
+    assert found({}).start == {}
+
+
+def test_a_table_that_was_rolled_back_stops_is_filled_again_or_is_left_as_it_is() -> None:
+    back = table(at(5), at(9))
+    back.roll_back(1)
+    tables = {"a": table(at(9)), "b": back}
+    with pytest.raises(
+        PositionLost, match="rolled back below what ingestion orders had put into it"
+    ) as caught:
+        found(tables)
+    assert 'on_rollback="replay"' in str(caught.value)
+    again = found(tables, "replay")
+    assert (again.position, again.start, again.replayed) == (at(9), at(5), {"b": at(5)})
+    assert again.floors(["a", "b"], {TopicPartition("t", "i", 0): OffsetRange(5, 9)}) == {
+        "a": at(9),
+        "b": at(5),
+    }
+    left = found(tables, "skip")
+    assert (left.start, left.replayed) == (at(9), {})
+    # To before all that was ever put into it.
+    back.roll_back(1)
+    assert found(tables, "replay").replayed == {"b": at(0)}
+
+
+def test_what_no_topic_has_any_more_cannot_fill_a_table_again() -> None:
+    back = table(at(5), at(9))
+    back.roll_back(1)
+    known = found({"b": back}, "replay")
+    require_replayable(known, [topic((0, 12))])
+    with pytest.raises(PositionLost, match="records of topic t cannot be read again"):
+        require_replayable(known, [topic((0, 12), incarnation="j")])
+
+
+def test_where_snapshots_have_expired_the_property_still_tells() -> None:
+    kept = table(at(5), at(9))
+    del kept.snapshots[0]
+    assert found({"a": kept}).position == at(9)
+    # Rolled back by then as well, nobody knows how far it is.
+    lost = table(at(5), at(9), at(11))
+    lost.roll_back(1)
+    del lost.snapshots[0]
+    for one in lost.snapshots:
+        one.summary = None
+    with pytest.raises(PositionLost, match="snapshots that tell how far it still is have expired"):
+        found({"a": lost}, "replay")
+
+
+def test_a_property_that_cannot_be_read_is_made_up_for_by_the_snapshots_or_is_an_error() -> None:
+    damaged = table(at(5))
+    damaged.properties[OFFSETS + NAME] = '{"topics": 5}'
+    assert found({"a": damaged}).position == at(5)
+    removed = table(at(5))
+    removed.properties.clear()
+    assert found({"a": removed}).position == at(5)
+    damaged.snapshots[0].summary = None
+    with pytest.raises(PositionLost, match="cannot be read, and no snapshot tells its offsets"):
+        found({"a": damaged})
+
+
+def test_two_ingestions_do_not_fill_one_table_from_one_topic() -> None:
+    filled = cast("dict[str, Table | None]", {"shop.a": table(at(5)), "shop.b": None})
+    require_alone(NAME, filled, {"t": "i"})
+    require_alone("other", filled, {"t": "j", "u": "i"})
+    with pytest.raises(
+        AnotherIngestion, match="Ingestion orders already fills the table from topic t"
+    ) as caught:
+        require_alone("other", filled, {"t": "i"})
+    assert "shop.a" in str(caught.value)

@@ -1,0 +1,62 @@
+"""What Dagster is told of several batches at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import dagster as dg
+
+from branchlake_dagster.ingest.batch.ingest_batch import BatchResult
+from branchlake_dagster.ingest.batch.scan import Scanned
+from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.positions.offsets import OffsetRange, TopicPartition
+from branchlake_dagster.ingest.positions.planning import BatchPlan
+from branchlake_dagster.ingest.positions.recorded import Recorded
+from branchlake_dagster.ingest.running.report import check_results, combined, offsets_table
+
+ONE, OTHER = TopicPartition("t", "id", 0), TopicPartition("t", "id", 1)
+
+
+def batch(ranges: dict[TopicPartition, OffsetRange], **counts: int) -> BatchResult:
+    told = Counter({name.replace("__", "/"): count for name, count in counts.items()})
+    nothing: Any = None
+    return BatchResult(
+        "c", BatchPlan(ranges, 0), (), Scanned({}, told), Recorded({}, "c", "r"), nothing, ("note",)
+    )
+
+
+def test_batches_are_told_together() -> None:
+    first = batch({ONE: OffsetRange(0, 5)}, records=5, rows__0=4, dead=1, dead__syntax=1)
+    second = batch({ONE: OffsetRange(5, 7), OTHER: OffsetRange(2, 3)}, records=3, rows__0=3)
+    both = combined([first, second])
+    assert (both.records, both.dead, both.scanned.rows(0)) == (8, 1, 7)
+    assert both.plan.ranges == {ONE: OffsetRange(0, 7), OTHER: OffsetRange(2, 3)}
+    assert both.notes == ("note",)
+    rows = [dict(record.data) for record in offsets_table(both.plan.ranges).records]  # type: ignore[union-attr]
+    assert [(row["partition"], row["first"], row["last"]) for row in rows] == [(0, 0, 6), (1, 2, 2)]
+
+
+def test_a_dead_letter_of_an_earlier_batch_is_told_too() -> None:
+    ingest = Ingest(name="i", topics=["t"], tables=[IngestTable(key="x/a")], tolerance=0.1)
+    bad, good = batch({}, records=2, dead=1, dead__syntax=1), batch({}, records=2)
+    told = list(check_results(ingest, combined([bad, good]).scanned.counts, ["x.a", "dead"]))[-1]
+    assert not told.passed
+    assert told.metadata["dead_letters/syntax"].value == 1
+
+
+def test_of_dead_letters_that_are_put_back_the_others_are_judged_again() -> None:
+    table = IngestTable(key="x/a")
+    ingest = Ingest(name="i", topics=["t"], tables=[table], tolerance=0.0)
+    counts = {"records": 5, "dead": 2, "dead/conversion": 2, "dead_of/x.a": 2}
+    converted, tolerated = check_results(ingest, counts, ["x.a", "dead"], again=True)
+    assert (converted.passed, converted.severity) == (False, dg.AssetCheckSeverity.WARN)
+    assert (tolerated.passed, tolerated.description) == (
+        True,
+        "Of 5 dead letters that were put back 2 failed again.",
+    )
+    counts |= {"dead/contract": 1, "dead/conversion": 1}
+    blocking = replace(ingest, on_contract="block")
+    converted, _ = check_results(blocking, counts, ["x.a", "dead"], again=True)
+    assert (converted.passed, converted.severity) == (False, dg.AssetCheckSeverity.ERROR)

@@ -1,0 +1,289 @@
+"""A batch as a Dagster run: its events and checks, its publication, its second attempts, and its rivals."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import dagster as dg
+import pandera.pyspark as pa
+import pyspark.sql.types as T  # noqa: N812 - the name every Spark reader expects
+import pytest
+
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.running import batch_assets
+from branchlake_dagster.ingest.running.definitions import ingest_definitions
+from branchlake_dagster.ingest.running.live_job import live_sensor
+from branchlake_dagster.ingest.running.sensor import INGESTION_TAG, batch_sensor
+from branchlake_dagster.ingest.running.source import topic_key
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
+from branchlake_dagster.publication.runtime.publish import RunOutcome, publish
+from branchlake_dagster_tests.ingest.test_live import AT, COLUMNS, ids, record, run_branches, two_tables
+from branchlake_dagster_tests.suite.instances import new_instance
+from branchlake_dagster_tests.suite.kafka import Broker, Message
+
+pytestmark = pytest.mark.spark
+
+
+@dataclass
+class Project:
+    """A code location with one ingestion."""
+
+    lake: Lakehouse
+    instance: dg.DagsterInstance
+    ingest: Ingest
+    definitions: dg.Definitions
+
+    def run(self, *, ok: bool = True) -> dg.ExecuteInProcessResult:
+        job = self.definitions.resolve_job_def(f"ingest_{self.ingest.name}_job")
+        result = job.execute_in_process(instance=self.instance, raise_on_error=False)
+        assert result.success is ok, [e.message for e in result.all_events if e.is_failure]
+        return result
+
+    def publish(self, result: dg.ExecuteInProcessResult) -> RunOutcome:
+        return publish(result, self.definitions, instance=self.instance)
+
+    def ids(self, kind: str) -> list[int]:
+        return ids(self.lake, self.ingest, kind)
+
+    def dead(self) -> list[bytes]:
+        letters = (self.ingest.name, f"{self.ingest.name}_dead_letters")
+        found = self.lake.catalog("main").load_table(letters).scan().to_arrow()["value"]
+        return sorted(found.to_pylist())
+
+
+Opened = Callable[[Ingest], Project]
+
+
+@pytest.fixture
+def project(lakehouse: Lakehouse, spark_session: Any, kafka: Broker) -> Iterator[Opened]:
+    told = {"kafka_bootstrap": kafka.cluster.bootstrap}
+    lake = Lakehouse(lakehouse.settings.model_copy(update=told))
+    with new_instance() as instance:
+
+        def opened(ingest: Ingest) -> Project:
+            merged = branchlake_definitions(
+                lakehouse=LakehouseResource.of(lake.settings),
+                definitions=dg.Definitions.merge(
+                    ingest_definitions(ingest), dg.Definitions(executor=dg.in_process_executor)
+                ),
+            )
+            return Project(lake, instance, ingest, merged)
+
+        yield opened
+
+
+def checks(result: dg.ExecuteInProcessResult) -> dict[str, bool]:
+    found = [
+        each.asset_check_evaluation_data
+        for each in result.all_events
+        if each.event_type_value == "ASSET_CHECK_EVALUATION"
+    ]
+    return {f"{one.asset_key.path[-1]}.{one.check_name}": one.passed for one in found}
+
+
+def metadata(result: dg.ExecuteInProcessResult, table: str) -> dict[str, Any]:
+    (found,) = [
+        each.materialization
+        for each in result.all_events
+        if each.is_step_materialization and each.asset_key.path[-1] == table
+    ]
+    return dict(found.metadata)
+
+
+def test_a_run_is_one_batch_with_its_events(project: Opened, kafka: Broker) -> None:
+    topic = kafka.topic(partitions=2)
+    p = project(two_tables(topic, most_records=3))
+    kafka.send(topic, [record(1), record(2, "b"), Message(b"no", partition=1, at=AT + 9_000), record(3, "b")])
+    result = p.run()
+    letters = f"{p.ingest.name}_dead_letters"
+    assert checks(result) == {"a.converted": True, "b.converted": True, f"{letters}.tolerated": True}
+    told = metadata(result, letters)
+    assert told["branchlake/lag"].value == 1
+    assert told["branchlake/records"].value == 3
+    assert told["branchlake/dead_letters"].value == 1
+    assert told["branchlake/rows_of_batch"].value == 1
+    spans = {
+        (row.data["topic"], row.data["partition"]): (row.data["first"], row.data["last"])
+        for row in told["branchlake/offsets"].records
+    }
+    assert spans == {(topic, 0): (0, 1), (topic, 1): (0, 0)}
+    assert told["branchlake/valid_through"].value == (AT + 2_000) / 1_000
+    assert told["branchlake/commit_id"].value == metadata(result, "a")["branchlake/commit_id"].value
+    assert not p.lake.catalog("main").table_exists((p.ingest.name, "a"))
+    assert p.publish(result).published
+    assert (p.ids("a"), p.ids("b"), p.dead()) == ([1], [2], [b"no"])
+    # One partition takes part: nothing says how far the other one is.
+    second = p.run()
+    assert "branchlake/valid_through" not in metadata(second, "b")
+    assert p.publish(second).published
+    assert p.ids("b") == [2, 3]
+    nothing = p.run()
+    assert not [each for each in nothing.all_events if each.is_step_materialization]
+    assert p.publish(nothing).status == "discarded"
+    assert run_branches(p.lake) & {f"run-{one.run_id}" for one in (result, second, nothing)} == set()
+
+
+@pytest.mark.parametrize("how", ["dead_letter", "block"])
+def test_rows_that_break_a_contract_are_left_out_or_block_the_batch(
+    project: Opened, kafka: Broker, how: Any
+) -> None:
+    class Positive(pa.DataFrameModel):
+        id: T.LongType() = pa.Field(gt=0)  # type: ignore[valid-type]
+
+    topic = kafka.topic()
+    name = f"i{uuid.uuid4().hex[:8]}"
+    a = IngestTable(key=[name, "a"], columns=COLUMNS, contract=Positive, route="a")
+    b = IngestTable(key=[name, "b"], columns=COLUMNS, route="b")
+    p = project(Ingest(name=name, topics=[topic], tables=[a, b], route_by="kind", on_contract=how))
+    kafka.send(topic, [record(1), Message(b'{"id": -1, "kind": "a"}'), record(2, "b")])
+    result = p.run()
+    assert checks(result)["a.converted"] is False
+    assert checks(result)["b.converted"] is True
+    outcome = p.publish(result)
+    if how == "block":
+        assert outcome.status == "blocked"
+        assert f"converted on {name}/a failed" in outcome.reasons[0]
+        assert not p.lake.catalog("main").table_exists((name, "b"))
+    else:
+        assert outcome.published
+        assert outcome.warnings
+        assert (p.ids("a"), p.ids("b"), p.dead()) == ([1], [2], [b'{"id": -1, "kind": "a"}'])
+
+
+def test_more_dead_letters_than_are_tolerated_block_the_run(project: Opened, kafka: Broker) -> None:
+    topic = kafka.topic()
+    p = project(two_tables(topic, tolerance=0.2))
+    kafka.send(topic, [record(1), Message(b"no")])
+    outcome = p.publish(p.run())
+    assert outcome.status == "blocked"
+    assert "50.00%" in outcome.reasons[0]
+    assert not p.lake.catalog("main").table_exists((p.ingest.name, "a"))
+
+
+def _fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step fails after its commit, before anybody is told."""
+    materialised, failures = batch_assets._materialised, iter([True])
+
+    def fails(*args: Any, **named: Any) -> Any:
+        if next(failures, False):
+            raise dg.RetryRequested(max_retries=1)
+        return materialised(*args, **named)
+
+    monkeypatch.setattr(batch_assets, "_materialised", fails)
+
+
+def test_a_step_that_failed_after_its_commit_is_done_anew(
+    project: Opened, kafka: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = kafka.topic()
+    p = project(two_tables(topic))
+    kafka.send(topic, [record(1), Message(b"no")])
+    assert p.publish(p.run()).published
+    kafka.send(topic, [record(2), record(3, "b"), Message(b"nor")])
+    _fails_once(monkeypatch)
+    result = p.run()
+    assert metadata(result, "a")["branchlake/rows_of_batch"].value == 1
+    assert metadata(result, f"{p.ingest.name}_dead_letters")["branchlake/records"].value == 3
+    assert p.publish(result).published
+    assert (p.ids("a"), p.ids("b"), p.dead()) == ([1, 2], [3], [b"no", b"nor"])
+
+
+def test_a_second_attempt_does_not_get_a_bad_batch_through(
+    project: Opened, kafka: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = kafka.topic()
+    p = project(two_tables(topic, tolerance=0.2))
+    kafka.send(topic, [record(1), Message(b"no")])
+    _fails_once(monkeypatch)
+    outcome = p.publish(p.run())
+    assert outcome.status == "blocked"
+    assert "50.00%" in outcome.reasons[0]
+
+
+def test_a_run_that_slept_while_another_published_is_refused(project: Opened, kafka: Broker) -> None:
+    topic = kafka.topic()
+    p = project(two_tables(topic))
+    kafka.send(topic, [record(1)])
+    assert p.publish(p.run()).published
+    kafka.send(topic, [record(2)])
+    paused = p.run()
+    kafka.send(topic, [record(3, "b")])
+    assert p.publish(p.run()).published
+    outcome = p.publish(paused)
+    assert outcome.status == "refused"
+    assert "another batch of this ingestion was published first" in outcome.reasons[0]
+    assert (p.ids("a"), p.ids("b")) == ([1, 2], [3])
+
+
+def test_the_sensor_waits_for_records_or_their_age(project: Opened, kafka: Broker) -> None:
+    topic = kafka.topic()
+    p = project(two_tables(topic))
+    clock = [1_000.0]
+    sensor = batch_sensor(
+        p.ingest, f"ingest_{p.ingest.name}_job", least_records=3, most_age_s=60, now=lambda: clock[0]
+    )
+    cursor: str | None = None
+
+    def tick() -> Any:
+        nonlocal cursor
+        resources = {"lakehouse": LakehouseResource.of(p.lake.settings)}
+        with dg.build_sensor_context(instance=p.instance, cursor=cursor, resources=resources) as context:
+            told = sensor.evaluate_tick(context)
+        cursor = told.cursor
+        return told
+
+    first = tick()
+    assert first.skip_message == "Nothing waits."
+    (lag,) = first.asset_events
+    assert (lag.asset_key, lag.metadata["branchlake/lag"].value) == (topic_key(p.ingest, topic), 0)
+    kafka.send(topic, [record(1), record(2)])
+    assert tick().skip_message == "2 records waiting."
+    clock[0] += 59
+    assert not tick().run_requests
+    clock[0] += 1
+    (request,) = tick().run_requests
+    assert request.tags[INGESTION_TAG] == p.ingest.name
+    kafka.send(topic, [record(3)])
+    (request,) = tick().run_requests
+    run = p.instance.create_run_for_job(
+        p.definitions.resolve_job_def(f"ingest_{p.ingest.name}_job"), tags=dict(request.tags)
+    )
+    told = tick()
+    assert told.skip_message == f"Run {run.run_id[:8]} is at it."
+    p.instance.report_run_failed(run)
+    assert len(tick().run_requests) == 1
+
+
+def test_the_live_sensor_keeps_one_run_going_and_tells_the_lag(project: Opened, kafka: Broker) -> None:
+    topic = kafka.topic()
+    p = project(two_tables(topic))
+    clock, cursor = [1_000.0], None
+    sensor = live_sensor(p.ingest, now=lambda: clock[0])
+
+    def tick() -> tuple[int, list[Any]]:
+        nonlocal cursor
+        resources = {"lakehouse": LakehouseResource.of(p.lake.settings)}
+        with dg.build_sensor_context(instance=p.instance, cursor=cursor, resources=resources) as context:
+            told = sensor.evaluate_tick(context)
+        cursor = told.cursor
+        return len(told.run_requests or ()), [
+            one.metadata["branchlake/lag"].value for one in told.asset_events
+        ]
+
+    kafka.send(topic, [record(1), record(2)])
+    assert tick() == (1, [2])
+    run = p.instance.create_run_for_job(
+        p.definitions.resolve_job_def(f"ingest_{p.ingest.name}_live"), tags={INGESTION_TAG: p.ingest.name}
+    )
+    clock[0] += 59
+    assert tick() == (0, [])
+    kafka.send(topic, [record(3)])
+    clock[0] += 1
+    assert tick() == (0, [3])
+    p.instance.report_run_failed(run)
+    assert tick() == (1, [])

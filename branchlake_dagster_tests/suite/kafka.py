@@ -1,0 +1,124 @@
+"""A topic of a test's own on the session's broker, and records put into it."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from confluent_kafka import KafkaException, Producer
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from branchlake_dagster.ingest.kafka.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class Message:
+    """What is put into a topic. `at` is its time, ms since 1970; None: now."""
+
+    value: bytes | None
+    key: bytes | None = None
+    headers: Sequence[tuple[str, bytes | None]] = ()
+    partition: int = 0
+    at: int | None = None
+
+
+class Broker:
+    """The session's broker. Topics that tests make have names of their own, and are never seen by others."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._admin = AdminClient(cluster.client_options())
+        self._producer = self._new_producer()
+
+    def _new_producer(self, **more: Any) -> Producer:
+        options = {"message.max.bytes": 8 << 20, "linger.ms": 0, "enable.idempotence": True}
+        return Producer({**self.cluster.client_options(), **options, **more})
+
+    def topic(self, *, partitions: int = 1, **config: str) -> str:
+        """A new topic of this many partitions."""
+        name = f"t{uuid.uuid4().hex[:12]}"
+        self.create(name, partitions=partitions, **config)
+        return name
+
+    def create(self, name: str, *, partitions: int = 1, **config: str) -> None:
+        """Make a topic of this name; `config` with `_` for `.`."""
+        told = {key.replace("_", "."): value for key, value in config.items()}
+        wanted = NewTopic(name, partitions, 1, config={"max.message.bytes": str(8 << 20), **told})
+        _until_done(lambda: self._admin.create_topics([wanted])[name].result(30))
+
+    def delete(self, name: str) -> None:
+        """Delete a topic, and wait until it is gone."""
+        self._admin.delete_topics([name])[name].result(30)
+        _until(lambda: name not in self._admin.list_topics(timeout=10).topics)
+
+    def send(self, topic: str, messages: Iterable[Message | bytes]) -> None:
+        """Put messages into a topic, in this order."""
+        _send(self._producer, topic, messages)
+        self._producer.flush(30)
+
+    def transaction(self, topic: str, messages: Iterable[Message | bytes], *, commit: bool) -> None:
+        """Put messages into a topic in a transaction that is committed, or aborted."""
+        producer = self._new_producer(**{"transactional.id": uuid.uuid4().hex})
+        producer.init_transactions(30)
+        producer.begin_transaction()
+        _send(producer, topic, messages)
+        producer.flush(30)
+        if commit:
+            producer.commit_transaction(30)
+        else:
+            producer.abort_transaction(30)
+
+    def delete_before(self, topic: str, partition: int, offset: int) -> None:
+        """Delete the records before an offset, as retention does."""
+        from confluent_kafka import TopicPartition
+
+        asked = self._admin.delete_records([TopicPartition(topic, partition, offset)])
+        for future in asked.values():
+            future.result(30)
+
+
+def _send(producer: Producer, topic: str, messages: Iterable[Message | bytes]) -> None:
+    failed: list[object] = []
+
+    def told(error: object, _: object) -> None:
+        if error is not None:
+            failed.append(error)
+
+    for one in messages:
+        message = Message(one) if isinstance(one, bytes) else one
+        more = {} if message.at is None else {"timestamp": message.at}
+        producer.produce(
+            topic,
+            message.value,
+            key=message.key,
+            partition=message.partition,
+            headers=list(message.headers),
+            on_delivery=told,
+            **more,
+        )
+        producer.poll(0)
+    producer.flush(30)
+    assert not failed, failed
+
+
+def _until_done(ask: Callable[[], object]) -> None:
+    def done() -> bool:
+        try:
+            ask()
+        except KafkaException as error:
+            if error.args[0].name() != "TOPIC_ALREADY_EXISTS":
+                raise
+            return False  # it is being deleted
+        return True
+
+    _until(done)
+
+
+def _until(done: Callable[[], bool], within_s: float = 30.0) -> None:
+    end = time.monotonic() + within_s
+    while not done():
+        assert time.monotonic() < end, "the broker has not done it"
+        time.sleep(0.05)
