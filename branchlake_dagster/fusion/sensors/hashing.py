@@ -22,6 +22,16 @@ def uniform(keys: npt.NDArray[np.int64], *salt: int) -> Floats:
     return ((state >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
 
 
+def mixed(keys: npt.NDArray[np.int64], salt: int, *more: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """64 bits for each row of some keys together."""
+    state = keys.astype(np.uint64)
+    with np.errstate(over="ignore"):
+        state = _mix(state + np.uint64(salt))
+        for other in more:
+            state = _mix(state ^ other.astype(np.uint64))
+    return state
+
+
 def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     state = state + np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

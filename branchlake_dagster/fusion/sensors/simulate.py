@@ -7,6 +7,7 @@ error per object): so a fused track has something to find that the catalogue doe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -150,7 +151,7 @@ def _tracks(
     return rows, micros + scene.rng.integers(0, round(STEP_S * 1e6), len(rows))
 
 
-def _look(scene: Scene, site: Site) -> tuple[npt.NDArray[np.bool_], Floats, Floats]:
+def look(scene: Scene, site: Site) -> tuple[npt.NDArray[np.bool_], Floats, Floats]:
     """Whether objects are above the mask and in range (objects, steps), and the site's place and up axis."""
     steps = scene.steps()
     micros = scene.ephemeris.micros[steps]
@@ -195,80 +196,111 @@ def _stations(site: Site, micros: Micros) -> measurement.Stations:
 
 def _radar(scene: Scene, noise: Noise, tasking: Tasking) -> list[dict[str, Any]]:
     parts = []
-    for site in RADARS:
-        seen, _, _ = _look(scene, site)
+    for site, seen in seen_by_radars(scene):
         rows, micros = _tracks(scene, seen, tasking.objects_per_radar, tasking)
-        clean, _ = measurement.radar(*scene.truth(rows, micros), _stations(site, micros))
-        error = scene.rng.standard_normal((len(rows), 4))
-        az = clean[:, 2] + error[:, 2] * noise.angle_rad / np.cos(clean[:, 3])
-        parts.append(
-            {
-                **_ground(scene, site, rows, micros, "gps"),
-                "range_m": clean[:, 0] * 1e3 + error[:, 0] * noise.range_m,
-                "range_rate_m_s": clean[:, 1] * 1e3 + error[:, 1] * noise.range_rate_m_s,
-                "az_rad": az % (2 * np.pi),
-                "el_rad": clean[:, 3] + error[:, 3] * noise.angle_rad,
-                "sigma_range_m": np.full(len(rows), noise.range_m),
-                "sigma_range_rate_m_s": np.full(len(rows), noise.range_rate_m_s),
-                "sigma_angle_rad": np.full(len(rows), noise.angle_rad),
-                "clock_sync_age_s": np.zeros(len(rows)),
-            }
-        )
+        parts.append(measured_by_radar(scene, site, rows, micros, noise))
     return parts
+
+
+def seen_by_radars(scene: Scene) -> Iterator[tuple[Site, npt.NDArray[np.bool_]]]:
+    """Each radar, and which objects it sees at the steps of the window: (objects, steps)."""
+    for site in RADARS:
+        yield site, look(scene, site)[0]
+
+
+def measured_by_radar(scene: Scene, site: Site, rows: Rows, micros: Micros, noise: Noise) -> dict[str, Any]:
+    """What a radar measures of objects `rows` at `micros`, columns of `NATIVE_COLUMNS`."""
+    clean, _ = measurement.radar(*scene.truth(rows, micros), _stations(site, micros))
+    error = scene.rng.standard_normal((len(rows), 4))
+    az = clean[:, 2] + error[:, 2] * noise.angle_rad / np.cos(clean[:, 3])
+    return {
+        **_ground(scene, site, rows, micros, "gps"),
+        "range_m": clean[:, 0] * 1e3 + error[:, 0] * noise.range_m,
+        "range_rate_m_s": clean[:, 1] * 1e3 + error[:, 1] * noise.range_rate_m_s,
+        "az_rad": az % (2 * np.pi),
+        "el_rad": clean[:, 3] + error[:, 3] * noise.angle_rad,
+        "sigma_range_m": np.full(len(rows), noise.range_m),
+        "sigma_range_rate_m_s": np.full(len(rows), noise.range_rate_m_s),
+        "sigma_angle_rad": np.full(len(rows), noise.angle_rad),
+        "clock_sync_age_s": np.zeros(len(rows)),
+    }
 
 
 def _optical(scene: Scene, noise: Noise, tasking: Tasking) -> list[dict[str, Any]]:
+    parts = []
+    for site, seen in seen_by_telescopes(scene):
+        rows, micros = _tracks(scene, seen, tasking.objects_per_telescope, tasking)
+        parts.append(measured_by_telescope(scene, site, rows, micros, noise))
+    return parts
+
+
+def seen_by_telescopes(scene: Scene) -> Iterator[tuple[Site, npt.NDArray[np.bool_]]]:
+    """Each telescope, and which objects it sees lit in its night at the steps: (objects, steps)."""
     steps = scene.steps()
     sun = sun_position(scene.ephemeris.micros[steps])
     lit = sunlit(scene.ephemeris.position[:, steps], sun)
-    sigma = noise.optical_arcsec * ARCSEC_RAD
-    parts = []
     for site in TELESCOPES:
-        seen, place, up = _look(scene, site)
+        seen, place, up = look(scene, site)
         towards_sun = sun - place
         sun_height = np.sum(towards_sun * up, axis=1) / np.linalg.norm(towards_sun, axis=1)
         dark = sun_height < -np.sin(np.radians(SUN_BELOW_DEG))
-        rows, micros = _tracks(scene, seen & lit & dark, tasking.objects_per_telescope, tasking)
-        clean, _ = measurement.optical(scene.truth(rows, micros)[0], _stations(site, micros))
-        error = scene.rng.standard_normal((len(rows), 2)) * sigma
-        parts.append(
-            {
-                **_ground(scene, site, rows, micros, "ntp"),
-                "ra_rad": (clean[:, 0] + error[:, 0] / np.cos(clean[:, 1])) % (2 * np.pi),
-                "dec_rad": clean[:, 1] + error[:, 1],
-                "sigma_arcsec": np.full(len(rows), noise.optical_arcsec),
-                "clock_sync_age_s": np.floor(scene.rng.uniform(0, 600, len(rows))),
-            }
-        )
-    return parts
+        yield site, seen & lit & dark
+
+
+def measured_by_telescope(
+    scene: Scene, site: Site, rows: Rows, micros: Micros, noise: Noise
+) -> dict[str, Any]:
+    """What a telescope measures of objects `rows` at `micros`, columns of `NATIVE_COLUMNS`."""
+    sigma = noise.optical_arcsec * ARCSEC_RAD
+    clean, _ = measurement.optical(scene.truth(rows, micros)[0], _stations(site, micros))
+    error = scene.rng.standard_normal((len(rows), 2)) * sigma
+    return {
+        **_ground(scene, site, rows, micros, "ntp"),
+        "ra_rad": (clean[:, 0] + error[:, 0] / np.cos(clean[:, 1])) % (2 * np.pi),
+        "dec_rad": clean[:, 1] + error[:, 1],
+        "sigma_arcsec": np.full(len(rows), noise.optical_arcsec),
+        "clock_sync_age_s": np.floor(scene.rng.uniform(0, 600, len(rows))),
+    }
 
 
 def _isl(scene: Scene, noise: Noise, tasking: Tasking) -> list[dict[str, Any]]:
     """States of partners within range of observing satellites, every 10 s during short contacts."""
-    from scipy.spatial import cKDTree  # half a second of every run's start, used by few steps
+    parts = []
+    span = (scene.end - scene.start) // tasking.isl_contacts
+    for contact in range(tasking.isl_contacts if len(isl_observers(scene, tasking)) else 0):
+        begin = scene.start + contact * span + int(scene.rng.integers(0, span // 2))
+        parts.append(_contact(scene, noise, *isl_links(scene, begin, tasking), begin, tasking))
+    return parts
 
+
+def isl_observers(scene: Scene, tasking: Tasking) -> Rows:
+    """The satellites with terminals: the same ones in every window."""
     alive = np.flatnonzero(scene.alive)
     height = np.linalg.norm(scene.ephemeris.position[alive, 0], axis=1) - EARTH_RADIUS_KM
     low = alive[height < 2_000]
-    # The same satellites carry the terminals in every window.
-    observers = low[np.argsort(uniform(scene.sat_no[low], scene.seed, 5))[: tasking.isl_observers]]
-    parts = []
-    span = (scene.end - scene.start) // tasking.isl_contacts
-    for contact in range(tasking.isl_contacts if len(observers) else 0):
-        begin = scene.start + contact * span + int(scene.rng.integers(0, span // 2))
-        here, _ = scene.truth(alive, np.full(len(alive), begin))
-        rank = np.searchsorted(alive, observers)
-        reach = min(tasking.isl_partners + 1, len(alive))
-        distance, near = cKDTree(here).query(here[rank], k=reach, distance_upper_bound=tasking.isl_range_km)
-        near, distance = np.reshape(near, (len(rank), -1)), np.reshape(distance, (len(rank), -1))
-        linked = np.isfinite(distance) & (near != rank[:, None])
-        partner = np.where(linked, near, 0)
-        # The chord between two satellites must clear the atmosphere at its lowest point, its middle.
-        middle = np.linalg.norm((here[partner] + here[rank][:, None]) / 2, axis=2)
-        linked &= middle > EARTH_RADIUS_KM + 80
-        observer_rows = np.broadcast_to(observers[:, None], linked.shape)[linked]
-        parts.append(_contact(scene, noise, observer_rows, alive[partner[linked]], begin, tasking))
-    return parts
+    chosen: Rows = low[np.argsort(uniform(scene.sat_no[low], scene.seed, 5))[: tasking.isl_observers]]
+    return chosen
+
+
+def isl_links(scene: Scene, at: int, tasking: Tasking) -> tuple[Rows, Rows]:
+    """Observers and their partners within range at an instant, as rows: both (links,)."""
+    from scipy.spatial import cKDTree  # half a second of every run's start, used by few steps
+
+    alive, observers = np.flatnonzero(scene.alive), isl_observers(scene, tasking)
+    if not len(observers):
+        return observers, observers
+    here, _ = scene.truth(alive, np.full(len(alive), at))
+    rank = np.searchsorted(alive, observers)
+    reach = min(tasking.isl_partners + 1, len(alive))
+    distance, near = cKDTree(here).query(here[rank], k=reach, distance_upper_bound=tasking.isl_range_km)
+    near, distance = np.reshape(near, (len(rank), -1)), np.reshape(distance, (len(rank), -1))
+    linked = np.isfinite(distance) & (near != rank[:, None])
+    partner = np.where(linked, near, 0)
+    # The chord between two satellites must clear the atmosphere at its lowest point, its middle.
+    middle = np.linalg.norm((here[partner] + here[rank][:, None]) / 2, axis=2)
+    linked &= middle > EARTH_RADIUS_KM + 80
+    observer_rows: Rows = np.broadcast_to(observers[:, None], linked.shape)[linked]
+    return observer_rows, alive[partner[linked]]
 
 
 def _contact(
@@ -277,6 +309,13 @@ def _contact(
     samples = tasking.samples_per_track
     rows, seen_by = np.repeat(partners, samples), np.repeat(observers, samples)
     micros = begin + np.tile(np.arange(samples) * 10_000_000, len(partners))
+    return measured_by_link(scene, seen_by, rows, micros, noise, begin)
+
+
+def measured_by_link(
+    scene: Scene, seen_by: Rows, rows: Rows, micros: Micros, noise: Noise, begin: int
+) -> dict[str, Any]:
+    """What satellites `seen_by` say of satellites `rows` in contacts begun at `begin`, as native columns."""
     position, velocity = scene.truth(rows, micros)
     r = position * 1e3 + scene.rng.standard_normal(position.shape) * noise.position_m
     v = velocity * 1e3 + scene.rng.standard_normal(velocity.shape) * noise.velocity_m_s
