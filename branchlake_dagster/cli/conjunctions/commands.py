@@ -5,12 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.wording import counted
+
+if TYPE_CHECKING:
+    from branchlake_dagster.cli.conjunctions.listing import Wanted
+    from branchlake_dagster.query.connection import LakeReader
 
 _KINDS = ("encounter", "edge", "together")
 
@@ -29,7 +34,8 @@ class _Moment(click.ParamType[datetime]):
 
 
 def add_to(main: click.Group) -> Callable[..., Any]:
-    """The command, as one of `main`."""
+    """The commands, as some of `main`."""
+    main.command(name="screen-ephemeris")(_screen_ephemeris)
     return main.command(name="conjunctions")(_conjunctions)
 
 
@@ -41,6 +47,20 @@ def add_to(main: click.Group) -> Callable[..., Any]:
 @click.option("--at", help="The list as of a time (without a zone: UTC) or a commit hash, instead of now.")
 @click.option("--changes-since", help="What has changed since the list as of this time or commit hash.")
 @click.option("--csv", "as_csv", is_flag=True, help="All of it as CSV.")
+@click.option(
+    "--cdm",
+    "cdm_folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="All of it as Conjunction Data Messages, a file each, into this folder.",
+)
+@click.option(
+    "--cdm-format",
+    type=click.Choice(("kvn", "xml")),
+    default="kvn",
+    show_default=True,
+    help="Of the messages.",
+)
+@click.option("--originator", help="Who writes the messages: a registered abbreviation.")
 @click.option("--rows", default=50, show_default=True, help="Most rows of the table; 0: all.")
 def _conjunctions(
     objects: tuple[int, ...],
@@ -51,6 +71,9 @@ def _conjunctions(
     at: str | None,
     changes_since: str | None,
     as_csv: bool,
+    cdm_folder: Path | None,
+    cdm_format: str,
+    originator: str | None,
     rows: int,
 ) -> None:
     r"""Close approaches that are ahead, nearest first. Starts nothing and changes nothing.
@@ -59,13 +82,21 @@ def _conjunctions(
     branchlake conjunctions --object 25544 --since 2026-08-11T12:00
     branchlake conjunctions --within 0.5 --kind encounter --csv > near.csv
     branchlake conjunctions --object 25544 --changes-since 2026-08-11T06:00
+    branchlake conjunctions --object 25544 --kind encounter --cdm messages --originator ABC
     """
+    if cdm_folder is not None and (as_csv or changes_since is not None):
+        raise click.UsageError("--cdm writes messages of a list: not with --csv or --changes-since.")
+    if (cdm_folder is None) != (originator is None):
+        raise click.UsageError("--cdm and --originator belong together: a message says who wrote it.")
     from branchlake_dagster.cli.conjunctions.listing import Wanted, compared, listed
     from branchlake_dagster.cli.conjunctions.shown import show
     from branchlake_dagster.query import connect
 
     reader = connect(Settings())
     wanted = Wanted(objects, since, until, within_km, kinds)
+    if cdm_folder is not None and originator is not None:
+        _write_messages(reader, wanted, cdm_folder, at, cdm_format, originator)
+        return
     if changes_since is None:
         found, told = listed(reader, wanted, at=at)
     else:
@@ -78,3 +109,90 @@ def _conjunctions(
     else:
         show(found, rows)
     click.echo(f"{counted(found.height, 'close approach', 'close approaches')}. Read at {told}.", err=True)
+
+
+def _write_messages(
+    reader: LakeReader, wanted: Wanted, folder: Path, at: str | None, notation: str, originator: str
+) -> None:
+    from branchlake_dagster.cli.conjunctions.messages import write_messages
+    from branchlake_dagster.fusion.messages.notation import Notation, identifier
+
+    identifier("ORIGINATOR", originator)  # a wrong one is told before anything is read
+    done = write_messages(
+        reader,
+        wanted,
+        folder,
+        at=at,
+        notation=Notation(notation),
+        originator=originator,
+        now=lambda: datetime.now(UTC),
+    )
+    click.echo(f"{counted(done.count, 'message', 'messages')} in {folder}. Read at {done.place}.", err=True)
+    if done.refused:
+        click.echo(done.told(), err=True)
+        raise click.ClickException(f"{counted(len(done.refused), 'row', 'rows')} could not be a message.")
+
+
+@click.argument(
+    "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
+)
+@click.option("--since", type=_Moment(), help="From this time on; else all that the file has.")
+@click.option("--until", type=_Moment(), help="Until this time.")
+@click.option(
+    "--within",
+    "within_km",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="Largest miss distance, km.",
+)
+@click.option(
+    "--exclude",
+    type=int,
+    multiple=True,
+    help="Catalogue number that is left out: the object itself, its parts.",
+)
+@click.option(
+    "--max-age",
+    "max_age_days",
+    type=click.FloatRange(min=0, min_open=True),
+    default=14.0,
+    show_default=True,
+    help="Objects with elements that many days from the begin are left out.",
+)
+@click.option("--at", help="The catalogue as of a time (without a zone: UTC) or a commit hash.")
+@click.option("--csv", "as_csv", is_flag=True, help="All of it as CSV.")
+@click.option("--rows", default=50, show_default=True, help="Most rows of the table; 0: all.")
+def _screen_ephemeris(
+    files: tuple[Path, ...],
+    since: datetime | None,
+    until: datetime | None,
+    within_km: float,
+    exclude: tuple[int, ...],
+    max_age_days: float,
+    at: str | None,
+    as_csv: bool,
+    rows: int,
+) -> None:
+    r"""Close approaches of own ephemerides (OEM, in KVN or XML) with the published catalogue.
+
+    Starts nothing and changes nothing. Nothing is extrapolated: gaps between segments are not screened.
+
+    \b
+    branchlake screen-ephemeris station.oem --exclude 25544 --within 10
+    """
+    from branchlake_dagster.cli.conjunctions.ephemerides import screen
+    from branchlake_dagster.query import connect
+
+    screen(
+        connect(Settings()),
+        files,
+        since=since,
+        until=until,
+        within_km=within_km,
+        exclude=exclude,
+        max_age_days=max_age_days,
+        at=at,
+        as_csv=as_csv,
+        rows=rows,
+    )

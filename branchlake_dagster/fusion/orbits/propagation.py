@@ -123,9 +123,9 @@ class Ephemeris:
 
 
 def hermite(
-    start: tuple[Floats, Floats], end: tuple[Floats, Floats], s: Floats, h: float
+    start: tuple[Floats, Floats], end: tuple[Floats, Floats], s: Floats, h: float | Floats
 ) -> tuple[Floats, Floats]:
-    """Position and velocity at fraction ``s`` of a cell of ``h`` seconds, from both ends' states."""
+    """Position and velocity at fraction ``s`` (k, 1) of cells of ``h`` seconds, from both ends' states."""
     (r0, v0), (r1, v1) = start, end
     position = (
         (2 * s**3 - 3 * s**2 + 1) * r0

@@ -1,0 +1,1 @@
+"""Ephemerides that somebody else computed: interpolated, and screened against the catalogue."""

@@ -1,0 +1,1 @@
+"""Messages of the CCSDS for conjunctions and ephemerides: written, and read as hostile input."""
