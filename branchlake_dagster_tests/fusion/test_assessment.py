@@ -27,7 +27,13 @@ from branchlake_dagster.fusion.trust.classes import CLASSES
 from branchlake_dagster.fusion.trust.differences import DAY_MICROS, rtn_axes
 from branchlake_dagster.fusion.trust.model import error_model
 from branchlake_dagster.fusion.trust.probability import encounter_plane, probability
-from branchlake_dagster.fusion.trust.report import altitude_chart, as_markdown, distance_chart, top
+from branchlake_dagster.fusion.trust.report import (
+    altitude_chart,
+    as_markdown,
+    distance_chart,
+    geometry_chart,
+    top,
+)
 from branchlake_dagster.fusion.trust.tables import (
     SOURCE,
     Expected,
@@ -150,7 +156,12 @@ def test_a_published_model_is_read_as_it_was_computed():
     classes = made.classes[owner]
     wanted = made.growth.at(classes, np.full(len(sets), 3.0)) * made.factors[owner]
     assert np.allclose(read.sigma(sets, at), wanted[:, :3], rtol=1e-12)
-    assert read.model_id == model_id(sets)
+    assert read.model_id == model_id(made, sets)
+    # As many sets with the same epochs, one of them otherwise: another model.
+    other = replace(sets, values=sets.values + np.eye(len(sets), sets.values.shape[1]) * 1e-9)
+    assert model_id(error_model(other), other) != model_id(made, sets)
+    assert model_id(error_model(sets), sets) == model_id(made, sets)
+    assert model_id(replace(made, factors=made.factors * 2), sets) != model_id(made, sets)
     (jump,) = element_jumps(made, sets).iter_rows(named=True)
     assert (jump["sat_no"], jump["kind"], jump["taken_for"]) == (4, "manoeuvre", None)
     assert jump["semi_major_axis_change_km"] < -1.0
@@ -174,6 +185,34 @@ def test_pictures_are_sound_and_within_their_frame(elements, found):
         assert all(0 <= a <= 720 and 0 <= b <= 400 for a, b in points)
         assert len(points) > 50
     assert in_markdown("<svg/>", "it").startswith("![it](data:image/svg+xml;base64,")
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_the_geometry_of_the_first_is_drawn_to_scale(elements, found):
+    rows = top(assessed(found, elements, model(elements), 10.0), 5)
+    assert rows.height == 5
+    picture = drawn(geometry_chart(rows, elements))
+    groups = list(picture.iter(f"{SVG}g"))
+    assert [len(list(one.iter(f"{SVG}circle"))) for one in groups] == [5, 5]
+    assert [len(list(one.iter(f"{SVG}ellipse"))) for one in groups] == [5, 5]
+    # Both panels have one scale: from where two points are it can be told where the others must be.
+    for group, axis in zip(groups, ("r", "n"), strict=True):
+        told = np.array(
+            [[float(one.attrib[name]) for name in ("cx", "cy")] for one in group.iter(f"{SVG}circle")]
+        )
+        true = rows.select("relative_position_t_km", f"relative_position_{axis}_km").to_numpy() * [1, -1]
+        scale = np.linalg.norm(told[1] - told[0]) / np.linalg.norm(true[1] - true[0])
+        assert np.allclose(told - told[0], (true - true[0]) * scale, atol=0.15)
+    # An ellipse's half axes are within the errors of both objects together.
+    sizes = [float(one.attrib["rx"]) / scale for one in groups[0].iter(f"{SVG}ellipse")]
+    for row, size in zip(rows.iter_rows(named=True), sizes, strict=True):
+        parts = [row[f"sat{k}_sigma_{axis}_km"] for k in (1, 2) for axis in "rtn"]
+        assert max(parts[:2]) * 0.98 <= size <= np.linalg.norm(parts) * 1.02
+    unknown = assessed(rows.select(found.columns), elements, None, 10.0)
+    assert not list(drawn(geometry_chart(unknown, elements)).iter(f"{SVG}ellipse"))
+    drawn(geometry_chart(unknown.clear(), elements))
 
 
 def test_a_chart_without_points_or_with_odd_names_is_still_a_picture():

@@ -7,19 +7,23 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import dagster as dg
+import numpy as np
 import polars as pl
 import pytest
-from click.testing import CliRunner
+from ccsds_ndm.ndm_io import NdmIo
+from click.testing import CliRunner, Result
 
 from branchlake_dagster import branchlake_definitions, publish, table_metadata
 from branchlake_dagster.cli import main
-from branchlake_dagster.fusion.assets.catalogue import CATALOGUE, ELEMENT_SETS
+from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
 from branchlake_dagster.fusion.assets.conjunctions import (
     CONJUNCTIONS,
     conjunctions,
     earlier_list,
     newest_snapshot,
 )
+from branchlake_dagster.fusion.assets.ephemerides import EPHEMERIS_CONJUNCTIONS, ephemeris_conjunctions
+from branchlake_dagster.fusion.assets.registry import ELEMENT_HISTORY
 from branchlake_dagster.fusion.assets.trust import (
     ELEMENT_ERRORS,
     ELEMENT_JUMPS,
@@ -29,8 +33,9 @@ from branchlake_dagster.fusion.assets.trust import (
 from branchlake_dagster.fusion.conjunctions.identity import identified
 from branchlake_dagster.fusion.gp.simulated import simulated_elements
 from branchlake_dagster.fusion.graph.quality import fusion_checks
-from branchlake_dagster.fusion.orbits.propagation import ELEMENT_FIELDS
+from branchlake_dagster.fusion.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster_tests.fusion.test_ephemerides import message, segment
 from branchlake_dagster_tests.fusion.test_trust import history
 
 NOON = datetime(2026, 8, 8, 12, 0, tzinfo=UTC)
@@ -135,14 +140,15 @@ def catalogue() -> pl.DataFrame:
     return given["catalogue"]
 
 
-@dg.asset(key=ELEMENT_SETS, metadata=table_metadata(write_mode="replace_table", require_checks=False))
-def element_sets() -> pl.DataFrame:
+@dg.asset(key=ELEMENT_HISTORY, metadata=table_metadata(write_mode="replace_table", require_checks=False))
+def element_history() -> pl.DataFrame:
     """Ten sets each of a hundred objects, and one of them in two snapshots."""
     parts = [
         pl.DataFrame(part.values, schema=list(ELEMENT_FIELDS)).with_columns(
             pl.Series("sat_no", part.sat_no),
             pl.Series("epoch", part.epoch_micros).cast(pl.Datetime("us", "UTC")),
             pl.lit(f"sim-{k}").alias("snapshot_id"),
+            pl.lit(NOON + timedelta(hours=k)).alias("collected_at"),
         )
         for k, part in enumerate(history(100, 10, 1.0, 0.01))
     ]
@@ -164,15 +170,28 @@ def elements_at(snapshot: str, moved: list[int]) -> pl.DataFrame:
     )
 
 
+def ephemeris_of(number: int, begin: datetime, end: datetime) -> bytes:
+    frame = given["catalogue"] if number in given["catalogue"]["sat_no"] else elements_at("", [])
+    sets = Elements.from_arrow(frame.sort("sat_no").to_arrow())
+    row = int(np.searchsorted(sets.sat_no, number))
+    span = [int(one.timestamp()) * 1_000_000 for one in (begin, end)]
+    made = segment(sets, row, begin=span[0], end=span[1])
+    return message(made)
+
+
 @pytest.fixture
 def run(lakehouse: Lakehouse) -> Iterator[Callable[..., dg.ExecuteInProcessResult]]:
-    checked = {CONJUNCTIONS, *TRUST}
+    checked = {CONJUNCTIONS, EPHEMERIS_CONJUNCTIONS, *TRUST}
     checks = [one for one in fusion_checks if checked & {key.asset_key for key in one.check_keys}]
     definitions = branchlake_definitions(
         lakehouse.settings,
-        dg.Definitions(assets=[catalogue, element_sets, element_trust, conjunctions], asset_checks=checks),
+        dg.Definitions(
+            assets=[catalogue, element_history, element_trust, conjunctions, ephemeris_conjunctions],
+            asset_checks=checks,
+        ),
     )
     job = definitions.resolve_implicit_global_asset_job_def()
+    drop_tables(lakehouse)  # those of other tests of the pipeline, in the lake that they share
     with dg.DagsterInstance.ephemeral() as instance:
 
         def launch(*keys: dg.AssetKey, **more: Any) -> dg.ExecuteInProcessResult:
@@ -182,8 +201,12 @@ def run(lakehouse: Lakehouse) -> Iterator[Callable[..., dg.ExecuteInProcessResul
             return done
 
         yield launch
+    drop_tables(lakehouse)
+
+
+def drop_tables(lakehouse: Lakehouse) -> None:
     main = lakehouse.catalog("main")
-    for key in (CATALOGUE, CONJUNCTIONS, ELEMENT_SETS, *TRUST):
+    for key in (CATALOGUE, CONJUNCTIONS, EPHEMERIS_CONJUNCTIONS, ELEMENT_HISTORY, *TRUST):
         if main.table_exists(tuple(key.path)):
             main.drop_table(tuple(key.path))
 
@@ -202,7 +225,7 @@ def listed(lakehouse: Lakehouse) -> pl.DataFrame:
 
 
 @pytest.mark.spark
-def test_a_list_kept_up_by_changes_is_the_one_made_anew(lakehouse, run):
+def test_a_list_kept_up_by_changes_is_the_one_made_anew(lakehouse, run, tmp_path):
     given["catalogue"] = elements_at("sim-20260808T1200Z", [])
     run(CATALOGUE)
     assert "no earlier list" in why(run(CONJUNCTIONS, run_config=NEAR))
@@ -213,7 +236,7 @@ def test_a_list_kept_up_by_changes_is_the_one_made_anew(lakehouse, run):
     assert first["screened_until"].unique().to_list() == [NOON + timedelta(hours=3)]
     assert first["previous_miss_distance_km"].null_count() == first.height
     assert first["no_probability_because"].unique().to_list() == ["no error model"]
-    run(ELEMENT_SETS)
+    run(ELEMENT_HISTORY)
     run(*TRUST)
 
     numbers = given["catalogue"]["sat_no"].to_list()
@@ -262,6 +285,74 @@ def test_a_list_kept_up_by_changes_is_the_one_made_anew(lakehouse, run):
     gone = set(changes.filter(change="gone")["event_id"])
     assert gone == set(first["event_id"]) - set(kept_up["event_id"])
     assert set(changes.filter(change="new")["event_id"]) == set(kept_up["event_id"]) - set(first["event_id"])
+
+    def messages(*arguments: str) -> Result:
+        return CliRunner().invoke(
+            main,
+            ["conjunctions", "--cdm", str(tmp_path), "--originator", "abc", *arguments],
+            env={"BRANCHLAKE_STATE_DIR": str(lakehouse.settings.state_dir)},
+        )
+
+    done = messages("--kind", "encounter")
+    assert done.exit_code == 0, done.output
+    encounters = kept_up.filter(kind="encounter")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert len(names) == encounters.height
+    read = [NdmIo().from_path(path) for path in tmp_path.iterdir()]
+    assert {one.header.message_id.rpartition("_")[0] for one in read} == {
+        event.upper() for event in encounters["event_id"]
+    }
+    # Again, and of the whole list: the same files, and the rows that cannot be one are told.
+    done = messages()
+    assert (done.exit_code, sorted(path.name for path in tmp_path.iterdir())) == (1, names)
+    others = kept_up.height - encounters.height
+    assert f"{others} row" in done.stderr
+    assert "no time of closest approach" in done.stderr
+    # The list of before is read with the catalogue of before.
+    done = messages("--kind", "encounter", "--at", published, "--cdm-format", "xml")
+    assert done.exit_code == 0, done.output
+    assert len(list(tmp_path.glob("*.cdm.xml"))) == first.filter(kind="encounter").height
+    assert messages("--csv").exit_code == 2
+
+    # An object's own ephemeris has the close approaches that the list has of it.
+    number = int(encounters["sat1_object_designator"].mode().sort()[0])
+    oem = tmp_path / "own.oem"
+    oem.write_bytes(ephemeris_of(number, later, later + timedelta(hours=3)))
+    done = CliRunner().invoke(
+        main,
+        ["screen-ephemeris", str(oem), "--csv", "--within", "40", "--exclude", str(number)],
+        env={"BRANCHLAKE_STATE_DIR": str(lakehouse.settings.state_dir)},
+    )
+    assert done.exit_code == 0, done.output
+    own = pl.read_csv(io.StringIO(done.stdout))
+    of_it = kept_up.filter(pl.any_horizontal(pl.col(pair) == number))
+    assert own.height == of_it.height > 0
+    distances = [frame["miss_distance_km"].sort() for frame in (own, of_it)]
+    assert (distances[0] - distances[1]).abs().max() < 1e-3
+    assert set(own["sat1_source"]) == {"ephemeris"}
+    shown = CliRunner().invoke(
+        main,
+        ["screen-ephemeris", str(oem), "--within", "40", "--exclude", str(number), "--rows", "0"],
+        env={"BRANCHLAKE_STATE_DIR": str(lakehouse.settings.state_dir)},
+    )
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.count("A <SAT> & B") == own.height
+    # Published as a table by the asset, from a folder.
+    folder = tmp_path / "oem"
+    folder.mkdir()
+    oem.rename(folder / "own.oem")
+    how = {"folder": str(folder), "threshold_km": 40.0, "exclude": [number]}
+    run(EPHEMERIS_CONJUNCTIONS, run_config={"ops": {"sda__ephemeris_conjunctions": {"config": how}}})
+    table = table_of(lakehouse, EPHEMERIS_CONJUNCTIONS)
+    assert table["miss_distance_km"].sort().to_list() == pytest.approx(
+        own["miss_distance_km"].sort().to_list()
+    )
+    assert table["ephemeris"].unique().to_list() == ["own.oem"]
+    oem.write_text("CCSDS_OEM_VERS = 2.0\n")
+    done = CliRunner().invoke(
+        main, ["screen-ephemeris", str(oem)], env={"BRANCHLAKE_STATE_DIR": str(lakehouse.settings.state_dir)}
+    )
+    assert (done.exit_code, "no segment" in done.stderr) == (1, True)
 
     everything = run(CONJUNCTIONS, run_config=NEAR, tags={"branchlake/rebuild": "true"})
     assert "of the objects have changed" in why(everything)

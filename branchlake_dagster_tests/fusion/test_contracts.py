@@ -16,6 +16,7 @@ from branchlake_dagster.fusion.assets.catalogue import (
     SATELLITE_ENTRIES,
 )
 from branchlake_dagster.fusion.assets.conjunctions import CONJUNCTION_CANDIDATES, CONJUNCTIONS, listed
+from branchlake_dagster.fusion.assets.ephemerides import EPHEMERIS_CONJUNCTIONS
 from branchlake_dagster.fusion.assets.observations import OBSERVATIONS, SENSOR_OBSERVATIONS
 from branchlake_dagster.fusion.assets.quarantine import QUARANTINED_OBJECTS
 from branchlake_dagster.fusion.assets.registry import (
@@ -56,6 +57,7 @@ CONTRACTS = {
     FUSED_TRACKS: contracts.FusedTrack,
     CONJUNCTION_CANDIDATES: contracts.ConjunctionCandidate,
     CONJUNCTIONS: contracts.Conjunction,
+    EPHEMERIS_CONJUNCTIONS: contracts.EphemerisConjunction,
     ELEMENT_ERRORS: contracts.ElementError,
     OBJECT_ERRORS: contracts.ObjectError,
     ELEMENT_JUMPS: contracts.ElementJump,

@@ -1,9 +1,13 @@
 """The registry on the lake: what ten runs publish that all began at the same state of `main`."""
 
+import subprocess
+import sys
+
 import dagster as dg
 import polars as pl
 import pytest
 
+from branchlake_dagster.branching.lease.token import TOKEN
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE, SATELLITE_ENTRIES, gp_ingest
 from branchlake_dagster.fusion.assets.registry import (
     CATALOGUE_COLUMNS,
@@ -27,6 +31,8 @@ from branchlake_dagster_tests.harness import Project, project
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 
 WRITERS = 10
+AT_ONCE = 4
+"""In processes of their own, each with its imports."""
 RULE = dg.AssetCheckKey(OBJECTS, "tracked_have_elements")
 NAMES = [f"{('18sds', 'esa', 'numerica')[n % 3]}-20260808T{n:02d}00Z" for n in range(WRITERS)]
 SATCAT = "satcat-20260809T0000Z"
@@ -57,7 +63,8 @@ def stage(empty_lake, tmp_path):
     (tmp_path / f"{SATCAT}.csv").write_text("NORAD_CAT_ID,OWNER,DECAY_DATE\n7,US,2026-08-08\n8,UK,\n")
     # The other checks are of single tables, and have tests of their own.
     rule = [one for one in fusion_checks if RULE in one.check_keys]
-    lax = {"branchlake/require_checks": False}
+    # Without the lease, which lets only one of them work at a time: what is tested is what holds without it.
+    lax = {"branchlake/require_checks": False, "branchlake/exclusive": None}
     assets = [
         one.map_asset_specs(lambda spec: spec.merge_attributes(metadata=lax))
         for one in (gp_ingest, registry, satellites)
@@ -97,6 +104,22 @@ def rule_holds(stage: Project) -> bool:
     return tracked.join(catalogue, on=["sat_no", "epoch", "source", "state"], how="anti").height == 0
 
 
+def is_as_one_after_the_other(stage: Project, names: list[str]) -> None:
+    expected = Registry()
+    columns = {name: kind for name, kind in CATALOGUE_COLUMNS.items() if name != "state"}
+    pulls = stage.lake.catalog(MAIN).load_table(("sda", "element_sets")).scan().to_arrow()
+    for name in reversed(names):
+        mine = pl.DataFrame(pl.from_arrow(pulls)).filter(pl.col("snapshot_id") == name)
+        expected.take(mine.select(pl.col(n).cast(t) for n, t in columns.items()))
+    catalogue = of_main(stage, CATALOGUE, columns).sort("sat_no")
+    assert catalogue.equals(expected.catalogue)
+    assert of_main(stage, OBJECTS, OBJECT_COLUMNS).sort("sat_no").equals(expected.objects)
+    sets = [
+        frame.select(SET).sort(SET) for frame in (of_main(stage, ELEMENT_HISTORY, columns), expected.history)
+    ]
+    assert sets[0].equals(sets[1])
+
+
 def test_ten_writers_at_once_publish_what_one_after_the_other_would(stage):
     assert stage.settle(launch(stage, NAMES[0])).action is PublicationAction.PUBLISHED
     # All have read and written before any of them is published.
@@ -113,19 +136,7 @@ def test_ten_writers_at_once_publish_what_one_after_the_other_would(stage):
     assert stage.settle(launch(stage, *NAMES[2:])).action is PublicationAction.PUBLISHED
     assert rule_holds(stage)
 
-    expected = Registry()
-    columns = {name: kind for name, kind in CATALOGUE_COLUMNS.items() if name != "state"}
-    pulls = stage.lake.catalog(MAIN).load_table(("sda", "element_sets")).scan().to_arrow()
-    for name in reversed(NAMES):
-        mine = pl.DataFrame(pl.from_arrow(pulls)).filter(pl.col("snapshot_id") == name)
-        expected.take(mine.select(pl.col(n).cast(t) for n, t in columns.items()))
-    catalogue = of_main(stage, CATALOGUE, columns).sort("sat_no")
-    assert catalogue.equals(expected.catalogue)
-    assert of_main(stage, OBJECTS, OBJECT_COLUMNS).sort("sat_no").equals(expected.objects)
-    sets = [
-        frame.select(SET).sort(SET) for frame in (of_main(stage, ELEMENT_HISTORY, columns), expected.history)
-    ]
-    assert sets[0].equals(sets[1])
+    is_as_one_after_the_other(stage, NAMES)
 
     # A satellite catalogue is a pull as well: its decays are tombstones, its facts are dated.
     assert stage.settle(launch(stage, SATCAT)).action is PublicationAction.PUBLISHED
@@ -139,3 +150,28 @@ def test_ten_writers_at_once_publish_what_one_after_the_other_would(stage):
     ]
     assert SATELLITE_ENTRIES in gp_ingest.keys
     assert rule_holds(stage)
+
+
+def test_writers_with_the_lease_are_all_published(stage, tmp_path, monkeypatch):
+    """Launched together, they work one after the other, each on what the one before has published."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "dagster.yaml").write_text("telemetry: {enabled: false}")
+    monkeypatch.setenv("DAGSTER_HOME", str(home))
+    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
+    monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(stage.lake.settings.state_dir))
+    names = NAMES[:AT_ONCE]
+    with dg.DagsterInstance.get() as instance:
+        instance.add_dynamic_partitions("gp_snapshots", names)
+    writer = "branchlake_dagster_tests.fusion.registry_writer"
+    writers = [subprocess.Popen([sys.executable, "-m", writer, name]) for name in names]
+    assert [one.wait(300) for one in writers] == [0] * AT_ONCE
+    assert rule_holds(stage)
+    is_as_one_after_the_other(stage, names)
+    tokens = [
+        entry.commit.properties[TOKEN]
+        for entry in stage.lake.nessie.log(MAIN, limit=100)
+        if "branchlake.publication_id" in entry.commit.properties and TOKEN in entry.commit.properties
+    ][:AT_ONCE]
+    first = int(tokens[-1].removeprefix("registry="))
+    assert tokens == [f"registry={first + number}" for number in reversed(range(AT_ONCE))]

@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 
 from branchlake_dagster.fusion.conjunctions.closest import MINUTE_S, States, closest
-from branchlake_dagster.fusion.conjunctions.rescreening import Earlier, plan
+from branchlake_dagster.fusion.conjunctions.rescreening import Earlier, Plan, plan
 from branchlake_dagster.fusion.conjunctions.screening import (
     MINUTE,
     Encounters,
@@ -244,6 +244,25 @@ def test_the_minute_is_what_sgp4_says(elements):
     assert np.linalg.norm(apart - found.relative.position, axis=1).max() < 1e-3
 
 
+def with_kept(planned: Plan, known: Encounters, before: Elements, now: Elements) -> Encounters:
+    """What is found now and what is kept of the earlier list, by rows of the elements of now."""
+    rows = planned.kept
+    first, second = (
+        np.searchsorted(now.sat_no, before.sat_no[one[rows]]) for one in (known.first, known.second)
+    )
+    kept = replace(
+        known,
+        first=first,
+        second=second,
+        kind=known.kind[rows],
+        tca_micros=known.tca_micros[rows],
+        minutes=known.minutes[rows],
+        position=known.position[rows],
+        velocity=known.velocity[rows],
+    )
+    return Encounters.of([*(planned.screening.done(task) for task in planned.tasks), kept])
+
+
 def earlier(elements: Elements, span: Span, found: Encounters, threshold_km: float) -> Earlier:
     return Earlier(
         span.start,
@@ -278,7 +297,7 @@ def test_screening_again_what_has_changed_is_screening_all(elements, seed):
         parts=3,
     )
     assert "all pairs" not in planned.why
-    found = Encounters.of(planned.screening.done(task) for task in planned.tasks)
+    found = with_kept(planned, known, elements, now)
     assert_same(found, screen(now, span, threshold_km=threshold))
 
 
@@ -342,5 +361,5 @@ def test_real_neighbours_are_told_as_together_and_a_real_change_as_all():
         changed=np.array(changed, np.int64),
         parts=2,
     )
-    found = Encounters.of(planned.screening.done(task) for task in planned.tasks)
+    found = with_kept(planned, known, first, second)
     assert_same(found, screen(second, later, threshold_km=5.0))

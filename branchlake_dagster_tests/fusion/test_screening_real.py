@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 from branchlake_dagster.fusion.conjunctions.screening import Kind, Span, screen
+from branchlake_dagster.fusion.ephemerides.screening import screen_tracks
+from branchlake_dagster.fusion.ephemerides.track import tracks_of
 from branchlake_dagster.fusion.gp.read import read_catalogue
+from branchlake_dagster.fusion.messages.oem_read import read_oem
 from branchlake_dagster.fusion.orbits.frames import julian_dates
 from branchlake_dagster.fusion.orbits.propagation import Elements, propagate
+from branchlake_dagster_tests.fusion.test_ephemerides import message, of_one, same, segment
 from branchlake_dagster_tests.fusion.test_gp import SNAPSHOTS
 
 OBJECTS = int(os.environ.get("BRANCHLAKE_TEST_SCREENED", "220"))
@@ -97,3 +101,22 @@ def test_a_day_of_real_objects_is_brute_force():
     assert set(left) <= set(together), "each minimum that is no encounter is among minutes together"
     for pair, times in left.items():
         assert together[pair] <= min(miss for _, miss in times) + 1e-3
+
+
+@pytest.mark.skipif(not SNAPSHOTS.is_dir(), reason=f"no real snapshots in {SNAPSHOTS}")
+def test_an_ephemeris_of_a_real_object_has_its_close_approaches():
+    content = (SNAPSHOTS / "active-20260808T0220Z.tle.gz").read_bytes()
+    every = Elements.from_arrow(read_catalogue(content, "real").elements.sort("sat_no").to_arrow())
+    # The station, and one object in eight of the others.
+    elements = every.take(np.flatnonzero((every.sat_no == 25544) | (np.arange(len(every)) % 8 == 0)))
+    end = START + HOURS * 3600 * 1_000_000
+    numbers = [25544, *elements.sat_no[[900, 1500]].tolist()]
+    subjects = np.isin(elements.sat_no, numbers)
+    whole = screen(elements, Span.whole(START, end), threshold_km=20.0, subjects=subjects, step_s=120.0)
+    rows = np.searchsorted(elements.sat_no, numbers).tolist()
+    assert sum(len(of_one(whole, row)) for row in rows) > 10
+    for row in rows:
+        read = read_oem(message(segment(elements, row, begin=START, end=end)), "real")
+        others = np.delete(np.arange(len(elements)), row)
+        mine = screen_tracks(tracks_of(read.segments), elements.take(others), START, end, threshold_km=20.0)
+        same(mine, others, of_one(whole, row), km=0.03, s=0.1)

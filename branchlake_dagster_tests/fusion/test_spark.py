@@ -9,7 +9,7 @@ import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster.fusion.conjunctions.arrow import as_batch
-from branchlake_dagster.fusion.conjunctions.distributed import close_approaches
+from branchlake_dagster.fusion.conjunctions.distributed import close_approaches, close_approaches_here
 from branchlake_dagster.fusion.conjunctions.screening import MINUTE, Span, screen
 from branchlake_dagster.fusion.conjunctions.tasks import Pairs, Screening, in_parts
 from branchlake_dagster.fusion.contracts import Observation
@@ -97,3 +97,5 @@ def test_screening_over_spark(session, catalogue):
     expected = pa.Table.from_batches([as_batch(screen(elements, span, threshold_km=50.0), elements)])
     assert expected.num_rows > 0
     assert found.sort_by(BY) == expected.sort_by(BY)
+    here = close_approaches_here(screening, in_parts(span, Pairs.ALL, 3))
+    assert here.sort_by(BY) == expected.sort_by(BY)

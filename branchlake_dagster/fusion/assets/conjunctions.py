@@ -1,6 +1,7 @@
 """Group ``conjunctions``: close approaches, hour by hour and as the list of what is ahead."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
+import contextlib
 from collections.abc import Sequence
 
 import dagster as dg
@@ -10,6 +11,8 @@ import pyarrow as pa
 from pydantic import Field
 from pyiceberg.catalog import Catalog
 from pyiceberg.exceptions import NoSuchTableError
+from pyiceberg.table import Table
+from pyiceberg.table.snapshots import Operation
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
@@ -24,9 +27,10 @@ from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
 from branchlake_dagster.fusion.assets.quarantine import QUARANTINED_OBJECTS, of_tracked, usable
 from branchlake_dagster.fusion.assets.trust import ELEMENT_ERRORS, OBJECT_ERRORS
 from branchlake_dagster.fusion.assets.upkeep import OF_SNAPSHOTS, OF_WINDOWS, OWNERS
-from branchlake_dagster.fusion.conjunctions.distributed import close_approaches
+from branchlake_dagster.fusion.conjunctions.arrow import ENCOUNTER_SCHEMA
+from branchlake_dagster.fusion.conjunctions.distributed import close_approaches, close_approaches_here
 from branchlake_dagster.fusion.conjunctions.identity import identified
-from branchlake_dagster.fusion.conjunctions.rescreening import Earlier, plan
+from branchlake_dagster.fusion.conjunctions.rescreening import Earlier, Plan, plan
 from branchlake_dagster.fusion.conjunctions.screening import MINUTE, THRESHOLD_KM, Kind, Span
 from branchlake_dagster.fusion.conjunctions.tasks import Pairs, Screening, in_parts
 from branchlake_dagster.fusion.contracts import Conjunction, ConjunctionCandidate
@@ -36,7 +40,13 @@ from branchlake_dagster.fusion.orbits.propagation import Elements
 from branchlake_dagster.fusion.partitions import whole_catalogue, windows
 from branchlake_dagster.fusion.sources import snapshot_time
 from branchlake_dagster.fusion.trust.assessment import assessed
-from branchlake_dagster.fusion.trust.report import altitude_chart, as_markdown, distance_chart, top
+from branchlake_dagster.fusion.trust.report import (
+    altitude_chart,
+    as_markdown,
+    distance_chart,
+    geometry_chart,
+    top,
+)
 from branchlake_dagster.fusion.trust.tables import Expected
 from branchlake_dagster.fusion.windows import window_of
 
@@ -48,6 +58,8 @@ MAX_ELEMENT_AGE_DAYS = 14.0
 HARD_BODY_RADIUS_M = 10.0
 """Of both objects together, where nobody says otherwise: two satellites of ten metres across."""
 _DAY_MICROS = 86_400_000_000
+_ASSET = "branchlake.asset"
+"""What our writes say in a snapshot's summary."""
 
 
 class ScreeningConfig(dg.Config):
@@ -132,22 +144,30 @@ def conjunctions(
     current = Elements.from_arrow(catalogue.sort_by("sat_no"))
     fresh = start - current.epoch_micros <= config.max_element_age_days * _DAY_MICROS
     elements = current.take(np.flatnonzero(fresh))
-    try:
-        earlier = pl.DataFrame(tables.load_table(tuple(CONJUNCTIONS.path)).scan().to_arrow())
-    except NoSuchTableError:
-        earlier = None
+    earlier, ours = None, True
+    with contextlib.suppress(NoSuchTableError):
+        table = tables.load_table(tuple(CONJUNCTIONS.path))
+        earlier, ours = pl.DataFrame(table.scan().to_arrow()), as_made(table)
+    if not ours:
+        context.log.warning("Somebody else has changed the list's rows, so all pairs are screened again.")
+    # Of a list with fewer columns than today's no row can be kept.
+    whole = earlier is not None and ours and set(ENCOUNTER_SCHEMA.names) <= set(earlier.columns)
     planned = plan(
         elements,
         span,
         config.threshold_km,
-        earlier=earlier_list(earlier, config.max_element_age_days),
+        earlier=earlier_list(earlier if whole else None, config.max_element_age_days),
         changed=changed.column("sat_no").unique().to_numpy(),
         parts=config.tasks,
     )
     context.log.info(f"{len(elements):,} objects, {planned.why}, in {len(planned.tasks)} tasks.")
-    found = close_approaches(spark.spark_session, planned.screening, planned.tasks).toArrow()
+    if planned.few:
+        found = close_approaches_here(planned.screening, planned.tasks)
+    else:
+        found = close_approaches(spark.spark_session, planned.screening, planned.tasks).toArrow()
+    rows = with_kept(pl.DataFrame(found), earlier, planned)
     result = assessed(
-        listed(pl.DataFrame(found), earlier, span, config.threshold_km, config.max_element_age_days),
+        listed(rows, earlier, span, config.threshold_km, config.max_element_age_days),
         elements,
         published_errors(tables),
         config.hard_body_radius_m,
@@ -165,6 +185,28 @@ def conjunctions(
         }
     )
     return result
+
+
+def as_made(table: Table) -> bool:
+    """Whether a table's rows are those that a run of ours has put there; compactions change none.
+
+    A row that somebody deletes by hand would be missing from every list that is kept up by changes.
+    """
+    known = {one.snapshot_id: one for one in table.metadata.snapshots}
+    if table.metadata.current_snapshot_id is None:
+        return True  # nothing was ever close
+    head = table.metadata.current_snapshot()
+    while head is not None and head.summary is not None and head.summary.operation is Operation.REPLACE:
+        head = known.get(head.parent_snapshot_id or -1)
+    return head is not None and head.summary is not None and _ASSET in head.summary.additional_properties
+
+
+def with_kept(found: pl.DataFrame, earlier: pl.DataFrame | None, planned: Plan) -> pl.DataFrame:
+    """What was found now, and the rows of the earlier list that are the same in the new one."""
+    if earlier is None or not len(planned.kept):
+        return found
+    kept = earlier[planned.kept].select(pl.col(name).cast(kind) for name, kind in found.schema.items())
+    return pl.concat([found, kept])
 
 
 def published_errors(tables: Catalog) -> Expected | None:
@@ -195,6 +237,8 @@ def pictures(
         shown["top_conjunctions"] = dg.MetadataValue.md(as_markdown(first, names))
         nearest = distance_chart(first.row(0, named=True), elements)
         shown["top_distance"] = dg.MetadataValue.md(in_markdown(nearest, "Distance of the first of them"))
+        geometry = in_markdown(geometry_chart(first, elements), "Relative geometry of the first of them")
+        shown["top_geometry"] = dg.MetadataValue.md(geometry)
     return shown
 
 

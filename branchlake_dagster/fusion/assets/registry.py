@@ -44,6 +44,8 @@ _FEW = 2_000
 # What it read must still be so when it is published: two runs that merge at once would each leave out the
 # other's sets, and the rule across tables would be checked on neither result.
 _SERIALIZABLE: Literal["serializable"] = "serializable"
+_EXCLUSIVE = "registry"
+"""So they work one after the other, and none in vain."""
 
 
 @dg.multi_asset(
@@ -63,7 +65,11 @@ _SERIALIZABLE: Literal["serializable"] = "serializable"
             kinds={"iceberg", "polars"},
             freshness_policy=OF_SNAPSHOTS,
             metadata=table_metadata(
-                write_mode="upsert", keys=("sat_no",), require_checks=True, isolation=_SERIALIZABLE
+                write_mode="upsert",
+                keys=("sat_no",),
+                require_checks=True,
+                isolation=_SERIALIZABLE,
+                exclusive=_EXCLUSIVE,
             )
             | column_metadata(CatalogueEntry),
         ),
@@ -74,7 +80,11 @@ _SERIALIZABLE: Literal["serializable"] = "serializable"
             kinds={"iceberg", "polars"},
             freshness_policy=OF_SNAPSHOTS,
             metadata=table_metadata(
-                write_mode="upsert", keys=("sat_no",), require_checks=True, isolation=_SERIALIZABLE
+                write_mode="upsert",
+                keys=("sat_no",),
+                require_checks=True,
+                isolation=_SERIALIZABLE,
+                exclusive=_EXCLUSIVE,
             )
             | column_metadata(RegisteredObject),
         ),
@@ -83,7 +93,9 @@ _SERIALIZABLE: Literal["serializable"] = "serializable"
             description="Every different element set that any source has issued, as it was first ingested.",
             owners=OWNERS,
             kinds={"iceberg", "polars"},
-            metadata=table_metadata(write_mode="append", require_checks=True, isolation=_SERIALIZABLE)
+            metadata=table_metadata(
+                write_mode="append", require_checks=True, isolation=_SERIALIZABLE, exclusive=_EXCLUSIVE
+            )
             | column_metadata(ElementSet),
         ),
         "catalog_merge_audit": dg.AssetOut(
@@ -91,7 +103,9 @@ _SERIALIZABLE: Literal["serializable"] = "serializable"
             description="What became of each pulled element set: winner, losers, conflicts.",
             owners=OWNERS,
             kinds={"iceberg", "polars"},
-            metadata=table_metadata(partition_by="snapshot_id", require_checks=True, isolation=_SERIALIZABLE)
+            metadata=table_metadata(
+                partition_by="snapshot_id", require_checks=True, isolation=_SERIALIZABLE, exclusive=_EXCLUSIVE
+            )
             | column_metadata(MergeOutcome),
         ),
     },

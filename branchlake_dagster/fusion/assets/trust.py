@@ -14,7 +14,8 @@ from pyiceberg.expressions import GreaterThanOrEqual
 from pyiceberg.table import Table
 
 from branchlake_dagster import LakehouseResource, column_metadata, table_metadata
-from branchlake_dagster.fusion.assets.catalogue import ELEMENT_SETS, GROUP
+from branchlake_dagster.fusion.assets.catalogue import GROUP
+from branchlake_dagster.fusion.assets.registry import ELEMENT_HISTORY
 from branchlake_dagster.fusion.assets.upkeep import OWNERS
 from branchlake_dagster.fusion.contracts import ElementError, ElementJump, ObjectError
 from branchlake_dagster.fusion.drawing import chart, in_markdown
@@ -50,7 +51,7 @@ def _out(key: dg.AssetKey, model: type, description: str) -> dg.AssetOut:
 @dg.multi_asset(
     name="element_trust",
     group_name=GROUP,
-    deps=[ELEMENT_SETS],
+    deps=[ELEMENT_HISTORY],
     outs={
         "element_errors": _out(
             ELEMENT_ERRORS,
@@ -71,7 +72,7 @@ def element_trust(
     context: dg.AssetExecutionContext, config: ErrorsConfig, lakehouse: LakehouseResource
 ) -> Iterator[dg.Output[pl.DataFrame]]:
     """Hold each element set against later ones of the same object, and say how wrong it was at what age."""
-    table = lakehouse.catalog().load_table(tuple(ELEMENT_SETS.path))
+    table = lakehouse.catalog().load_table(tuple(ELEMENT_HISTORY.path))
     history = history_of(table, config.history_days)
     model = error_model(history)
     objects = len(model.sat_no)
@@ -105,10 +106,10 @@ def history_of(table: Table, days: float) -> Elements:
     oldest = newest - timedelta(days=days)
     scan = table.scan(
         row_filter=GreaterThanOrEqual("epoch", oldest.isoformat()),
-        selected_fields=(*Elements.COLUMNS, "snapshot_id"),
+        selected_fields=(*Elements.COLUMNS, "collected_at", "snapshot_id"),
     )
     # Two files may state one set differently: the later one has corrected it.
-    sets = pl.DataFrame(scan.to_arrow()).sort("sat_no", "epoch", "snapshot_id")
+    sets = pl.DataFrame(scan.to_arrow()).sort("sat_no", "epoch", "collected_at", "snapshot_id")
     return Elements.from_arrow(sets.unique(["sat_no", "epoch"], keep="last", maintain_order=True).to_arrow())
 
 

@@ -14,6 +14,9 @@ MAX_CATALOGUE_AGE = timedelta(days=7)
 OF_SNAPSHOTS = dg.FreshnessPolicy.time_window(fail_window=MAX_CATALOGUE_AGE, warn_window=timedelta(days=1))
 """GP catalogues are issued several times a day; when it fails, the hourly schedules have stopped too."""
 
+OF_LIVE = dg.FreshnessPolicy.time_window(fail_window=timedelta(minutes=15), warn_window=timedelta(minutes=5))
+"""Sensors measure all the time: five minutes without a row is a receiver, a broker or a run that is down."""
+
 OF_WINDOWS = dg.FreshnessPolicy.time_window(
     fail_window=timedelta(minutes=150), warn_window=timedelta(minutes=90)
 )

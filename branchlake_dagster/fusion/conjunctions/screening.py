@@ -218,7 +218,7 @@ def screen_minutes(
         return Encounters.of([])
     pairs, minutes = wanted[:, :2], wanted[:, 2]
     begin, end = (
-        (_states_at(elements, pairs[:, 0], instants), _states_at(elements, pairs[:, 1], instants))
+        (states_at(elements, pairs[:, 0], instants), states_at(elements, pairs[:, 1], instants))
         for instants in (minutes, minutes + MINUTE)
     )
     return _decided(pairs, minutes, begin, end, span, threshold_km)
@@ -309,7 +309,7 @@ def _states(elements: Elements, instants: Micros) -> States:
     return States(found.position, found.velocity)
 
 
-def _states_at(elements: Elements, rows: Rows, instants: Micros) -> States:
+def states_at(elements: Elements, rows: Rows, instants: Micros) -> States:
     """States (k, 3) of objects at an instant each; NaN where they cannot be true."""
     order = np.argsort(rows, kind="stable")
     objects, begins = np.unique(rows[order], return_index=True)

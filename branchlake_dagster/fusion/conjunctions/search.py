@@ -119,10 +119,7 @@ def _span(
     half = h / 2
     radius = np.linalg.norm(position, axis=1)
     speed = np.linalg.norm(velocity, axis=1)
-    radial = np.abs(np.einsum("ij,ij->i", position, velocity)) / np.where(radius == 0, 1, radius)
-    # The lowest that each may be within the span.
-    lowest = np.maximum(radius - radial * half - _LARGEST_ACCELERATION * half**2 / 2, _GROUND_KM)
-    bound = _MU_KM3_S2 / lowest**2 * (1 + _NOT_CENTRAL)
+    lowest, bound = largest_acceleration(position, velocity, half)
     i, j = near_pairs(position, velocity, bound, h=h, threshold_km=threshold_km, subjects=subjects)
     r, v = position[j] - position[i], velocity[j] - velocity[i]
     vv = np.einsum("ij,ij->i", v, v)
@@ -144,3 +141,18 @@ def _span(
     # d + 3 off away when the curve is closest.
     doubt = _EARLY_S + 2 * np.sqrt(off * (threshold_km + 2 * off)) / np.maximum(fast, 1e-3)
     return i, j, time, doubt, stays
+
+
+def largest_acceleration(position: Floats, velocity: Floats, half: float) -> tuple[Floats, Floats]:
+    """How low each of n objects may be within ``half`` seconds of its state, km, and its acceleration there.
+
+    Args:
+        position: (n, 3) km.
+        velocity: (n, 3) km/s.
+        half: seconds before and after.
+
+    """
+    radius = np.linalg.norm(position, axis=1)
+    radial = np.abs(np.einsum("ij,ij->i", position, velocity)) / np.where(radius == 0, 1, radius)
+    lowest = np.maximum(radius - radial * half - _LARGEST_ACCELERATION * half**2 / 2, _GROUND_KM)
+    return lowest, _MU_KM3_S2 / lowest**2 * (1 + _NOT_CENTRAL)

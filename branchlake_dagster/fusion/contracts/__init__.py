@@ -19,7 +19,9 @@ from branchlake_dagster.fusion.contracts.catalogue import (
     SatelliteEntry,
 )
 from branchlake_dagster.fusion.contracts.conjunctions import Conjunction, ConjunctionCandidate
+from branchlake_dagster.fusion.contracts.ephemerides import EphemerisConjunction
 from branchlake_dagster.fusion.contracts.observations import Observation, SensorObservation
+from branchlake_dagster.fusion.contracts.raw import RawLink, RawOptical, RawRadar
 from branchlake_dagster.fusion.contracts.states import FusedTrack, QuarantinedObject
 from branchlake_dagster.fusion.contracts.trust import ElementError, ElementJump, ObjectError
 
@@ -30,11 +32,15 @@ __all__ = [
     "ElementError",
     "ElementJump",
     "ElementSet",
+    "EphemerisConjunction",
     "FusedTrack",
     "MergeOutcome",
     "ObjectError",
     "Observation",
     "QuarantinedObject",
+    "RawLink",
+    "RawOptical",
+    "RawRadar",
     "RegisteredObject",
     "RejectedRecord",
     "Satellite",

@@ -56,6 +56,11 @@ class CatalogueEntry(ElementSet):
         isin=[state for state in STATES if state != "untracked"],
     )
 
+    class Config:
+        """One current element set per object."""
+
+        unique = ["sat_no"]  # noqa: RUF012 - pandera's name and type
+
 
 class MergeOutcome(Contract):
     """What became of an element set that was pulled, when it was merged. The names are this graph's own."""

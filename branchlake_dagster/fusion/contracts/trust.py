@@ -8,7 +8,7 @@ from branchlake_dagster.fusion.trust.classes import CLASSES, OWN_CLASSES
 from branchlake_dagster.fusion.trust.growth import MAX_FACTOR
 from branchlake_dagster.fusion.trust.jumps import SIGNS, Jump
 
-_MODEL = "The error model: newest epoch of its history, and how many element sets that has."
+_MODEL = "The error model: newest epoch of its history, and a hash of its content."
 
 
 class ElementError(Contract):

@@ -21,6 +21,7 @@ from branchlake_dagster.fusion.assets.conjunctions import (
     conjunction_candidates,
     conjunctions,
 )
+from branchlake_dagster.fusion.assets.ephemerides import EPHEMERIS_CONJUNCTIONS, ephemeris_conjunctions
 from branchlake_dagster.fusion.assets.observations import (
     OBSERVATIONS,
     SENSOR_OBSERVATIONS,
@@ -72,6 +73,7 @@ fusion_assets: list[dg.AssetsDefinition] = [
     conjunction_candidates,
     element_trust,
     conjunctions,
+    ephemeris_conjunctions,
 ]
 """All assets of the graph."""
 
@@ -103,6 +105,11 @@ conjunctions_job = dg.define_asset_job(
     selection=dg.AssetSelection.assets(CONJUNCTIONS),
     description="Screen what is ahead: what has changed in the catalogue, or all of it where needed.",
 )
+ephemerides_job = dg.define_asset_job(
+    "ephemerides_job",
+    selection=dg.AssetSelection.assets(EPHEMERIS_CONJUNCTIONS),
+    description="Screen a folder of own ephemerides against the catalogue.",
+)
 element_trust_job = dg.define_asset_job(
     "element_trust_job",
     selection=dg.AssetSelection.assets(ELEMENT_ERRORS, OBJECT_ERRORS, ELEMENT_JUMPS),
@@ -115,6 +122,7 @@ fusion_jobs = [
     window_job,
     element_trust_job,
     conjunctions_job,
+    ephemerides_job,
 ]
 """Several, because a run has one partition definition and later ones read what earlier ones published."""
 

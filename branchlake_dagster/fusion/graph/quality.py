@@ -13,11 +13,14 @@ from branchlake_dagster.fusion.assets.catalogue import (
     SATELLITE_ENTRIES,
 )
 from branchlake_dagster.fusion.assets.conjunctions import CONJUNCTION_CANDIDATES, CONJUNCTIONS
+from branchlake_dagster.fusion.assets.ephemerides import EPHEMERIS_CONJUNCTIONS
 from branchlake_dagster.fusion.assets.observations import OBSERVATIONS, SENSOR_OBSERVATIONS
 from branchlake_dagster.fusion.assets.quarantine import QUARANTINED_OBJECTS
 from branchlake_dagster.fusion.assets.registry import ELEMENT_HISTORY, MERGE_AUDIT, OBJECTS, SATELLITES
 from branchlake_dagster.fusion.assets.tracks import FUSED_TRACKS
 from branchlake_dagster.fusion.assets.trust import ELEMENT_ERRORS, ELEMENT_JUMPS, OBJECT_ERRORS
+from branchlake_dagster.fusion.graph.agreement import tracked_have_elements
+from branchlake_dagster.fusion.graph.listing import listing_checks
 from branchlake_dagster.fusion.partitions import gp_snapshots, windows, windows_by_kind
 
 MAX_REJECTED_SHARE = 0.01
@@ -43,13 +46,6 @@ LEFT JOIN (SELECT snapshot_id, count(*) AS accepted FROM nessie.sda.element_sets
 WHERE r.rejected > {MAX_REJECTED_SHARE} * (r.rejected + coalesce(e.accepted, 0))
   AND r.rejected > least({MAX_REJECTED}, coalesce(e.accepted, 0))
 """  # noqa: S608 - built from constants
-
-_WITHOUT_ELEMENTS = """
-SELECT coalesce(o.sat_no, c.sat_no) AS sat_no, o.state, c.state AS state_in_catalogue
-FROM nessie.sda.objects AS o FULL OUTER JOIN nessie.sda.catalogue AS c ON c.sat_no = o.sat_no
-WHERE o.sat_no IS NULL OR (c.sat_no IS NULL AND o.epoch IS NOT NULL) OR c.state <> o.state
-   OR (c.sat_no IS NULL AND o.state = 'tracked')
-"""
 
 _WRONG_FIELDS = """
 SELECT source_kind, observation_id FROM {this}
@@ -97,19 +93,8 @@ fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
         pandera_checks(REJECTED_RECORDS, contracts.RejectedRecord, partitions_def=gp_snapshots),
         pandera_checks(SATELLITE_ENTRIES, contracts.SatelliteEntry, partitions_def=gp_snapshots),
         pandera_checks(CATALOGUE, contracts.CatalogueEntry, whole_table=True),
-        sql_check(
-            CATALOGUE,
-            "no_duplicates",
-            "SELECT sat_no, count(*) AS copies FROM nessie.sda.catalogue GROUP BY sat_no HAVING count(*) > 1",
-            description="One current element set per object.",
-        ),
         pandera_checks(OBJECTS, contracts.RegisteredObject, whole_table=True),
-        sql_check(
-            OBJECTS,
-            "tracked_have_elements",
-            _WITHOUT_ELEMENTS,
-            description="Every tracked object has an element set, and the catalogue says the same state.",
-        ),
+        tracked_have_elements,
         pandera_checks(ELEMENT_HISTORY, contracts.ElementSet, whole_table=True),
         pandera_checks(MERGE_AUDIT, contracts.MergeOutcome, partitions_def=gp_snapshots),
         pandera_checks(SATELLITES, contracts.Satellite, whole_table=True),
@@ -163,6 +148,7 @@ fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
             partitions_def=windows,
             description="Each close approach once, the smaller catalogue number first.",
         ),
+        pandera_checks(EPHEMERIS_CONJUNCTIONS, contracts.EphemerisConjunction, whole_table=True),
         pandera_checks(ELEMENT_ERRORS, contracts.ElementError, whole_table=True),
         sql_check(
             ELEMENT_ERRORS,
@@ -203,34 +189,7 @@ fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
         ),
         pandera_checks(ELEMENT_JUMPS, contracts.ElementJump, whole_table=True),
         pandera_checks(CONJUNCTIONS, contracts.Conjunction, whole_table=True),
-        sql_check(
-            CONJUNCTIONS,
-            "ordered_and_unique",
-            _REPEATED.format(tca="event_id"),
-            description="Each event once, the smaller catalogue number first.",
-        ),
-        sql_check(
-            CONJUNCTIONS,
-            "probability_or_reason",
-            """
-        SELECT event_id FROM {this}
-        WHERE (collision_probability IS NULL) <> (no_probability_because IS NOT NULL)
-           OR collision_probability > max_collision_probability
-        """,
-            description="Each row has a probability, no larger than the largest, or the reason why not.",
-        ),
-        sql_check(
-            CONJUNCTIONS,
-            "of_known_objects",
-            """
-        SELECT event_id FROM {this} AS c LEFT JOIN nessie.sda.catalogue AS a
-            ON a.sat_no = c.sat1_object_designator AND a.epoch = c.sat1_element_epoch
-        LEFT JOIN nessie.sda.catalogue AS b
-            ON b.sat_no = c.sat2_object_designator AND b.epoch = c.sat2_element_epoch
-        WHERE a.sat_no IS NULL OR b.sat_no IS NULL
-        """,
-            description="Both objects are in the catalogue, with the element sets that were screened.",
-        ),
+        listing_checks,
     ]
 )
 """All asset checks of the graph."""

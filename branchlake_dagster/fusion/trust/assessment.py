@@ -67,7 +67,7 @@ def assessed(
         found.select([f"relative_{name}_{axis}_{unit}" for axis in POSITION]).to_numpy()
         for name, unit in (("position", "km"), ("velocity", "km_s"))
     )
-    covariance = _combined(
+    covariance = combined(
         elements, [one[computed] for one in rows], [one[computed] for one in sigma], micros[computed]
     )
     slow = np.zeros(count, np.bool_)
@@ -110,13 +110,21 @@ def assessed(
     return found.with_columns(**columns)
 
 
-def _combined(
+def combined(
     elements: Elements,
     rows: list[npt.NDArray[np.int64]],
     sigma: list[Floats],
     micros: npt.NDArray[np.int64],
 ) -> Floats:
-    """Both objects' covariance (k, 3, 3) in the first one's R, T and N, km²."""
+    """Both objects' covariance (k, 3, 3) in the first one's R, T and N, km².
+
+    Args:
+        elements: those that were screened.
+        rows: of each of k pairs the first's and the second's row.
+        sigma: of both (k, 3) one sigma along the own R, T and N, km.
+        micros: (k,) when.
+
+    """
     axes = [rtn_axes(*states_at(elements, one, micros)) for one in rows]
     # The second's axes along the first's.
     turned = np.einsum("kij,klj->kil", axes[0], axes[1])

@@ -1,4 +1,4 @@
-"""What an operator looks at first: the day's top conjunctions as a table, and two pictures."""
+"""What an operator looks at first: the day's top conjunctions as a table, and three pictures."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from branchlake_dagster.fusion.drawing import chart
-from branchlake_dagster.fusion.orbits.frames import EARTH_RADIUS_KM
+from branchlake_dagster.fusion.drawing import Mark, chart, planes
+from branchlake_dagster.fusion.orbits.frames import EARTH_RADIUS_KM, Floats
 from branchlake_dagster.fusion.orbits.propagation import Elements, propagate
+from branchlake_dagster.fusion.trust.assessment import combined
 from branchlake_dagster.fusion.trust.classes import semi_major_axis
 
 TOP = 15
@@ -17,6 +18,7 @@ _BIN_KM = 25.0
 _HIGHEST_KM = 2_000.0
 _AROUND = 5.0
 """Of the miss distance: how far the two are apart at the ends of the picture, about."""
+_DRAWN, _ROOM = 8, 1.3
 _LEAST_KM, _LONGEST_S, _INSTANTS = 0.1, 60.0, 101
 
 
@@ -84,3 +86,68 @@ def distance_chart(row: dict[str, Any], elements: Elements) -> str:
     points = [(s, d) for s, d in zip(seconds.tolist(), apart.tolist(), strict=True) if np.isfinite(d)]
     title = f"{numbers[0]} and {numbers[1]}, {row['tca']:%Y-%m-%d %H:%M:%S} UTC"
     return chart(title, "seconds from the closest approach", "distance, km", {"distance": points})
+
+
+def geometry_chart(found: pl.DataFrame, elements: Elements) -> str:
+    """An SVG of where the second object is at the closest approach, seen from the first.
+
+    Shown are the first close approaches in the planes of in-track and radial, and of in-track and
+    cross-track: the point, the direction of the relative velocity, and the ellipse of one sigma of both
+    objects' position where an error is known.
+    """
+    few = found.head(_DRAWN)
+    position, velocity = (
+        few.select([f"relative_{name}_{axis}_{unit}" for axis in "rtn"]).to_numpy()
+        for name, unit in (("position", "km"), ("velocity", "km_s"))
+    )
+    covariance = _covariance(few, elements)
+    towards = velocity / np.maximum(np.linalg.norm(velocity, axis=1, keepdims=True), 1e-12)
+    names = few.select(pl.format("{} {}", *(f"sat{k}_object_designator" for k in (1, 2)))).to_series()
+    # A pair may meet twice in a day.
+    labels = [f"{k}: {name}" for k, name in enumerate(names.to_list(), 1)]
+    panels = [
+        (
+            "in-track, km",
+            label,
+            {
+                name: Mark(
+                    (float(position[k, 1]), float(position[k, axis])),
+                    (float(towards[k, 1]), float(towards[k, axis])),
+                    _ellipse(covariance[k][np.ix_([1, axis], [1, axis])]),
+                )
+                for k, name in enumerate(labels)
+            },
+        )
+        for label, axis in (("radial", 0), ("cross-track", 2))
+    ]
+    reach = float(np.abs(position).max(initial=_LEAST_KM)) * _ROOM
+    return planes("The second object from the first, with one sigma of both", _rounded(reach), panels)
+
+
+def _covariance(found: pl.DataFrame, elements: Elements) -> Floats:
+    """Of both objects (k, 3, 3) in the first's R, T and N, km²; NaN where it is not known."""
+    sigma = [
+        found.select([pl.col(f"sat{k}_sigma_{axis}_km").cast(pl.Float64) for axis in "rtn"])
+        .fill_null(float("nan"))
+        .to_numpy()
+        for k in (1, 2)
+    ]
+    rows = [
+        np.searchsorted(elements.sat_no, found[f"sat{k}_object_designator"].to_numpy()).astype(np.int64)
+        for k in (1, 2)
+    ]
+    return combined(elements, rows, sigma, found["tca"].dt.epoch("us").to_numpy())
+
+
+def _ellipse(covariance: Floats) -> tuple[float, float, float] | None:
+    if not np.isfinite(covariance).all():
+        return None
+    variances, axes = np.linalg.eigh(covariance)
+    half = np.sqrt(np.maximum(variances, 0.0))
+    return float(half[1]), float(half[0]), float(np.arctan2(axes[1, 1], axes[0, 1]))
+
+
+def _rounded(reach: float) -> float:
+    """The next of 1, 2 and 5 times a power of ten."""
+    power = 10.0 ** np.floor(np.log10(reach))
+    return float(next(k * power for k in (1, 2, 5, 10) if k * power >= reach))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import sha256
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +24,20 @@ _UNITS = {"sigma0": "_km", "rate": "", "power": ""}
 _MOMENT = pl.Datetime("us", "UTC")
 
 
-def model_id(history: Elements) -> str:
-    """The name of a model: the newest epoch of its history, and how many element sets that has."""
+def model_id(model: ErrorModel, history: Elements) -> str:
+    """The name of a model: the newest epoch of its history, and a hash of that history and of its figures."""
     newest = np.datetime64(int(history.epoch_micros.max()) if len(history) else 0, "us")
-    return f"{np.datetime_as_string(newest, unit='s').replace('-', '').replace(':', '')}Z-{len(history)}"
+    growth = model.growth
+    figures = (
+        *(history.sat_no, history.epoch_micros, history.values),
+        *(growth.sigma0, growth.rate, growth.power, growth.until_days),
+        *(model.sat_no, model.factors),
+    )
+    content = sha256()
+    for part in figures:
+        content.update(f"{part.dtype.str}{part.shape}".encode() + np.ascontiguousarray(part).tobytes())
+    time = np.datetime_as_string(newest, unit="s").replace("-", "").replace(":", "")
+    return f"{time}Z-{content.hexdigest()[:16]}"
 
 
 def element_errors(model: ErrorModel, history: Elements) -> pl.DataFrame:
@@ -59,7 +70,7 @@ def element_errors(model: ErrorModel, history: Elements) -> pl.DataFrame:
     return pl.DataFrame(columns).with_columns(
         pl.lit(first).cast(_MOMENT).alias("history_from"),
         pl.lit(last).cast(_MOMENT).alias("history_until"),
-        pl.lit(model_id(history)).alias("error_model_id"),
+        pl.lit(model_id(model, history)).alias("error_model_id"),
     )
 
 
@@ -72,7 +83,7 @@ def object_errors(model: ErrorModel, history: Elements) -> pl.DataFrame:
             "samples": pl.Series(model.samples, dtype=pl.Int64),
             **{f"factor_{axis}": pl.Series(model.factors[:, k]) for k, axis in enumerate(POSITION)},
         }
-    ).with_columns(pl.lit(model_id(history)).alias("error_model_id"))
+    ).with_columns(pl.lit(model_id(model, history)).alias("error_model_id"))
 
 
 def element_jumps(model: ErrorModel, history: Elements) -> pl.DataFrame:
@@ -99,7 +110,7 @@ def element_jumps(model: ErrorModel, history: Elements) -> pl.DataFrame:
         .with_columns(
             pl.col("epoch", "previous_epoch").cast(_MOMENT),
             pl.when(pl.col("taken_for") > 0).then("taken_for").alias("taken_for"),
-            pl.lit(model_id(history)).alias("error_model_id"),
+            pl.lit(model_id(model, history)).alias("error_model_id"),
         )
         .sort("epoch", "sat_no")
     )
