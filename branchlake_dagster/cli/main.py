@@ -11,10 +11,11 @@ from typing import Any
 import click
 from pydantic import ValidationError
 
-from branchlake_dagster.cli import sql
+from branchlake_dagster.cli import reprocess, sql
 from branchlake_dagster.cli.conjunctions import commands as conjunctions
 from branchlake_dagster.cli.ending import ending_cleanly, interrupts_for_us_alone
 from branchlake_dagster.cli.incremental import commands
+from branchlake_dagster.cli.receiving import commands as receiving
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.settings import Settings
 
@@ -56,7 +57,9 @@ def main() -> None:
 
 sql.add_to(main)
 conjunctions.add_to(main)
+reprocess.add_to(main)
 commands.add_to(main, time.time)
+receiving.add_to(main, ending_cleanly)
 
 
 @main.command()
@@ -92,7 +95,8 @@ def new(folder: Path) -> None:
 
 
 @main.command()
-def up() -> None:
+@click.option("--with", "also", type=click.Choice(["kafka"]), multiple=True, help="Start that as well.")
+def up(also: tuple[str, ...]) -> None:
     """Start the embedded servers if they do not run, and prepare Dagster's home."""
     from branchlake_dagster.cli.local.home import dagster_home
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -108,18 +112,26 @@ def up() -> None:
     click.echo(f"Spark    {endpoints.spark_remote or 'classic sessions'}")
     click.echo(f"Lake     {settings.warehouse_uri}")
     click.echo(f"Dagster  DAGSTER_HOME={home}")
+    if "kafka" in also:
+        from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
+
+        click.echo(f"Kafka    {EmbeddedKafka(settings, say=say).up()}")
 
 
 @main.command()
 def down() -> None:
     """Stop the embedded servers. Data stays."""
     from branchlake_dagster.cli.still_used import still_used
+    from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
     from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers
 
     settings = Settings()
     if warning := still_used(settings):
         say(warning)
-    stopped = EmbeddedServers(settings, say=say).down()
+    stopped = (
+        *EmbeddedServers(settings, say=say).down(),
+        *(("kafka",) if EmbeddedKafka(settings).down() else ()),
+    )
     click.echo(f"Stopped {' and '.join(stopped)}." if stopped else "Nothing was running.")
 
 
@@ -329,6 +341,24 @@ def screening(as_json: bool, hours: float, files: tuple[Path, ...]) -> None:
 
 
 @bench.command()
+@click.option("--records", default=1_000_000, show_default=True, help="Flat out, of a topic.")
+@click.option("--seconds", default=60.0, show_default=True, help="At each rate.")
+@click.option("--rounds", default=3, show_default=True, help="Flat out; the medians count.")
+@click.option("--json", "as_json", is_flag=True, help="Figures as JSON.")
+def ingest(records: int, seconds: float, rounds: int, as_json: bool) -> None:
+    """Kafka into one table and into ten, beside plain Spark Structured Streaming."""
+    from rich.console import Console
+
+    from branchlake_dagster.cli.bench.ingestion.ingest import measure, show
+
+    found = measure(Settings(), records=records, seconds=seconds, rounds=rounds, say=say)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        show(found, Console())
+
+
+@bench.command()
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.option("--rows", default=500_000, show_default=True, help="Rows of a round's five pulls.")
 @click.option("--rounds", default=3, show_default=True, help="Rounds that are counted; the median counts.")
@@ -337,4 +367,16 @@ def registry(as_json: bool, rows: int, rounds: int) -> None:
     from branchlake_dagster.cli.bench.sda.registry import measure, show
 
     found = measure(Settings(), rows=rows, rounds=rounds, say=say)
+    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+
+
+@bench.command(name="receive")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--seconds", default=5.0, show_default=True, help="Of each measurement.")
+@click.option("--roll-s", default=1.0, show_default=True, help="Age at which a landing file is finished.")
+def bench_receive(as_json: bool, seconds: float, roll_s: float) -> None:
+    """Receivers of each protocol flat out, and their delays at a steady rate."""
+    from branchlake_dagster.cli.bench.receiving.command import measure, show
+
+    found = measure(seconds=seconds, roll_s=roll_s, say=say)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)

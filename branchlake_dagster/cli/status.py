@@ -20,6 +20,7 @@ from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
 from branchlake_dagster.branching.reaping.origin import Makers, instance_id
 from branchlake_dagster.branching.table.files import TableFiles
 from branchlake_dagster.cli.local.home import dagster_home
+from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
 from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.web_page import nessie_page
@@ -52,6 +53,13 @@ def gather(settings: Settings) -> dict[str, Any]:
         for name, record in records.items()
         if name in lake.servers.wanted()
     }
+    if (broker := EmbeddedKafka(settings)).record_path.exists():
+        kafka = broker.record
+        servers["kafka"] = {
+            "running": kafka is not None,
+            "pid": kafka.pid if kafka else None,
+            "port": kafka.port if kafka else None,
+        }
     found: dict[str, Any] = {
         "state_dir": str(settings.state_dir),
         "warehouse": settings.warehouse_uri,

@@ -14,7 +14,9 @@ from click.testing import CliRunner
 from branchlake_dagster.cli import main
 from branchlake_dagster.cli.doctor.examination import Examination
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.ingest.kafka import topics
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster_tests.suite.kafka import Broker
 
 State = dict[tuple[str, str], dict[str, Any]]
 
@@ -51,6 +53,21 @@ def test_embedded_servers_that_do_not_run_are_not_started(tmp_path: Path) -> Non
     assert found["Dagster", "home"]["state"] == "off"
     assert not (tmp_path / "state" / "run").exists()
     assert not (tmp_path / "dagster").exists()
+
+
+def test_a_kafka_that_nobody_answers_for(closed_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topics, "_TIMEOUT_S", 1.0)
+    code, found = doctor(kafka_bootstrap=f"127.0.0.1:{closed_port}")
+    assert code == 1
+    assert found["Kafka", "brokers"]["state"] == "wrong"
+    assert "did not answer for the list of topics" in found["Kafka", "brokers"]["told"]
+    assert "BRANCHLAKE_KAFKA_BOOTSTRAP" in found["Kafka", "brokers"]["remedy"]
+
+
+def test_a_kafka_that_answers(kafka: Broker) -> None:
+    _, found = doctor(kafka_bootstrap=kafka.cluster.bootstrap)
+    assert found["Kafka", "brokers"]["state"] == "right"
+    assert "1 broker" in found["Kafka", "brokers"]["told"]
 
 
 def test_a_nessie_that_nobody_answers_for(closed_port: int) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from branchlake_dagster.cli.doctor.dagster import dagster
 from branchlake_dagster.cli.doctor.examination import Examination, Finding, State
+from branchlake_dagster.cli.doctor.kafka import kafka
 from branchlake_dagster.cli.doctor.lake import lake
 from branchlake_dagster.settings import Settings
 
@@ -25,6 +26,7 @@ def examine(settings: Settings) -> Examination:
     given = (getattr(settings, name) for name in Settings.secrets())
     found = Examination(tuple(secret.get_secret_value() for secret in given if secret is not None))
     lake(found, settings)
+    kafka(found, settings)
     dagster(found, settings)
     return found
 

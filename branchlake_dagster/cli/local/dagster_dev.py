@@ -18,7 +18,7 @@ from branchlake_dagster.waiting import holds_within
 
 _LOCATIONS = """
 { workspaceOrError { ... on Workspace { locationEntries { name locationOrLoadError {
-    __typename ... on PythonError { message }
+    __typename ... on PythonError { message cause { message } }
 } } } } }
 """
 
@@ -72,7 +72,8 @@ def _require_loaded(url: str, log: Path) -> None:
     for entry in reply["data"]["workspaceOrError"].get("locationEntries", []):
         loaded = entry["locationOrLoadError"] or {}
         if loaded.get("__typename") == "PythonError":
-            told = loaded["message"].strip().splitlines()[-1]
+            # Dagster's own error says only where it was; the cause has what the code location raised.
+            told = (loaded["cause"] or loaded)["message"].strip().splitlines()[0]
             raise ServerDidNotStart(
                 f"Code location {entry['name']} failed to load: {told}", hint=f"Its log: {log}"
             )

@@ -28,6 +28,7 @@ mutation Backfill($params: LaunchBackfillParams!) {
   }
 }
 """
+_START = "mutation Start($params: SensorSelector!) { startSensor(sensorSelector: $params) { __typename } }"
 
 
 class BenchFailed(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -56,6 +57,14 @@ def launch_backfill(url: str, key: Sequence[str], partitions: Sequence[str]) -> 
     if result["__typename"] != "LaunchBackfillSuccess":
         raise BenchFailed(f"The backfill of {'/'.join(key)} could not be launched: {result}")
     return str(result["backfillId"])
+
+
+def start_sensor(url: str, module: str, name: str) -> None:
+    """Turn a sensor on. Raises BenchFailed."""
+    params = {"repositoryLocationName": module, "repositoryName": "__repository__", "sensorName": name}
+    result = _asked(url, _START, "startSensor", params)
+    if result["__typename"] != "Sensor":
+        raise BenchFailed(f"Sensor {name} could not be started: {result}")
 
 
 def _asked(url: str, query: str, field: str, params: Mapping[str, Any]) -> dict[str, Any]:

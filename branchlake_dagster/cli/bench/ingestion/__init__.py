@@ -1,0 +1,1 @@
+"""Ingestion beside plain Spark Structured Streaming."""

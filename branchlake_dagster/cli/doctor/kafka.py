@@ -1,0 +1,25 @@
+"""What `branchlake doctor` looks at in a Kafka cluster that is configured."""
+
+from __future__ import annotations
+
+from branchlake_dagster.cli.doctor.examination import Examination
+from branchlake_dagster.ingest.kafka.cluster import Cluster
+from branchlake_dagster.ingest.kafka.topics import KafkaTopics
+from branchlake_dagster.settings import Settings
+from branchlake_dagster.wording import counted
+
+
+def kafka(found: Examination, settings: Settings) -> None:
+    """Whether the brokers answer to the credentials. Nothing where no cluster is configured."""
+    bootstrap = settings.kafka_bootstrap
+    if bootstrap is None:
+        return
+
+    def answers() -> str:
+        brokers, topics = KafkaTopics(Cluster.of(settings, bootstrap)).size()
+        told = f"{bootstrap}: {counted(brokers, 'broker')}"
+        return f"{told}, {counted(topics, 'topic')} that these credentials may see"
+
+    found.look(
+        "Kafka", "brokers", answers, remedy="Set BRANCHLAKE_KAFKA_BOOTSTRAP, or the credentials beside it."
+    )

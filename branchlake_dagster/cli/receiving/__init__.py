@@ -1,0 +1,1 @@
+"""`branchlake receive` and `branchlake simulate`."""

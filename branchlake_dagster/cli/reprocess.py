@@ -1,0 +1,105 @@
+"""`branchlake reprocess`: dead letters back through the input. What it needs is imported when it runs."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.settings import Settings
+
+if TYPE_CHECKING:
+    from branchlake_dagster.ingest.batch.reprocess import Chosen
+
+
+def add_to(main: click.Group) -> None:
+    """The command."""
+
+    @main.command()
+    @click.argument("ingestion")
+    @click.option("-m", "--module", required=True, help="The module with your Definitions.")
+    @click.option("--error-kind", "kinds", multiple=True, help="Only letters of this kind; may be repeated.")
+    @click.option("--table", help="Only letters of this table, namespace.name.")
+    @click.option("--since", type=click.DateTime(), help="Received then or later, UTC.")
+    @click.option("--until", type=click.DateTime(), help="Received before, UTC.")
+    @click.option("--dry-run", is_flag=True, help="Only count them.")
+    @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+    def reprocess(
+        ingestion: str,
+        module: str,
+        kinds: tuple[str, ...],
+        table: str | None,
+        since: datetime | None,
+        until: datetime | None,
+        dry_run: bool,
+        as_json: bool,
+    ) -> None:
+        """Put dead letters of INGESTION back, each once: what fits now comes into its tables.
+
+        One run of the ingestion does it, on a branch of its own, gated and published as any other. What
+        fails again is a new dead letter. Letters of tables whose rows are merged are left out.
+        """
+        from branchlake_dagster.ingest.batch.reprocess import Chosen
+
+        chosen = Chosen(kinds, table, _utc(since), _utc(until))
+        counts, run_id = _put_back(ingestion, module, chosen, dry_run=dry_run)
+        if as_json:
+            letters = [{"table": one, "error_kind": kind, "letters": count} for one, kind, count in counts]
+            click.echo(json.dumps({"letters": letters, "run": run_id}, indent=2))
+            return
+        for one, kind, count in counts:
+            click.echo(f"{count:>10,}  {kind:<12} {one or '(no table)'}")
+        if not counts:
+            click.echo("No dead letter is chosen.")
+        elif run_id is not None:
+            click.echo(f"Run {run_id} has put them back on its branch; it is published as any other.")
+
+
+def _utc(moment: datetime | None) -> datetime | None:
+    return None if moment is None else moment.replace(tzinfo=UTC)
+
+
+def _put_back(
+    ingestion: str, module: str, chosen: Chosen, *, dry_run: bool
+) -> tuple[list[tuple[str | None, str, int]], str | None]:
+    """How many letters are chosen by table and kind, and the run that has put them back."""
+    from dagster import DagsterInstance
+
+    from branchlake_dagster.cli.local.home import dagster_home
+    from branchlake_dagster.ingest.batch.reprocess import waiting_letters
+    from branchlake_dagster.ingest.batch.targets import identifiers
+    from branchlake_dagster.ingest.running.batch_assets import INGESTION_TAG, REPROCESS_TAG, declared
+    from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+    from branchlake_dagster.library_internals.dagster import repository_in
+
+    try:
+        repository = repository_in(module, str(Path.cwd()))
+    except (ImportError, ValueError) as error:
+        raise ConfigurationError(
+            f"{module} cannot be loaded as a code location: {error}",
+            hint="Name the module with your Definitions: -m my_project.definitions.",
+        ) from error
+    name = f"ingest_{ingestion}_job"
+    if ingestion not in declared or not repository.has_job(name):
+        raise ConfigurationError(
+            f"{module} has no ingestion {ingestion}.",
+            hint=f"It has {', '.join(sorted(declared)) or 'none'}.",
+        )
+    ingest, settings = declared[ingestion], Settings()
+    lake = Lakehouse(settings)
+    session = lake.spark_session()
+    try:
+        counts = waiting_letters(session, ingest, identifiers(ingest, settings.default_namespace), chosen)
+    finally:
+        session.stop()
+    if dry_run or not counts:
+        return counts, None
+    dagster_home(settings)
+    tags = {INGESTION_TAG: ingestion, REPROCESS_TAG: chosen.text()}
+    with DagsterInstance.get() as instance:
+        done = repository.get_job(name).execute_in_process(instance=instance, tags=tags)
+    return counts, done.run_id
