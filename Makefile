@@ -61,7 +61,7 @@ bench: setup  ## where the time goes
 docs: setup  ## the API reference, in build/api
 	$(BIN)/python docs/make_api.py build/api
 
-lock: EXTRAS := sda embedded ui postgres query dev
+lock: EXTRAS := sda embedded ui postgres query kafka receive dev
 lock: RUNNING := sda embedded ui query
 lock: COMPILE := $(BIN)/pip-compile --quiet --generate-hashes --allow-unsafe --no-strip-extras \
 	--no-emit-index-url --no-emit-find-links

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from branchlake_dagster.incremental.backlog import unconsumed
     from branchlake_dagster.incremental.condition import unconsumed_change
     from branchlake_dagster.incremental.sensor import incremental_sensor
+    from branchlake_dagster.ingest.converting.avro import Avro, RegistryAvro
+    from branchlake_dagster.ingest.converting.formats import Decoded, Json
+    from branchlake_dagster.ingest.converting.protobuf import protobuf
+    from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+    from branchlake_dagster.ingest.running.definitions import ingest_definitions
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.launching.launcher import WarmRunLauncher
     from branchlake_dagster.publication.automation.conditions import (
@@ -45,15 +50,21 @@ if TYPE_CHECKING:
     from branchlake_dagster.settings import Settings
 
 __all__ = [
+    "Avro",
     "BranchSparkResource",
     "BranchlakeError",
     "Changes",
+    "Decoded",
+    "Ingest",
+    "IngestTable",
+    "Json",
     "Lakehouse",
     "LakehouseResource",
     "NessieBranchIOManager",
     "NotPublished",
     "OutcomeUnknown",
     "PublishedAssets",
+    "RegistryAvro",
     "RunOutcome",
     "Settings",
     "Terminal",
@@ -66,9 +77,11 @@ __all__ = [
     "consume",
     "consumes",
     "incremental_sensor",
+    "ingest_definitions",
     "join_checks",
     "on_publication",
     "pandera_checks",
+    "protobuf",
     "publication_automation_sensor",
     "publish",
     "publish_at_end",
@@ -99,6 +112,11 @@ _HOMES = {
     "incremental.backlog": ("unconsumed",),
     "incremental.condition": ("unconsumed_change",),
     "incremental.sensor": ("incremental_sensor",),
+    "ingest.converting.avro": ("Avro", "RegistryAvro"),
+    "ingest.converting.formats": ("Decoded", "Json"),
+    "ingest.converting.protobuf": ("protobuf",),
+    "ingest.declaring.declaration": ("Ingest", "IngestTable"),
+    "ingest.running.definitions": ("ingest_definitions",),
     "lakehouse.lakehouse": ("Lakehouse",),
     "launching.launcher": ("WarmRunLauncher",),
     "publication.automation.conditions": (

@@ -23,9 +23,27 @@ from branchlake_dagster.fusion.sources import GpSource
 GP_DIR = "BRANCHLAKE_GP_DIR"
 """Environment variable: the folder of GP files (TLE, OMM); unset: `gp` in the state folder, if it exists."""
 
-
 GP_PULL = "BRANCHLAKE_GP_PULL"
 """Environment variable: the provider that catalogues are pulled from; unset: none."""
+
+
+LIVE_SENSORS = "BRANCHLAKE_LIVE_SENSORS"
+"""Environment variable: where live sensors' topics are, `landing` or `kafka`; unset: there are none."""
+
+
+def live() -> dg.Definitions:
+    """The ingestions of live sensors, if the environment asks for them. Their sensors are off at first."""
+    wanted = os.environ.get(LIVE_SENSORS, "").strip().lower()
+    if not wanted:
+        return dg.Definitions()
+    if wanted not in ("landing", "kafka"):
+        raise ConfigurationError(
+            f"{LIVE_SENSORS} is {wanted!r}.", hint="Set it to landing or kafka, or unset it."
+        )
+    # Others do not wait for what only ingestion imports.
+    from branchlake_dagster.fusion.assets.raw import live_sensors
+
+    return live_sensors("kafka" if wanted == "kafka" else "landing")
 
 
 def gp_provider(settings: Settings) -> GpProvider | None:
@@ -62,7 +80,7 @@ def build_definitions(settings: Settings) -> dg.Definitions:
         # One process per run: a process per step costs its start-up for each, and the work is Spark's.
         executor=dg.in_process_executor,
     )
-    return branchlake_definitions(settings, graph)
+    return branchlake_definitions(settings, dg.Definitions.merge(graph, live()))
 
 
 defs = build_definitions(Settings())

@@ -19,7 +19,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from branchlake_dagster.errors import ConfigurationError
 
 PREFIX = "BRANCHLAKE_"
-_OTHERS = (f"{PREFIX}GP_DIR", f"{PREFIX}GP_PULL")
+_OTHERS = (f"{PREFIX}GP_DIR", f"{PREFIX}GP_PULL", f"{PREFIX}LIVE_SENSORS")
 """Read by the space pipeline."""
 _TESTS = f"{PREFIX}TEST_"
 
@@ -77,6 +77,30 @@ class Settings(BaseSettings):
     )
     startup_timeout_s: float = Field(90.0, gt=0, description="How long an embedded server may take to start.")
 
+    kafka_bootstrap: str | None = Field(None, description="Kafka's brokers (host:port,…), for ingestion.")
+    kafka_security: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = Field(
+        "PLAINTEXT", description="Kafka's security.protocol."
+    )
+    kafka_sasl_mechanism: str | None = Field(
+        None, description="PLAIN, SCRAM-SHA-256 or SCRAM-SHA-512, where Kafka asks for SASL."
+    )
+    kafka_username: str | None = Field(None, description="User name for Kafka's SASL.")
+    kafka_password: SecretStr | None = Field(None, description="Password for Kafka's SASL.")
+    kafka_ca: Path | None = Field(None, description="PEM certificates that Kafka's brokers are trusted by.")
+    kafka_port: int = Field(
+        0, ge=0, le=65535, description="Port of the embedded Kafka broker; 0: any free one."
+    )
+
+    landing: Path | None = Field(
+        None, description="Folder of landing files, for ingestion without Kafka; unset: landing in state_dir."
+    )
+    landing_keep_h: float = Field(
+        24.0, ge=0, description="Hours that landing files are kept at least, also when they are on main."
+    )
+    receivers: str | None = Field(
+        None, description="Monitors of receivers (http://host:9464,…), whose counts topics' assets show."
+    )
+
     run_launcher: Literal["warm", "dagster"] = Field(
         "warm",
         description="How WarmRunLauncher starts runs: forked from a warm process, or in Dagster's own way.",
@@ -123,6 +147,11 @@ class Settings(BaseSettings):
     watch_interval_s: int = Field(
         30, ge=1, description="Seconds between looks at silent writers; dead after three looks."
     )
+    exclusive_wait_s: float = Field(
+        600.0,
+        ge=0,
+        description="Seconds that a run waits for another one that writes the same exclusive assets.",
+    )
     keep_failed_hours: float = Field(
         0.0, ge=0, description="Hours the branch of a failed, blocked or refused run is kept for debugging."
     )
@@ -155,6 +184,11 @@ class Settings(BaseSettings):
     def _absolute(cls, value: Path) -> Path:
         # Dagster starts run workers with their own working directory.
         return value.expanduser().absolute()
+
+    @field_validator("landing")
+    @classmethod
+    def _absolute_too(cls, value: Path | None) -> Path | None:
+        return value and value.expanduser().absolute()
 
     @field_validator("warehouse")
     @classmethod
@@ -198,6 +232,11 @@ class Settings(BaseSettings):
     def lake_id(self) -> str:
         """The same for all processes that work on one lake, another for another lake: 16 hex digits."""
         return hashlib.sha256(f"{self.nessie_uri} {self.warehouse_uri}".encode()).hexdigest()[:16]
+
+    @property
+    def landing_folder(self) -> Path:
+        """Where landing files lie."""
+        return self.landing or self.state_dir / "landing"
 
     @property
     def embedded_warehouse(self) -> bool:

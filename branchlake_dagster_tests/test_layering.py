@@ -31,9 +31,10 @@ ALLOWED: dict[str, set[str]] = {
     "publication": {*_BASE, "lakehouse", "changes", "branching"},
     "checks": {*_BASE, "lakehouse", "changes", "branching", "publication"},
     "incremental": {*_BASE, "lakehouse", "changes", "branching", "publication"},
+    "ingest": {*_BASE, "lakehouse", "changes", "branching", "publication", "checks", "incremental"},
     "query": {*_BASE, "lakehouse", "branching", "publication"},
     "testing": {*_BASE, "lakehouse", "branching", "publication"},
-    "fusion": {*_BASE, "lakehouse", "branching", "publication", "checks", "incremental"},
+    "fusion": {*_BASE, "lakehouse", "branching", "publication", "checks", "incremental", "ingest"},
     "definitions": {*_BASE, "lakehouse", "branching", "publication", "checks", "fusion"},
     "components": {*_BASE, "lakehouse", "branching", "publication"},
     "cli": {
@@ -47,6 +48,7 @@ ALLOWED: dict[str, set[str]] = {
         "definitions",
         "incremental",
         "changes",
+        "ingest",
     },
 }
 """The packages and modules directly under the root, and what each may import. Only downwards."""

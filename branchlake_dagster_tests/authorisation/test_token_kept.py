@@ -52,7 +52,9 @@ def test_a_token_in_the_query_of_the_address_is_not_printed() -> None:
     assert "https://nessie.example.org/api/v2" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["nessie_token", "spark_token", "s3_access_key_id", "s3_secret_access_key"])
+@pytest.mark.parametrize(
+    "name", ["kafka_password", "nessie_token", "spark_token", "s3_access_key_id", "s3_secret_access_key"]
+)
 @pytest.mark.parametrize("form", [str, SecretStr])
 def test_a_secret_of_the_resource_is_hidden_from_dagster(name: str, form: Callable[[str], object]) -> None:
     """Dagster shows a resource's configuration in its UI and keeps it in snapshots."""
@@ -90,7 +92,7 @@ def test_every_secret_setting_is_known_to_be_one() -> None:
     secrets = {
         name
         for name in Settings.model_fields
-        if name.endswith(("token", "secret_access_key", "access_key_id"))
+        if name.endswith(("token", "password", "secret_access_key", "access_key_id"))
     }
     assert secrets == set(Settings.secrets())
 

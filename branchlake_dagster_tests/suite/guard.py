@@ -15,7 +15,10 @@ from branchlake_dagster_tests.suite.tiers import TIERS
 
 _AT_LEAST = {
     "nessie": lambda words: "-jar" in words and any("nessie-quarkus" in Path(word).name for word in words),
-    "spark": lambda words: any(Path(word).name.startswith(("spark-submit", "spark-class")) for word in words),
+    "spark": lambda words: (
+        any(Path(word).name.startswith(("spark-submit", "spark-class")) for word in words)
+        or "kafka.Kafka" in words
+    ),
     # Postgres is stopped by pg_ctl as well, at the end of the session, whichever test is the last.
     "daemon": lambda words: words[2:4] == ["dagster", "dev"] or Path(words[0]).name == "initdb",
 }

@@ -1,4 +1,5 @@
-"""Where the lakes of a test session are: a Nessie and a warehouse for each worker, one Spark server for all.
+"""Where the lakes of a test session are: a Nessie and a warehouse for each worker, one Spark server and one
+Kafka broker for all.
 
 A worker's lake is its own, so a test that reaps, sweeps or counts what is on `main` meets no other worker's
 branches. Spark is the dear one, to start and to keep, and needs no worker of its own: a session is given its
@@ -12,10 +13,14 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
+from branchlake_dagster.ingest.kafka.cluster import Cluster
 from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers
 from branchlake_dagster.settings import Settings
 
 _LISTING = Path("jars", "jars.classpath")
+_BROKER_JARS = Path("jars", "kafka")
+"""Where its class path stands; the jars are in Ivy's cache."""
 _LENT = (Path("run", "spark.json"), Path("run", "spark.token"))
 _BORROWED = Path("run", "spark.borrowed")
 """There while what is lent is somebody else's."""
@@ -42,6 +47,8 @@ class Lakes:
     def prepare(self) -> Path:
         """`own`, knowing where the jars are if anybody does, which saves a JVM."""
         for known in (self.shared, Settings().state_dir):
+            if (known / _BROKER_JARS).is_dir() and not (self.own / _BROKER_JARS).exists():
+                shutil.copytree(known / _BROKER_JARS, self.own / _BROKER_JARS)
             if (known / _LISTING).is_file() and not (self.own / _LISTING).exists():
                 (self.own / _LISTING).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(known / _LISTING, self.own / _LISTING)
@@ -56,6 +63,10 @@ class Lakes:
             (self.own / part).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(self.shared / part, self.own / part)
         (self.own / _BORROWED).touch()
+
+    def kafka(self) -> Cluster:
+        """The broker of the session, which starts if it does not run. Topics part the tests."""
+        return Cluster(EmbeddedKafka(Settings(state_dir=self.shared)).up())
 
     def _has_its_own(self) -> bool:
         """Whether a test of this worker started a Spark server here: to forget it would be to leave it running."""
@@ -77,6 +88,7 @@ class Lakes:
         for folder in self.shared.glob("gw*"):
             Lakes(self.shared, folder.name).leave()
         _down(self.shared)
+        EmbeddedKafka(Settings(state_dir=self.shared)).down()
 
 
 def _down(folder: Path) -> None:

@@ -42,6 +42,7 @@ def test_the_tiers_are_the_markers(request: pytest.FixtureRequest) -> None:
 def test_what_starts_which_server_is_known() -> None:
     assert needed(["/jre/bin/java", "-Xmx768m", "-jar", "/jars/nessie-quarkus-0.99.0-runner.jar"]) == "nessie"
     assert needed(["/spark/bin/spark-submit", "--master", "local[2]"]) == "spark"
+    assert needed(["/jre/bin/java", "-cp", "a.jar", "kafka.Kafka", "server.properties"]) == "spark"
     assert needed([sys.executable, "-m", "dagster", "dev", "-m", "x"]) == "daemon"
     assert needed(["/usr/lib/postgresql/15/bin/initdb", "-D", "x"]) == "daemon"
     assert needed([sys.executable, "-c", "print('dagster dev')"]) == "unit"

@@ -13,7 +13,7 @@ import pytest
 TIERS = {
     "unit": "starts no server; `make test-fast`",
     "nessie": "needs a Nessie",
-    "spark": "needs a Spark server as well, or a Spark in the test's process",
+    "spark": "needs a Spark server as well, or a Spark in the test's process; or a Kafka broker",
     "daemon": "starts a Dagster daemon, or the services of deploy/",
     "chaos": "kills processes, loses requests, or plays thousands of schedules",
 }
@@ -24,6 +24,7 @@ _OF_FIXTURE = {
     "nessie_uri": "nessie",
     "branchlake_server": "nessie",
     "spark_session": "spark",
+    "kafka": "spark",
     "remote_stack": "daemon",
 }
 
