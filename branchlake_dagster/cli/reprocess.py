@@ -70,10 +70,10 @@ def _put_back(
     from dagster import DagsterInstance
 
     from branchlake_dagster.cli.local.home import dagster_home
+    from branchlake_dagster.ingest.batch.before import known_tables
     from branchlake_dagster.ingest.batch.reprocess import waiting_letters
-    from branchlake_dagster.ingest.batch.targets import identifiers
     from branchlake_dagster.ingest.running.batch_assets import INGESTION_TAG, REPROCESS_TAG, declared
-    from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+    from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
     from branchlake_dagster.library_internals.dagster import repository_in
 
     try:
@@ -91,9 +91,10 @@ def _put_back(
         )
     ingest, settings = declared[ingestion], Settings()
     lake = Lakehouse(settings)
+    known = known_tables(ingest, lake.nessie, lake.catalog(MAIN), settings.default_namespace)
     session = lake.spark_session()
     try:
-        counts = waiting_letters(session, ingest, identifiers(ingest, settings.default_namespace), chosen)
+        counts = waiting_letters(session, known, chosen)
     finally:
         session.stop()
     if dry_run or not counts:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
 from pyiceberg.table import Table
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.ingest.batch.ingest_batch import BatchResult, Before, Place, ingest_batch, look
+from branchlake_dagster.ingest.batch.before import Before, KnownTables, known_tables, look
+from branchlake_dagster.ingest.batch.ingest_batch import BatchResult, Place, ingest_batch
 from branchlake_dagster.ingest.batch.records import KafkaRecords, Records
-from branchlake_dagster.ingest.batch.targets import identifiers
+from branchlake_dagster.ingest.batch.targets import Identifier
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.kafka.topics import KafkaTopics
 from branchlake_dagster.lakehouse.catalog.options import NAMESPACE_CREATE
@@ -27,12 +29,21 @@ class Driver:
         self._session = session
         self._own: list[SparkSession] = []
         self.ingest = ingest
-        self.wanted = identifiers(ingest, "lake")
         self.topics = KafkaTopics(kafka.cluster)
         self.records: Records = KafkaRecords(kafka.cluster)
 
     def look(self, ref: str = "main") -> Before:
-        return look(self.ingest, self.lake.nessie, self.lake.catalog(ref), self.wanted, self.topics)
+        return look(self.ingest, self.lake.nessie, self.lake.catalog(ref), self.topics, namespace="lake")
+
+    @property
+    def known(self) -> KnownTables:
+        """The tables on `main`."""
+        return known_tables(self.ingest, self.lake.nessie, self.lake.catalog("main"), "lake")
+
+    @property
+    def wanted(self) -> Mapping[str, Identifier]:
+        """Their identifiers, the dead letters last."""
+        return self.known.wanted
 
     def place(self) -> Place:
         """A branch of main's head."""
@@ -53,9 +64,7 @@ class Driver:
     def batch(self, *, tasks: int = 2, publish: bool = True) -> BatchResult:
         """The next batch, published."""
         place = self.place()
-        result = ingest_batch(
-            self.ingest, self.look(place.branch), place, self.records, self.wanted, tasks=tasks
-        )
+        result = ingest_batch(self.look(place.branch), place, self.records, tasks=tasks)
         if publish:
             self.publish(place, result)
         return result

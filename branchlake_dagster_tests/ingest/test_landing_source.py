@@ -20,7 +20,6 @@ from pyspark.sql import SparkSession
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import ConfigurationError, Transient
 from branchlake_dagster.ingest.batch.records import LandingRecords
-from branchlake_dagster.ingest.batch.targets import identifiers
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import LandingUnavailable, TopicChanged
 from branchlake_dagster.ingest.landing.retention import least, remove_read
@@ -150,7 +149,6 @@ class LandingDriver(Driver):
     def __init__(self, lake: Lakehouse, folder: Path, ingest: Ingest, session: SparkSession) -> None:
         self.lake, self.ingest = lake, ingest
         self._session, self._own = session, []
-        self.wanted = identifiers(ingest, "lake")
         self.topics: Any = LandingTopics(folder)
         self.records = LandingRecords(folder)
 

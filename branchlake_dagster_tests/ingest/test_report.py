@@ -11,6 +11,7 @@ import dagster as dg
 from branchlake_dagster.ingest.batch.ingest_batch import BatchResult
 from branchlake_dagster.ingest.batch.scan import Scanned
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.declaring.families import expanded
 from branchlake_dagster.ingest.positions.offsets import OffsetRange, TopicPartition
 from branchlake_dagster.ingest.positions.planning import BatchPlan
 from branchlake_dagster.ingest.positions.recorded import Recorded
@@ -22,9 +23,8 @@ ONE, OTHER = TopicPartition("t", "id", 0), TopicPartition("t", "id", 1)
 def batch(ranges: dict[TopicPartition, OffsetRange], **counts: int) -> BatchResult:
     told = Counter({name.replace("__", "/"): count for name, count in counts.items()})
     nothing: Any = None
-    return BatchResult(
-        "c", BatchPlan(ranges, 0), (), Scanned({}, told), Recorded({}, "c", "r"), nothing, ("note",)
-    )
+    plan, recorded = BatchPlan(ranges, 0), Recorded({}, "c", "r")
+    return BatchResult("c", nothing, plan, (), Scanned({}, told), recorded, nothing, ("note",))
 
 
 def test_batches_are_told_together() -> None:
@@ -41,7 +41,9 @@ def test_batches_are_told_together() -> None:
 def test_a_dead_letter_of_an_earlier_batch_is_told_too() -> None:
     ingest = Ingest(name="i", topics=["t"], tables=[IngestTable(key="x/a")], tolerance=0.1)
     bad, good = batch({}, records=2, dead=1, dead__syntax=1), batch({}, records=2)
-    told = list(check_results(ingest, combined([bad, good]).scanned.counts, ["x.a", "dead"]))[-1]
+    told = list(check_results(expanded(ingest, {}), combined([bad, good]).scanned.counts, ["x.a", "dead"]))[
+        -1
+    ]
     assert not told.passed
     assert told.metadata["dead_letters/syntax"].value == 1
 
@@ -50,7 +52,7 @@ def test_of_dead_letters_that_are_put_back_the_others_are_judged_again() -> None
     table = IngestTable(key="x/a")
     ingest = Ingest(name="i", topics=["t"], tables=[table], tolerance=0.0)
     counts = {"records": 5, "dead": 2, "dead/conversion": 2, "dead_of/x.a": 2}
-    converted, tolerated = check_results(ingest, counts, ["x.a", "dead"], again=True)
+    converted, tolerated = check_results(expanded(ingest, {}), counts, ["x.a", "dead"], again=True)
     assert (converted.passed, converted.severity) == (False, dg.AssetCheckSeverity.WARN)
     assert (tolerated.passed, tolerated.description) == (
         True,
@@ -58,5 +60,5 @@ def test_of_dead_letters_that_are_put_back_the_others_are_judged_again() -> None
     )
     counts |= {"dead/contract": 1, "dead/conversion": 1}
     blocking = replace(ingest, on_contract="block")
-    converted, _ = check_results(blocking, counts, ["x.a", "dead"], again=True)
+    converted, _ = check_results(expanded(blocking, {}), counts, ["x.a", "dead"], again=True)
     assert (converted.passed, converted.severity) == (False, dg.AssetCheckSeverity.ERROR)

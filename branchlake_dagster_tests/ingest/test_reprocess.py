@@ -35,7 +35,8 @@ def _run(drive: Driver, chosen: Chosen, run: str, place: Place | None = None) ->
     session = drive.lake.spark_session(place.branch)
     try:
         there = replace(place, run_id=run, session=lambda: session)
-        return there, reprocess_batch(drive.ingest, there, drive.wanted, chosen)
+        done = reprocess_batch(drive.ingest, there, chosen)
+        return there, done and done.scanned
     finally:
         session.stop()
 
@@ -139,11 +140,11 @@ def test_dead_letters_are_put_back_once(driving: Driving, kafka: Broker, namespa
     first = drive.dead()
     name = f"{namespace}.b"
     session = drive.lake.spark_session()
-    waits = waiting_letters(session, drive.ingest, drive.wanted, Chosen(kinds=["conversion"]))
+    waits = waiting_letters(session, drive.known, Chosen(kinds=["conversion"]))
     assert waits == [(f"{namespace}.a", "conversion", 1), (name, "conversion", 2)]
     late = Chosen(since=datetime.now(UTC) + timedelta(days=1))
-    assert waiting_letters(session, drive.ingest, drive.wanted, late) == []
-    assert len(waiting_letters(session, drive.ingest, drive.wanted, Chosen(until=late.since))) == 4
+    assert waiting_letters(session, drive.known, late) == []
+    assert len(waiting_letters(session, drive.known, Chosen(until=late.since))) == 4
     session.stop()
 
     # What was wrong is put right: the tables hold more, and take another route.

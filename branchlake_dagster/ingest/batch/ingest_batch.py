@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from pyiceberg.table import Table
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.types import StructType
 
+from branchlake_dagster.ingest.batch.before import Before, KnownTables, with_new_names
 from branchlake_dagster.ingest.batch.commit import TableChange, commit_tables
 from branchlake_dagster.ingest.batch.merge import merge, staging_table
 from branchlake_dagster.ingest.batch.records import Records
 from branchlake_dagster.ingest.batch.scan import Scanned, scan, worker_targets
-from branchlake_dagster.ingest.batch.targets import Evolving, Identifier, Target, evolved, load, prepare
+from branchlake_dagster.ingest.batch.targets import Evolving, Identifier, Target, evolved, prepare
 from branchlake_dagster.ingest.batch.writer import Work
 from branchlake_dagster.ingest.converting.avro import RegistryAvro
 from branchlake_dagster.ingest.converting.columns import ddl
 from branchlake_dagster.ingest.converting.formats import Format
 from branchlake_dagster.ingest.converting.types import found_types
 from branchlake_dagster.ingest.declaring.declaration import Ingest
-from branchlake_dagster.ingest.kafka.topics import Topics
-from branchlake_dagster.ingest.positions.offsets import Offsets, TopicPartition, in_words
-from branchlake_dagster.ingest.positions.planning import BatchPlan, plan_batch
+from branchlake_dagster.ingest.declaring.families import Expanded, Names
+from branchlake_dagster.ingest.declaring.routing import route, taken
+from branchlake_dagster.ingest.positions.offsets import TopicPartition, in_words
+from branchlake_dagster.ingest.positions.planning import BatchPlan
 from branchlake_dagster.ingest.positions.recorded import Recorded
-from branchlake_dagster.ingest.positions.standing import (
-    Standing,
-    require_alone,
-    require_replayable,
-    standing,
-)
-from branchlake_dagster.ingest.positions.topic import Topic
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import Reference
 from branchlake_dagster.publication.rebase.replay import IcebergTables
 
@@ -57,15 +49,12 @@ class Place:
     trims: bool = False
     """Whether old snapshots are taken out of tables that have many. A replay would not carry that."""
 
-
-@dataclass(frozen=True)
-class Before:
-    """What is known before a batch: the tables, how far they are, the topics, and what comes next."""
-
-    tables: Mapping[str, Table | None]
-    standing: Standing
-    topics: Mapping[str, Topic]
-    plan: BatchPlan
+    def with_new_names(
+        self, known: KnownTables, names: Names, incarnations: Mapping[str, str], tables: IcebergTables
+    ) -> KnownTables:
+        """`with_new_names` on this branch."""
+        space = self.lake.settings.default_namespace
+        return with_new_names(known, names, incarnations, self.lake.nessie, self.catalog, space, tables)
 
 
 @dataclass(frozen=True)
@@ -73,6 +62,7 @@ class BatchResult:
     """What a batch did on its branch."""
 
     commit_id: str
+    ingest: Expanded
     plan: BatchPlan
     targets: Sequence[Target]
     scanned: Scanned
@@ -91,42 +81,10 @@ class BatchResult:
         return self.scanned.counts["dead"]
 
 
-def look(
-    ingest: Ingest,
-    client: NessieClient,
-    catalog: NessieCatalog,
-    wanted: Mapping[str, Identifier],
-    topics: Topics,
-    tables: IcebergTables | None = None,
-) -> Before:
-    """Where an ingestion stands on a reference, and its next batch. Changes nothing.
-
-    Raises PositionLost, TopicChanged, AnotherIngestion, KafkaUnavailable or KafkaRefused.
-    """
-    there = load(client, catalog, wanted, tables or IcebergTables(catalog))
-    known = standing(ingest.name, there, on_rollback=ingest.on_rollback)
-    described = topics.describe(ingest.topics)
-    require_alone(ingest.name, there, {one.name: one.incarnation for one in described.values()})
-    now = {name: one.as_recorded(known.position) for name, one in described.items()}
-    require_replayable(known, now.values())
-
-    def first(topic: Topic) -> Offsets:
-        if ingest.start == "earliest":
-            return {one: topic.begins[one.partition] for one in topic.partitions()}
-        if ingest.start == "latest":
-            return {one: topic.ends[one.partition] for one in topic.partitions()}
-        return topics.at_time(topic, ingest.start)
-
-    plan = plan_batch(now.values(), known.start, first, most_records=ingest.most_records, rules=ingest.rules)
-    return Before(there, known, now, plan)
-
-
 def ingest_batch(
-    ingest: Ingest,
     before: Before,
     place: Place,
     records: Records,
-    wanted: Mapping[str, Identifier],
     *,
     tasks: int,
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
@@ -136,71 +94,111 @@ def ingest_batch(
     """Read the planned offsets into the tables on the branch, with the offsets, in one commit.
 
     With tables whose rows are merged there is one commit for each of them before it. Nothing of it is on
-    `main`.
+    `main`. Where records want other columns, or tables that are not known, those are made and the batch is
+    read again: each of the two once.
     """
     batch = commit_id or str(uuid.uuid4())
-    session = place.session()
-    frame = records.frame(session, before.plan.ranges, tasks=tasks) if before.plan.ranges else None
-    reading = ingest.format.fresh() if isinstance(ingest.format, RegistryAvro) else ingest.format
-    found: dict[str, StructType] = {}
-    for name, declared in zip(wanted, ingest.tables, strict=False):
-        if before.tables[name] is None and ingest.create:
-            found[name] = (
-                session.createDataFrame([], ddl(list(declared.columns.items()))).schema
-                if declared.columns or frame is None
-                else found_types(frame, reading, envelope=ingest.envelope is not None)
-            )
-    targets = prepare(ingest, place.catalog, before.tables, wanted, found)
-    scanned, staged = Scanned(), {}
-    if frame is not None:
-        for attempt in range(2):
-            staged = {
-                number: staging_table(place.catalog, one)
-                for number, one in enumerate(targets[:-1])
-                if one.declared is not None and one.declared.mode != "append"
-            }
-            work = Work(
-                batch,
-                list(ingest.topics),
-                [before.topics[name].incarnation for name in ingest.topics],
-                worker_targets(targets, {number: text for number, (_, text) in staged.items()}),
-                place.lake.settings.file_io_properties(),
-                int(now().timestamp() * 1_000_000),
-            )
-            floors = before.standing.floors([one.name for one in targets], before.plan.ranges)
-            scanned = scan(frame, ingest, reading, targets, floors, work)
-            evolving = scanned.evolving()
-            # What did not fit does then, and the batch is read again; but for fields that are always null.
-            grown = [] if attempt else _evolved(frame, reading, targets, evolving)
-            if not grown:
-                break
-            targets = grown
-    recorded = Recorded(
-        before.standing.after(before.plan),
-        batch,
-        place.run_id,
-        _valid_through(before, scanned),
-    )
-    names = {number: identifier for number, (identifier, _) in staged.items()}
     opened = tables or IcebergTables(place.catalog)
-    head = _commit(ingest, before, place, targets, scanned, recorded, names, opened)
-    return BatchResult(batch, before.plan, targets, scanned, recorded, head, before.plan.notes)
+    ingest = before.ingest
+    reading = ingest.format.fresh() if isinstance(ingest.format, RegistryAvro) else ingest.format
+    frame = None
+    if before.plan.ranges:
+        frame = records.frame(place.session(), before.plan.ranges, tasks=tasks)
+    targets = targets_of(before.known, place, frame, reading)
+    if frame is None:
+        return _committed(before, place, targets, Scanned(), {}, batch, opened)
+    renamed = grown = False
+    while True:
+        staged = {
+            number: staging_table(place.catalog, one)
+            for number, one in enumerate(targets[:-1])
+            if one.declared is not None and one.declared.mode != "append"
+        }
+        work = Work(
+            batch,
+            list(ingest.topics),
+            [before.topics[name].incarnation for name in ingest.topics],
+            worker_targets(targets, {number: text for number, (_, text) in staged.items()}),
+            place.lake.settings.file_io_properties(),
+            int(now().timestamp() * 1_000_000),
+            len(ingest.families),
+            ingest.most_tables,
+        )
+        floors = before.standing.floors([one.name for one in targets], before.plan.ranges)
+        scanned = scan(frame, before.ingest, reading, targets, floors, work)
+        if not renamed and (names := scanned.names(list(ingest.families))):
+            renamed = True
+            topics = {name: topic.incarnation for name, topic in before.topics.items()}
+            known = place.with_new_names(before.known, names, topics, opened)
+            if len(known.wanted) > len(before.wanted):
+                before = replace(before, known=known)
+                targets = targets_of(known, place, frame, reading)
+                continue
+        # But for fields that are always null.
+        if not grown and (
+            evolved_targets := _evolved(frame, before.ingest, reading, targets, scanned.evolving())
+        ):
+            grown, targets = True, evolved_targets
+            continue
+        break
+    identifiers_of_staged = {number: identifier for number, (identifier, _) in staged.items()}
+    return _committed(before, place, targets, scanned, identifiers_of_staged, batch, opened)
+
+
+def targets_of(known: KnownTables, place: Place, frame: DataFrame | None, reading: Format) -> list[Target]:
+    """The targets; tables that are not there are made, of the types that the records of `frame` have."""
+    ingest, found = known.ingest, {}
+    for name, declared in zip(known.wanted, ingest.tables, strict=False):
+        if known.there[name] is None and ingest.create:
+            found[name] = (
+                place.session().createDataFrame([], ddl(list(declared.columns.items()))).schema
+                if declared.columns or frame is None
+                else found_types(
+                    frame,
+                    reading,
+                    envelope=ingest.envelope is not None,
+                    of=taken(declared, route(ingest, reading)),
+                )
+            )
+    return prepare(ingest, place.catalog, known.there, known.wanted, found)
+
+
+def _committed(
+    before: Before,
+    place: Place,
+    targets: Sequence[Target],
+    scanned: Scanned,
+    staged: Mapping[int, Identifier],
+    batch: str,
+    tables: IcebergTables,
+) -> BatchResult:
+    recorded = Recorded(
+        before.standing.after(before.plan), batch, place.run_id, _valid_through(before, scanned)
+    )
+    head = _commit(before, place, targets, scanned, recorded, staged, tables)
+    return BatchResult(batch, before.ingest, before.plan, targets, scanned, recorded, head, before.plan.notes)
 
 
 def _evolved(
-    frame: DataFrame, reading: Format, targets: Sequence[Target], evolving: Mapping[int, Evolving]
+    frame: DataFrame,
+    ingest: Ingest,
+    reading: Format,
+    targets: Sequence[Target],
+    evolving: Mapping[int, Evolving],
 ) -> list[Target]:
     """The targets as the records want them; none where that changes nothing."""
     found = list(targets)
     for number, wants in evolving.items():
-        new = found_types(frame, reading, envelope=False, only=wants.add)
+        declared = targets[number].declared
+        assert declared is not None  # noqa: S101 - dead letters take everything
+        of = taken(declared, route(ingest, reading))
+        new = found_types(frame, reading, envelope=False, only=wants.add, of=of)
         if new.fields or wants.widen or wants.relax:
             found[number] = evolved(targets[number], wants, new)
     return found if any(one is not other for one, other in zip(found, targets, strict=True)) else []
 
 
 def _commit(
-    ingest: Ingest,
     before: Before,
     place: Place,
     targets: Sequence[Target],
@@ -209,7 +207,7 @@ def _commit(
     staged: Mapping[int, Identifier],
     tables: IcebergTables,
 ) -> Reference:
-    anchor = len(targets) - 1
+    anchor, ingest = len(targets) - 1, before.ingest
     changes = []
     for number, one in enumerate(targets):
         files = scanned.files.get(number, [])
@@ -224,10 +222,11 @@ def _commit(
                 files,
                 before.standing.recorded(one.name, recorded, before.plan),
                 {**place.origin, **mode},
+                before.known.told if number == anchor else {},
             )
         )
     if any(scanned.files.get(number) for number in staged):
-        _merge_staged(ingest, before, place, targets, scanned, recorded, staged, tables)
+        _merge_staged(before, place, targets, scanned, recorded, staged, tables)
     for number in staged:
         one = targets[number]
         if scanned.files.get(number) or one.name in before.standing.replayed:
@@ -249,7 +248,6 @@ def _commit(
 
 
 def _merge_staged(
-    ingest: Ingest,
     before: Before,
     place: Place,
     targets: Sequence[Target],
@@ -268,8 +266,8 @@ def _merge_staged(
         place.catalog,
         place.branch,
         waiting,
-        ingestion=ingest.name,
-        message=f"Ingest {ingest.name}: rows to merge",
+        ingestion=before.ingest.name,
+        message=f"Ingest {before.ingest.name}: rows to merge",
         properties=place.properties,
         tables=tables,
     )
@@ -281,7 +279,7 @@ def _merge_staged(
         assert one.declared is not None  # noqa: S101 - dead letters are not staged
         origin = {
             **place.origin,
-            **before.standing.recorded(one.name, recorded, before.plan).summary(ingest.name),
+            **before.standing.recorded(one.name, recorded, before.plan).summary(before.ingest.name),
             "branchlake.write_mode": "upsert",
             "branchlake.keys": ",".join(one.declared.keys),
             "branchlake.asset": "/".join(one.identifier),

@@ -10,7 +10,7 @@ An attempt of the same run that comes after one which had committed finds its ow
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -20,13 +20,15 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 from branchlake_dagster.branching.frames.spark_frames import session_properties
 from branchlake_dagster.changes.summary import PREFIX
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.ingest.batch.before import KnownTables, known_tables
 from branchlake_dagster.ingest.batch.commit import TableChange, commit_tables
-from branchlake_dagster.ingest.batch.ingest_batch import Place
+from branchlake_dagster.ingest.batch.ingest_batch import Place, targets_of
 from branchlake_dagster.ingest.batch.scan import FOR, Scanned, scan, worker_targets
-from branchlake_dagster.ingest.batch.targets import Identifier, Target, load, prepare
+from branchlake_dagster.ingest.batch.targets import Target
 from branchlake_dagster.ingest.batch.writer import Work
 from branchlake_dagster.ingest.converting.avro import RegistryAvro
 from branchlake_dagster.ingest.declaring.declaration import Ingest
+from branchlake_dagster.ingest.declaring.families import Expanded
 from branchlake_dagster.ingest.errors import PositionLost
 from branchlake_dagster.ingest.positions.standing import standing
 from branchlake_dagster.lakehouse.spark.quoting import dotted
@@ -65,12 +67,13 @@ class Chosen:
     def _times(self) -> dict[str, datetime | None]:
         return {"since": self.since, "until": self.until}
 
-    def condition(self, ingest: Ingest, targets: Mapping[str, Identifier]) -> tuple[str, dict[str, object]]:
+    def condition(self, known: KnownTables) -> tuple[str, dict[str, object]]:
         """The condition in SQL, and its arguments.
 
         Without the letters of tables whose rows take each other's place: a newer record may have.
         """
-        names = [name for name, one in zip(targets, ingest.tables, strict=False) if one.mode == "append"]
+        ingest = known.ingest
+        names = [n for n, one in zip(known.wanted, ingest.tables, strict=False) if one.mode == "append"]
         if self.table is not None and self.table not in names:
             raise ConfigurationError(
                 f"Letters of {self.table} cannot be put back by ingestion {ingest.name}.",
@@ -95,12 +98,21 @@ class Chosen:
         return " AND ".join(parts), arguments
 
 
+@dataclass(frozen=True)
+class Reprocessed:
+    """What became of the letters that were put back."""
+
+    ingest: Expanded
+    targets: Sequence[Target]
+    scanned: Scanned
+
+
 def waiting_letters(
-    session: SparkSession, ingest: Ingest, wanted: Mapping[str, Identifier], chosen: Chosen
+    session: SparkSession, known: KnownTables, chosen: Chosen
 ) -> list[tuple[str | None, str, int]]:
     """How many letters are chosen, by table and kind."""
-    condition, arguments = chosen.condition(ingest, wanted)
-    dead = dotted(list(wanted.values())[-1])
+    condition, arguments = chosen.condition(known)
+    dead = dotted(list(known.wanted.values())[-1])
     told = session.sql(
         f"SELECT table, error_kind, count(*) FROM nessie.{dead} WHERE {condition}"  # noqa: S608 - by name
         " GROUP BY 1, 2 ORDER BY 1, 2",
@@ -112,54 +124,61 @@ def waiting_letters(
 def reprocess_batch(
     ingest: Ingest,
     place: Place,
-    wanted: Mapping[str, Identifier],
     chosen: Chosen,
     *,
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
-) -> Scanned | None:
+) -> Reprocessed | None:
     """Put the chosen dead letters into their tables on the branch; what fails again is a new dead letter.
 
     None: the branch has it from an earlier attempt, or there are none. Raises PositionLost while a table is
     rolled back or filled again, which would add the same records.
     """
-    tables = IcebergTables(place.catalog)
-    there = load(place.lake.nessie, place.catalog, wanted, tables)
-    mark, name = REPROCESSED + ingest.name, list(wanted)[-1]
-    dead = there[name]
-    if dead is None or dead.metadata.properties.get(mark) == place.run_id:
+    tables, space = IcebergTables(place.catalog), place.lake.settings.default_namespace
+    known = known_tables(ingest, place.lake.nessie, place.catalog, space, tables)
+    mark = REPROCESSED + ingest.name
+    if known.anchor is None or known.anchor.metadata.properties.get(mark) == place.run_id:
         return None
-    if again := standing(ingest.name, there, on_rollback="replay").replayed:
+    if again := standing(ingest.name, known.there, on_rollback="replay").replayed:
         raise PositionLost(
             "The table is to be filled again, which may add what these dead letters would.",
             table=next(iter(again)),
             hint="Let the ingestion read until the table has caught up, then reprocess.",
         )
     session = place.session()
-    frame = _taken_up(session, ingest, place, wanted, chosen)
+    frame = _taken_up(session, known, place, chosen)
     pairs = [tuple(row) for row in frame.select("__topic", "__incarnation").distinct().collect()]
     if not pairs:
         return None
-    targets = prepare(ingest, place.catalog, there, wanted, {})
-    work = Work(
-        place.run_id,
-        [topic for topic, _ in pairs],
-        [incarnation for _, incarnation in pairs],
-        worker_targets(targets, {}),
-        place.lake.settings.file_io_properties(),
-        int(now().timestamp() * 1_000_000),
-    )
     reading = ingest.format.fresh() if isinstance(ingest.format, RegistryAvro) else ingest.format
-    scanned = scan(frame, ingest, reading, targets, {}, work)
-    _commit(ingest, place, targets, scanned, mark, tables)
-    return scanned
+    targets = targets_of(known, place, frame, reading)
+    renamed = False
+    while True:
+        work = Work(
+            place.run_id,
+            [topic for topic, _ in pairs],
+            [incarnation for _, incarnation in pairs],
+            worker_targets(targets, {}),
+            place.lake.settings.file_io_properties(),
+            int(now().timestamp() * 1_000_000),
+            len(known.ingest.families),
+            ingest.most_tables,
+        )
+        scanned = scan(frame, known.ingest, reading, targets, {}, work)
+        if renamed or not (names := scanned.names(list(known.ingest.families))):
+            break
+        renamed = True
+        wider = place.with_new_names(known, names, {}, tables)
+        if len(wider.wanted) == len(known.wanted):
+            break
+        known, targets = wider, targets_of(wider, place, frame, reading)
+    _commit(known, place, targets, scanned, mark, tables)
+    return Reprocessed(known.ingest, targets, scanned)
 
 
-def _taken_up(
-    session: SparkSession, ingest: Ingest, place: Place, wanted: Mapping[str, Identifier], chosen: Chosen
-) -> DataFrame:
+def _taken_up(session: SparkSession, known: KnownTables, place: Place, chosen: Chosen) -> DataFrame:
     """The chosen letters as records, marked on the branch. Also those that an earlier attempt has marked."""
-    condition, arguments = chosen.condition(ingest, wanted)
-    dead = f"nessie.{dotted(list(wanted.values())[-1])}"
+    condition, arguments = chosen.condition(known)
+    dead = f"nessie.{dotted(list(known.wanted.values())[-1])}"
     with session_properties(session, {**place.origin, "branchlake.write_mode": "upsert"}):
         session.sql(
             f"UPDATE {dead} SET reprocessed_in = :run WHERE {condition}",  # noqa: S608 - by name
@@ -171,7 +190,7 @@ def _taken_up(
 
 
 def _commit(
-    ingest: Ingest,
+    known: KnownTables,
     place: Place,
     targets: Sequence[Target],
     scanned: Scanned,
@@ -185,15 +204,15 @@ def _commit(
             table = place.catalog.load_table(one.identifier)
             mode = {"branchlake.write_mode": "append", "branchlake.asset": "/".join(one.identifier)}
             origin = {**place.origin, **mode}
-            told = {mark: place.run_id} if last else {}
+            told = {mark: place.run_id, **known.told} if last else {}
             changes.append(TableChange(one.identifier, table, files, None, origin, told))
     commit_tables(
         place.lake.nessie,
         place.catalog,
         place.branch,
         changes,
-        ingestion=ingest.name,
-        message=f"Reprocess dead letters of {ingest.name}",
+        ingestion=known.ingest.name,
+        message=f"Reprocess dead letters of {known.ingest.name}",
         properties=place.properties,
         tables=tables,
     )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import add
 
@@ -32,7 +31,10 @@ from branchlake_dagster.ingest.converting.formats import (
     first_of,
     no_reason,
 )
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.declaring.declaration import IngestTable
+from branchlake_dagster.ingest.declaring.families import Expanded
+from branchlake_dagster.ingest.declaring.routing import field as field_of
+from branchlake_dagster.ingest.declaring.routing import route, table_named, taken
 from branchlake_dagster.ingest.positions.offsets import Offsets
 from branchlake_dagster.lakehouse.spark.quoting import quoted
 
@@ -67,10 +69,19 @@ class Scanned:
             for target, wanted in found.items()
         }
 
+    def names(self, families: Sequence[str]) -> dict[str, set[str]]:
+        """What records have put into the names of tables that are not known, by family."""
+        found: dict[str, set[str]] = {}
+        for told in self.counts:
+            if told.startswith("new/"):
+                _, number, name = told.split("/", 2)
+                found.setdefault(families[int(number)], set()).add(name)
+        return found
+
 
 def scan(
     records: DataFrame,
-    ingest: Ingest,
+    ingest: Expanded,
     reading: Format,
     targets: Sequence[Target],
     floors: Mapping[str, Offsets],
@@ -139,7 +150,7 @@ class _Prepared:
 
     def __init__(
         self,
-        ingest: Ingest,
+        ingest: Expanded,
         reading: Format,
         targets: Sequence[Target],
         floors: Mapping[str, Offsets],
@@ -168,29 +179,27 @@ class _Prepared:
             frame = self._with_rows(frame, row, target)
         frame = frame.withColumn("__route", self._route())
         again = self._dead_floor is not None
-        # A frame for all tables each: the message to Spark may be no deeper than so many frames.
-        frame = frame.withColumns({f"__meant{n}": self._meant(one) for n, one in enumerate(self._targets)})
-        frame = frame.withColumns(
-            {
-                f"__mine{n}": F.col(f"__meant{n}") & ~_before(self._floors.get(one.name, {}))
-                for n, one in enumerate(self._targets)
-            }
-        )
+        frame = _with_all(frame, {f"__meant{n}": self._meant(one) for n, one in enumerate(self._targets)})
+        mine = {
+            f"__mine{n}": F.col(f"__meant{n}") & ~_before(self._floors.get(one.name, {}))
+            for n, one in enumerate(self._targets)
+        }
+        frame = _with_all(frame, mine)
         if again:
             dead = ~self._dead_before()
-            frame = frame.withColumns(
-                {f"__bad{n}": F.col(f"__meant{n}") & dead for n in range(len(self._targets))}
-            )
+            bad = {f"__bad{n}": F.col(f"__meant{n}") & dead for n in range(len(self._targets))}
+            frame = _with_all(frame, bad)
+        frame = _with_all(frame, {f"__new{n}": one for n, one in enumerate(self._new_names())})
         meant = any_of(F.col(f"__meant{number}") for number in range(len(self._targets)))
         lost = ~meant & ~self._dead_before() & ~self._says_no_more()
         if self._ingest.on_unrouted == "skip":
             lost = F.lit(False)
         frame = frame.withColumn("__lost", lost)
-        bad = any_of(F.col(f"{row}{WHY}").isNotNull() for row in shapes) | F.col("__lost")
+        unfit = any_of(F.col(f"{row}{WHY}").isNotNull() for row in shapes) | F.col("__lost")
         rest = F.struct(
             *(F.col(f"__{name}").alias(name) for name in _RECORD),
             F.to_json("__headers").alias("headers"),
-            F.when(F.col("__lost"), self._lost_because(next(iter(shapes)))).alias("lost"),
+            F.when(F.col("__lost"), self._lost_because(next(iter(shapes), None))).alias("lost"),
         )
         unknown = self._unknown()
         return frame.select(
@@ -198,8 +207,9 @@ class _Prepared:
             "__partition",
             "__timestamp",
             *(f"__{name}" for name in (*_RECORD, "op") if self._wants(name)),
-            F.when(bad, rest).alias("__rest"),
+            F.when(unfit, rest).alias("__rest"),
             *([] if unknown is None else [unknown.alias("__unknown")]),
+            *(f"__new{number}" for number in range(len(self._ingest.families))),
             *self._sets("mine"),
             *(self._sets("bad") if again else []),
             *(name for row in shapes for name in (row, f"{row}{WHY}")),
@@ -215,12 +225,24 @@ class _Prepared:
             found.append(balanced(add, bits, F.lit(0)).cast("bigint").alias(f"__{what}_{group // SET}"))
         return found
 
-    def _lost_because(self, row: str) -> Expression:
+    def _lost_because(self, row: str | None) -> Expression:
         """Why no table takes a record: it has no route, or it cannot be read at all."""
-        route = F.coalesce("__route", F.lit("(none)"))
-        why = F.col(f"{row}{WHY}")
-        unread = F.when(why.getField("kind").isin(*_UNREADABLE), why)
-        return F.coalesce(unread, because("route", F.concat(F.lit("No table takes the route "), route)))
+        named = F.coalesce("__route", F.lit("(none)"))
+        reasons = [because("route", F.concat(F.lit("No table takes the route "), named))]
+        if row is not None:
+            why = F.col(f"{row}{WHY}")
+            reasons = [F.when(why.getField("kind").isin(*_UNREADABLE), why), *reasons]
+        return F.coalesce(*reasons)
+
+    def _new_names(self) -> Iterator[Expression]:
+        """By family what the record puts into the name of a table that is not known; else null."""
+        for family, declared in self._ingest.families.items():
+            name = table_named(declared, F.col("__route"))
+            known = [one.name for one in self._ingest.named if one.family == family]
+            new = ~name.isin(known) & ~self._dead_before()
+            if self._letters:
+                new = new & F.col(FOR).isNull()
+            yield F.when(new, name)
 
     def _topic(self) -> Expression:
         """The topic by its place in the ingestion's list, or in that of the dead letters' topics."""
@@ -255,19 +277,15 @@ class _Prepared:
         return F.lit(None).cast("string") if name is None else self._field(name)
 
     def _field(self, name: str) -> Expression:
-        """A field of the record, also when Kafka Connect has put schema and payload around it."""
-        found = self._reading.text(name)
-        if self._ingest.envelope is None:
-            return found
-        return F.coalesce(found, self._reading.text(f"payload.{name}"))
+        return field_of(self._ingest, self._reading, name)
 
     def _route(self) -> Expression:
         name = self._ingest.route_by
-        if name == "topic":
-            return F.col("__topic")
-        read = next((one for one in self._targets[0].columns if one.fields == (name,)), None)
-        if read is None or read.kind != "string" or self._ingest.envelope is not None:
-            return self._field(name)
+        columns = self._targets[0].columns if self._targets else ()
+        read = next((one for one in columns if one.fields == (name,)), None)
+        topic = name == "topic" or self._ingest.envelope is not None
+        if topic or read is None or read.kind != "string":
+            return route(self._ingest, self._reading)
         # It was read as a column already: reading JSON for it once more cost a fifth of ten tables' batch.
         row = self._rows[0]
         here = F.col(row).getField(read.name)
@@ -277,6 +295,8 @@ class _Prepared:
         """The names of fields that some table has no column for, as JSON; None: nobody asks."""
         names = self._reading.names() if "add" in self._ingest.evolve else None
         if names is None or self._ingest.envelope is not None:
+            return None
+        if not self._targets:
             return None
         known = set.intersection(*(_taken(one) for one in self._targets))
         others = {name for name in (self._ingest.route_by, self._ingest.operation) if name} - {"topic"}
@@ -370,7 +390,7 @@ class _Prepared:
         """Whether a target is to take the record, good or not."""
         declared = target.declared
         assert declared is not None  # noqa: S101 - dead letters have no rows of this kind
-        meant = F.lit(True) if declared.route is None else _matches(F.col("__route"), declared.route)
+        meant = taken(declared, F.col("__route"))
         if declared.mode != "append":
             # After a deletion Debezium sends a tombstone, for the compaction of the topic: it says no more.
             meant = meant & F.col("__value").isNotNull()
@@ -389,9 +409,9 @@ class _Prepared:
         return _before(self._dead_floor or {})
 
 
-def _matches(route: Expression, pattern: str) -> Expression:
-    """Whether all of a route matches; a pattern without special characters is compared, not searched for."""
-    return route == pattern if re.escape(pattern) == pattern else route.rlike(f"^(?:{pattern})$")
+def _with_all(frame: DataFrame, columns: Mapping[str, Expression]) -> DataFrame:
+    """One frame for all columns: the message to Spark may be no deeper than so many frames."""
+    return frame.withColumns(dict(columns)) if columns else frame
 
 
 def _before(floor: Offsets) -> Expression:

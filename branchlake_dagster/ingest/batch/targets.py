@@ -19,7 +19,8 @@ from branchlake_dagster.branching.table.spec import LayoutField, identifier_of, 
 from branchlake_dagster.branching.table.types import iceberg_schema, stored_schema
 from branchlake_dagster.errors import Terminal
 from branchlake_dagster.ingest.converting.columns import Column, columns_of
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.declaring.declaration import IngestTable
+from branchlake_dagster.ingest.declaring.families import Expanded
 from branchlake_dagster.ingest.errors import IngestError
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
@@ -69,7 +70,7 @@ class Target:
         return table_name(self.identifier)
 
 
-def identifiers(ingest: Ingest, default_namespace: str) -> dict[str, Identifier]:
+def identifiers(ingest: Expanded, default_namespace: str) -> dict[str, Identifier]:
     """The tables of an ingestion, the dead letters last, by dotted name."""
     keys = [*(table.asset for table in ingest.tables), ingest.dead_letters_asset]
     found = [identifier_of(key, default_namespace) for key in keys]
@@ -93,7 +94,7 @@ def load(
 
 
 def prepare(
-    ingest: Ingest,
+    ingest: Expanded,
     catalog: NessieCatalog,
     known: Mapping[str, Table | None],
     wanted: Mapping[str, Identifier],

@@ -66,6 +66,9 @@ class Work:
     targets: Sequence[WorkerTarget]
     io: Mapping[str, str] = field(repr=False, default_factory=dict)
     received_at_us: int = 0
+    families: int = 0
+    most_tables: int = 0
+    """How many families of tables that records name there are, and tables of each."""
 
 
 def writing(work: Work) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
@@ -98,6 +101,7 @@ class _Task:
             "incarnation": pa.array(work.incarnations, pa.string()),
         }
         self._counts: Counter[str] = Counter()
+        self._seen: dict[int, set[str]] = {}
         self._latest: dict[str, int] = {}
         self._sent: list[tuple[str, int, bytes]] = []
 
@@ -106,6 +110,7 @@ class _Task:
         if not batch.num_rows:
             return
         self._count(batch)
+        self._new_names(batch)
         for number, table in enumerate(self._tables[:-1]):
             mine, why = _among(batch, "mine", number), batch.column(f"{table.row}_why")
             good = pc.and_(mine, pc.is_null(why)) if why.null_count < len(why) else mine
@@ -158,6 +163,19 @@ class _Task:
             if at is not None:
                 name = f"{self._work.topics[one['topic']]}/{one['partition']}"
                 self._latest[name] = max(at // 1000, self._latest.get(name, at // 1000))
+
+    def _new_names(self, batch: pa.RecordBatch) -> None:
+        """Names of tables that are not known: `new/<family>/<name>`, of so many as there may be."""
+        for number in range(self._work.families):
+            names = batch.column(f"__new{number}")
+            if names.null_count == len(names):
+                continue
+            seen = self._seen.setdefault(number, set())
+            for name in pc.unique(names.drop_null()).to_pylist():
+                # Whatever comes as a route, what is sent back is bounded.
+                if name in seen or len(seen) < self._work.most_tables:
+                    seen.add(name)
+                    self._counts[f"new/{number}/{name}"] += 1
 
     def _evolving(self, batch: pa.RecordBatch, number: int, table: _TableWriter, mine: pa.Array) -> None:
         """What the records want of the table: `evolve/<target>/add/<field>`, or widen, or relax."""

@@ -29,9 +29,14 @@ _SAMPLE = 10_000
 
 
 def found_types(
-    records: DataFrame, reading: Format, *, envelope: bool, only: Collection[str] | None = None
+    records: DataFrame,
+    reading: Format,
+    *,
+    envelope: bool,
+    only: Collection[str] | None = None,
+    of: Expression | None = None,
 ) -> StructType:
-    """The types of the records' fields, or of some of them.
+    """The types of the fields of the records, or of those `of` which something holds; or of some fields.
 
     Of JSON those of the first records: whole numbers are bigint, others double, and what is sometimes this
     and sometimes that is text. A field that is null in all of them has no type, and is not among them.
@@ -40,6 +45,8 @@ def found_types(
     if only is not None and not only:
         return StructType([])
     frame = reading.read(records)
+    if of is not None:
+        frame = frame.filter(F.coalesce(of, F.lit(False)))
     names = reading.names()
     if only is not None and names is not None:
         wanted = F.array(*(F.lit(name) for name in sorted(only)))

@@ -24,6 +24,8 @@ Mode = Literal["append", "upsert", "changes"]
 Operation = Literal["insert", "update", "delete"]
 Evolution = Literal["add", "widen", "relax"]
 _ATTRIBUTES = ("topic", "partition", "offset", "timestamp", "key")
+ROUTE = "{route}"
+"""In the last part of a table's key: what is between its other characters, the record says."""
 _DEBEZIUM: Mapping[str, Operation] = {"c": "insert", "r": "insert", "u": "update", "d": "delete"}
 _WORDS: Mapping[str, Operation] = {
     **dict.fromkeys(("i", "insert", "c", "create", "r", "read"), "insert"),
@@ -37,12 +39,13 @@ class IngestTable:
     """A table that an ingestion fills, and which records go into it.
 
     Args:
-        key (str | Sequence[str] | AssetKey): The asset, `raw/orders`; its table has that name.
+        key (str | Sequence[str] | AssetKey): The asset, `raw/orders`; its table has that name. With
+            `{route}` in its last part, `raw/{route}`, there is a table for each route that `route` matches.
         columns (Mapping[str, str]): Spark's types by column, `{"id": "bigint", "at": "timestamp"}`. A table
             that is there already wins: its columns are what records are converted to. (default: those of the
             table; one that is not there is made from the types of the first records)
-        route (Optional[str]): A regular expression that all of a record's route must match. (default: every
-            record)
+        route (Optional[str]): A regular expression that all of a record's route must match. If it has a
+            group, that is what a table is named after instead of the whole route. (default: every record)
         mode (Literal["append", "upsert", "changes"]): Add the rows; or put each in the place of the one with
             the same keys; or do what the record's operation says. (default: `append`)
         keys (Sequence[str]): The columns that identify a row, for `upsert` and `changes`.
@@ -83,8 +86,23 @@ class IngestTable:
         """The asset's key."""
         return asset_key(self.key)
 
+    @property
+    def is_family(self) -> bool:
+        """Whether it stands for a table for each route."""
+        return ROUTE in self.asset.path[-1]
+
     def __post_init__(self) -> None:
         name = self.asset.to_user_string()
+        if name.count(ROUTE) > self.is_family:
+            raise ConfigurationError(
+                f"{ROUTE} can be in the last part of a key, once.", table=name, hint=f'key="raw/{ROUTE}"'
+            )
+        if self.is_family and self.freshness_policy is not None:
+            raise ConfigurationError(
+                "Tables that records name have no freshness policy: Dagster learns of them by their rows.",
+                table=name,
+                hint="Declare those that need one: a table that has a key of its own.",
+            )
         if self.mode not in ("append", "upsert", "changes"):
             raise ConfigurationError(
                 f"Unknown mode {self.mode!r}.", table=name, hint="append, upsert, changes"
@@ -140,6 +158,8 @@ class Ingest:
         on_reset (Literal["stop", "continue_at_end"]): When a topic ends before where it was read to.
         on_lost (Literal["stop", "skip"]): When records were deleted before they were read.
         create (bool): Whether tables that are not there are made.
+        most_tables (int): Most tables that records name, for each key with `{route}`. A record of one more
+            is a dead letter.
         keep_snapshots (int): So many stay of a table that has a quarter more, in the live mode: metadata that
             grows with every batch takes longer with every batch. Files stay. Consumers of its changes must
             come by within as many batches.
@@ -184,6 +204,7 @@ class Ingest:
     on_lost: Literal["stop", "skip"] = "stop"
     keep_snapshots: int = 2_000
     create: bool = True
+    most_tables: int = 50
     evolve: Sequence[Evolution] = ()
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """The tables of an ingestion as assets: each materialisation is one batch on the run's branch."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import dagster as dg
@@ -11,14 +11,17 @@ from branchlake_dagster.branching.resources.spark_resource import BranchSparkRes
 from branchlake_dagster.branching.table.provenance import PREFIX, materialisation_metadata
 from branchlake_dagster.branching.table.spec import table_metadata, table_spec
 from branchlake_dagster.checks.asset_checks.columns import column_metadata
+from branchlake_dagster.ingest.batch.before import known_tables, look
 from branchlake_dagster.ingest.batch.earlier_attempts import take_back
-from branchlake_dagster.ingest.batch.ingest_batch import BatchResult, Place, ingest_batch, look
+from branchlake_dagster.ingest.batch.ingest_batch import BatchResult, Place, ingest_batch
 from branchlake_dagster.ingest.batch.reprocess import Chosen, reprocess_batch
-from branchlake_dagster.ingest.batch.targets import Identifier, identifiers
-from branchlake_dagster.ingest.declaring.declaration import Ingest
+from branchlake_dagster.ingest.batch.targets import Target
+from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.declaring.families import Expanded, expanded
 from branchlake_dagster.ingest.running.report import (
     check_results,
     check_specs,
+    evaluation,
     sentence,
     table_metadata_of,
 )
@@ -54,27 +57,26 @@ def batch_assets(ingest: Ingest) -> dg.AssetsDefinition:
         context: dg.AssetExecutionContext, lakehouse: LakehouseResource, spark: BranchSparkResource
     ) -> Iterator[dg.MaterializeResult[Any] | dg.AssetCheckResult]:
         lake = lakehouse.lakehouse
-        wanted = identifiers(ingest, lake.settings.default_namespace)
         if (text := context.run.tags.get(REPROCESS_TAG)) is not None:
-            chosen = Chosen.from_text(text)
-            yield from _reprocessed(ingest, context, lakehouse, spark, wanted, chosen)
+            yield from _reprocessed(ingest, context, lakehouse, spark, Chosen.from_text(text))
             return
-        source = source_of(ingest, lake.settings)
+        source, space = source_of(ingest, lake.settings), lake.settings.default_namespace
         place = _place(context, lakehouse, spark)
-        _begin_anew(context, ingest, place, wanted)
-        catalog = lakehouse.own_catalog()
-        before = look(ingest, lake.nessie, catalog, wanted, source.topics)
+        _begin_anew(context, ingest, place)
+        before = look(ingest, lake.nessie, lakehouse.own_catalog(), source.topics, namespace=space)
         for note in before.plan.notes:
             context.log.warning(note)
         if before.plan.empty:
             context.log.info("There is nothing to read.")
-            yield from check_results(ingest, {}, wanted)
+            yield from check_results(expanded(ingest, {}), {}, before.wanted)
             return
-        result = ingest_batch(ingest, before, place, source.records, wanted, tasks=tasks_of(lake))
+        result = ingest_batch(before, place, source.records, tasks=tasks_of(lake))
         context.log.info(sentence(result))
         again = context.op_execution_context.retry_number > 0
-        yield from _materialised(ingest, result, lakehouse, wanted, again, known=before.tables.get)
-        yield from check_results(ingest, result.scanned.counts, wanted)
+        found = _materialised(result, lakehouse, again, known=before.tables.get)
+        names = [one.name for one in result.targets]
+        checks = check_results(result.ingest, result.scanned.counts, names)
+        yield from _declared_alone(context, ingest, [*found, *checks])
 
     return ingested
 
@@ -84,42 +86,52 @@ def _reprocessed(
     context: dg.AssetExecutionContext,
     lakehouse: LakehouseResource,
     spark: BranchSparkResource,
-    wanted: dict[str, Identifier],
     chosen: Chosen,
 ) -> Iterator[dg.MaterializeResult[Any] | dg.AssetCheckResult]:
     """Dead letters put back, what became of the tables that took them, and the verdicts."""
-    scanned = reprocess_batch(ingest, _place(context, lakehouse, spark), wanted, chosen)
-    if scanned is None:
+    done = reprocess_batch(ingest, _place(context, lakehouse, spark), chosen)
+    if done is None:
         context.log.info("No dead letter is to be put back.")
-        yield from check_results(ingest, {}, wanted, again=True)
+        yield from check_results(expanded(ingest, {}), {}, (), again=True)
         return
-    context.log.info(
-        f"Put {scanned.counts['records']} dead letters back; {scanned.counts['dead']} failed again."
+    counts = done.scanned.counts
+    context.log.info(f"Put {counts['records']} dead letters back; {counts['dead']} failed again.")
+    found = _changed(
+        done.ingest, done.targets, lakehouse, lambda number, last: bool(done.scanned.rows(number) or last)
     )
-    catalog, settings = lakehouse.own_catalog(), lakehouse.lakehouse.settings
-    keys = [*(table.asset for table in ingest.tables), ingest.dead_letters_asset]
-    metadata = {spec.key: spec.metadata for spec in asset_specs(ingest)}
-    for number, (key, identifier) in enumerate(zip(keys, wanted.values(), strict=True)):
-        if scanned.rows(number) or key == keys[-1]:
-            spec = table_spec(
-                key, metadata[key], default_namespace=settings.default_namespace, partitioned=False
-            )
-            table = catalog.load_table(identifier)
-            told = materialisation_metadata(table, spec, lakehouse.run_branch, partition_rows=None)
-            yield dg.MaterializeResult(asset_key=key, metadata=told)
-    yield from check_results(ingest, scanned.counts, wanted, again=True)
+    materialised = [dg.MaterializeResult[Any](asset_key=key, metadata=told) for _, key, told in found]
+    names = [one.name for one in done.targets]
+    checks = check_results(done.ingest, counts, names, again=True)
+    yield from _declared_alone(context, ingest, [*materialised, *checks])
+
+
+def _declared_alone(
+    context: dg.AssetExecutionContext,
+    ingest: Ingest,
+    found: Sequence[dg.MaterializeResult[Any] | dg.AssetCheckResult],
+) -> Iterator[dg.MaterializeResult[Any] | dg.AssetCheckResult]:
+    """What is of the step's own assets; of tables that records have named Dagster is told by events.
+
+    They have no definition: what the code location is made of is settled before records are read.
+    """
+    declared = {*(one.asset for one in ingest.tables), ingest.dead_letters_asset}
+    for one in found:
+        if one.asset_key in declared:
+            yield one
+        elif isinstance(one, dg.AssetCheckResult):
+            context.log_event(evaluation(one))
+        else:
+            assert one.asset_key is not None  # noqa: S101 - each of ours names its asset
+            context.log_event(dg.AssetMaterialization(one.asset_key, metadata=dict(one.metadata or {})))
 
 
 def asset_specs(ingest: Ingest) -> Iterator[dg.AssetSpec]:
     """Each table's asset, made from the topics."""
     topics = [topic_key(ingest, topic) for topic in ingest.topics]
     for table in ingest.tables:
-        mode = table_metadata(
-            write_mode="append" if table.mode == "append" else "upsert",
-            keys=table.keys,
-            layout=table.layout,
-            properties=table.properties,
-        )
+        if table.is_family:
+            continue
+        mode = _mode(table)
         if table.contract is not None:
             mode |= column_metadata(table.contract)
         yield dg.AssetSpec(
@@ -141,6 +153,15 @@ def asset_specs(ingest: Ingest) -> Iterator[dg.AssetSpec]:
         skippable=True,
         kinds={"iceberg", _KINDS[ingest.source]},
         group_name=f"ingest_{ingest.name}",
+    )
+
+
+def _mode(table: IngestTable) -> dict[str, Any]:
+    return table_metadata(
+        write_mode="append" if table.mode == "append" else "upsert",
+        keys=table.keys,
+        layout=table.layout,
+        properties=table.properties,
     )
 
 
@@ -168,16 +189,17 @@ def _place(
     )
 
 
-def _begin_anew(
-    context: dg.AssetExecutionContext, ingest: Ingest, place: Place, wanted: dict[str, Identifier]
-) -> None:
+def _begin_anew(context: dg.AssetExecutionContext, ingest: Ingest, place: Place) -> None:
     """Forget what an earlier attempt of the step committed: in this run, or in the one that it retries."""
-    base = place.origin.get(f"{PREFIX}base_hash")
-    if base is not None and take_back(
+    base, settings = place.origin.get(f"{PREFIX}base_hash"), place.lake.settings
+    if base is None:
+        return
+    known = known_tables(ingest, place.lake.nessie, place.catalog, settings.default_namespace)
+    if take_back(
         place.lake.nessie,
         place.branch,
         base,
-        wanted.values(),
+        known.wanted.values(),
         ingestion=ingest.name,
         properties=place.properties,
     ):
@@ -185,25 +207,35 @@ def _begin_anew(
 
 
 def _materialised(
-    ingest: Ingest,
-    result: BatchResult,
-    lakehouse: LakehouseResource,
-    wanted: dict[str, Identifier],
-    again: bool,
-    *,
-    known: Callable[[str], object],
+    result: BatchResult, lakehouse: LakehouseResource, again: bool, *, known: Callable[[str], object]
 ) -> Iterator[dg.MaterializeResult[Any]]:
     """What became of the tables that the batch has changed; after a retry of all, for an attempt may have."""
-    catalog, settings = lakehouse.own_catalog(), lakehouse.lakehouse.settings
-    specs = {spec.key: spec for spec in asset_specs(ingest)}
-    keys = [*(table.asset for table in ingest.tables), ingest.dead_letters_asset]
-    for number, (key, target) in enumerate(zip(keys, result.targets, strict=True)):
-        last = number == len(keys) - 1
-        if not (last or again or result.scanned.rows(number) or known(target.name) is None):
-            continue
-        table = catalog.load_table(wanted[target.name])
-        spec = table_spec(
-            key, specs[key].metadata, default_namespace=settings.default_namespace, partitioned=False
+
+    def changed(number: int, last: bool) -> bool:
+        return bool(
+            last or again or result.scanned.rows(number) or known(result.targets[number].name) is None
         )
-        metadata = materialisation_metadata(table, spec, lakehouse.run_branch, partition_rows=None)
-        yield dg.MaterializeResult(asset_key=key, metadata={**metadata, **table_metadata_of(result, number)})
+
+    for number, key, told in _changed(result.ingest, result.targets, lakehouse, changed):
+        yield dg.MaterializeResult(asset_key=key, metadata={**told, **table_metadata_of(result, number)})
+
+
+def _changed(
+    ingest: Expanded,
+    targets: Sequence[Target],
+    lakehouse: LakehouseResource,
+    changed: Callable[[int, bool], bool],
+) -> Iterator[tuple[int, dg.AssetKey, dict[str, Any]]]:
+    """Number, asset and metadata of the changed tables; `changed` gets a number, and if it is the last."""
+    catalog, settings = lakehouse.own_catalog(), lakehouse.lakehouse.settings
+    keys = [*(table.asset for table in ingest.tables), ingest.dead_letters_asset]
+    modes = [*(_mode(table) for table in ingest.tables), table_metadata(write_mode="append")]
+    for number, (key, mode, target) in enumerate(zip(keys, modes, targets, strict=True)):
+        if changed(number, number == len(keys) - 1):
+            table = catalog.load_table(target.identifier)
+            spec = table_spec(key, mode, default_namespace=settings.default_namespace, partitioned=False)
+            yield (
+                number,
+                key,
+                materialisation_metadata(table, spec, lakehouse.run_branch, partition_rows=None),
+            )

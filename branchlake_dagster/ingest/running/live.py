@@ -21,9 +21,9 @@ from branchlake_dagster.branching.branch.run_branch import branch_name, main_wit
 from branchlake_dagster.branching.fencing.finish_branch import drop_branch
 from branchlake_dagster.branching.table.provenance import PREFIX
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Transient
-from branchlake_dagster.ingest.batch.ingest_batch import BatchResult, Place, ingest_batch, look
+from branchlake_dagster.ingest.batch.before import Before, look
+from branchlake_dagster.ingest.batch.ingest_batch import BatchResult, Place, ingest_batch
 from branchlake_dagster.ingest.batch.records import Records
-from branchlake_dagster.ingest.batch.targets import identifiers
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.errors import Superseded, TooManyDeadLetters
 from branchlake_dagster.ingest.kafka.topics import Topics
@@ -93,7 +93,6 @@ class LiveIngestion:
         self._untrimmed = False
         self._shared: SparkSession | None = None
         self._connect(lake.nessie)
-        self._wanted = identifiers(ingest, lake.settings.default_namespace)
 
     def batch(self) -> LiveBatch | None:
         """Ingest and publish what waits; None: nothing waits.
@@ -110,29 +109,27 @@ class LiveIngestion:
             self._ingest,
             client,
             self._lake.catalog(f"{MAIN}@{base}"),
-            self._wanted,
             self._topics,
-            self._tables,
+            namespace=self._lake.settings.default_namespace,
+            tables=self._tables,
         )
         if before.plan.empty:
             return None
-        branch = self._branch(base)
+        branch = self._branch(base, before)
         session: list[SparkSession] = []
         published = False
         try:
             place = self._place(branch.name, base, session)
             result = ingest_batch(
-                self._ingest,
                 before,
                 place,
                 self._records,
-                self._wanted,
                 tasks=self._tasks,
                 now=self._now,
                 commit_id=str(uuid.uuid4()),
                 tables=self._tables,
             )
-            if why := blocked_because(self._ingest, result):
+            if why := blocked_because(result):
                 raise TooManyDeadLetters(
                     f"Ingestion {self._ingest.name}: {why}.",
                     branch=branch.name,
@@ -146,7 +143,7 @@ class LiveIngestion:
             self._end(branch.name, session, published=published)
         return LiveBatch(result, publication, self._clock() - began, self._now())
 
-    def _branch(self, base: str) -> Reference:
+    def _branch(self, base: str, before: Before) -> Reference:
         """A branch with a commit of its own that changes nothing.
 
         The process may die during the pass. By that commit the reaper knows how old the branch is and whose.
@@ -156,7 +153,7 @@ class LiveIngestion:
         client.commit(
             made.name,
             expected_hash=made.hash,
-            operations=[Unchanged(ContentKey(one)) for one in self._wanted.values()],
+            operations=[Unchanged(ContentKey(one)) for one in before.wanted.values()],
             message=f"Ingest {self._ingest.name}: a batch of run {self._run_id} begins",
             properties=self._properties,
         )

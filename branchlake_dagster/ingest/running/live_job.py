@@ -13,9 +13,9 @@ from branchlake_dagster.ingest.kafka.topics import Topics
 from branchlake_dagster.ingest.running.batch_assets import INGESTION_TAG, tasks_of
 from branchlake_dagster.ingest.running.live import LiveBatch, LiveIngestion, may_go_on
 from branchlake_dagster.ingest.running.report import (
-    CONVERTED,
     check_results,
     combined,
+    evaluation,
     sentence,
     table_metadata_of,
 )
@@ -171,6 +171,8 @@ class _Telling:
 
     def add(self, batch: LiveBatch) -> None:
         """A batch that is on `main`."""
+        if self._waiting and _names(self._waiting[-1]) != _names(batch):
+            self._tell()  # what is told together is of the same tables
         self._batches += 1
         self._waiting.append(batch)
         for note in batch.result.notes:
@@ -205,8 +207,9 @@ class _Telling:
             self._context.log_event(event)
 
     def _events(self, batches: list[LiveBatch]) -> Iterator[Any]:
-        keys = [*(table.asset for table in self._ingest.tables), self._ingest.dead_letters_asset]
         last = batches[-1]
+        ingest = last.result.ingest
+        keys = [*(table.asset for table in ingest.tables), ingest.dead_letters_asset]
         together = combined([one.result for one in batches])
         for number, key in enumerate(keys):
             dead = number == len(keys) - 1
@@ -231,14 +234,9 @@ class _Telling:
                     names.TABLES: dg.MetadataValue.text(last.result.targets[number].name),
                 },
             )
-        names_of_tables = [one.name for one in together.targets]
-        for result in check_results(self._ingest, together.scanned.counts, names_of_tables):
-            assert result.asset_key is not None  # noqa: S101 - each of ours names its asset
-            yield dg.AssetCheckEvaluation(
-                asset_key=result.asset_key,
-                check_name=result.check_name or CONVERTED,
-                passed=bool(result.passed),
-                severity=result.severity,
-                description=result.description,
-                metadata=result.metadata,
-            )
+        for result in check_results(ingest, together.scanned.counts, _names(last)):
+            yield evaluation(result)
+
+
+def _names(batch: LiveBatch) -> list[str]:
+    return [one.name for one in batch.result.targets]

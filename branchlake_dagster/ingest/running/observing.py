@@ -10,7 +10,7 @@ from typing import Any
 import dagster as dg
 
 from branchlake_dagster.changes.summary import OFFSETS
-from branchlake_dagster.ingest.batch.ingest_batch import Before
+from branchlake_dagster.ingest.batch.before import Before
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.kafka.topics import Topics
 from branchlake_dagster.ingest.positions.offsets import TopicPartition
@@ -67,7 +67,7 @@ def _oldest(at: datetime | None, now: float) -> Mapping[str, Any]:
 
 def _valid_through(ingest: Ingest, before: Before) -> Mapping[str, Any]:
     """As the last batch on `main` has it; the table of dead letters takes part in each."""
-    anchor = list(before.tables.values())[-1]
+    anchor = before.known.anchor
     text = anchor.metadata.properties.get(OFFSETS + ingest.name) if anchor is not None else None
     try:
         at = Recorded.from_text(text).valid_through_ms if text else None

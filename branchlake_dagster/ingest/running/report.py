@@ -13,6 +13,7 @@ from dagster import MetadataValue
 
 from branchlake_dagster.ingest.batch.ingest_batch import BatchResult
 from branchlake_dagster.ingest.declaring.declaration import Ingest
+from branchlake_dagster.ingest.declaring.families import Expanded
 from branchlake_dagster.ingest.positions.offsets import OffsetRange, Ranges, TopicPartition, in_words
 from branchlake_dagster.wording import counted
 
@@ -38,6 +39,7 @@ def check_specs(ingest: Ingest) -> list[dg.AssetCheckSpec]:
             metadata=scope,
         )
         for table in ingest.tables
+        if not table.is_family
     ]
     share = f"at most {ingest.tolerance:.2%} of a batch"
     return [
@@ -52,7 +54,7 @@ def check_specs(ingest: Ingest) -> list[dg.AssetCheckSpec]:
 
 
 def check_results(
-    ingest: Ingest, counts: Mapping[str, int], names: Iterable[str], *, again: bool = False
+    ingest: Expanded, counts: Mapping[str, int], names: Iterable[str], *, again: bool = False
 ) -> Iterator[dg.AssetCheckResult]:
     """The verdicts on a batch by what its pass has counted; `names` are its tables' dotted names, in order.
 
@@ -89,6 +91,19 @@ def check_results(
     )
 
 
+def evaluation(result: dg.AssetCheckResult) -> dg.AssetCheckEvaluation:
+    """The same as an event, for an asset that has no definition or is written by a plain op."""
+    assert result.asset_key is not None  # noqa: S101 - each of ours names its asset and check
+    return dg.AssetCheckEvaluation(
+        asset_key=result.asset_key,
+        check_name=result.check_name or CONVERTED,
+        passed=bool(result.passed),
+        severity=result.severity,
+        description=result.description,
+        metadata=result.metadata,
+    )
+
+
 def _tolerated(dead: int, records: int, share: float, tolerance: float) -> str | None:
     if not dead:
         return None
@@ -96,11 +111,11 @@ def _tolerated(dead: int, records: int, share: float, tolerance: float) -> str |
     return f"{told}; {tolerance:.2%} is tolerated."
 
 
-def blocked_because(ingest: Ingest, result: BatchResult) -> str | None:
+def blocked_because(result: BatchResult) -> str | None:
     """Why a batch may not be published; None: it may."""
     failed = [
         one
-        for one in check_results(ingest, result.scanned.counts, [one.name for one in result.targets])
+        for one in check_results(result.ingest, result.scanned.counts, [one.name for one in result.targets])
         if not one.passed and one.severity is dg.AssetCheckSeverity.ERROR
     ]
     return "; ".join((one.description or one.check_name or "").rstrip(".") for one in failed) or None

@@ -11,8 +11,7 @@ import dagster as dg
 
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import BranchlakeError, Transient
-from branchlake_dagster.ingest.batch.ingest_batch import Before, look
-from branchlake_dagster.ingest.batch.targets import identifiers
+from branchlake_dagster.ingest.batch.before import Before, look
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.positions.offsets import records
 from branchlake_dagster.ingest.running.batch_assets import INGESTION_TAG
@@ -40,8 +39,8 @@ def active_runs(instance: dg.DagsterInstance, ingest: Ingest) -> list[dg.Dagster
 
 def waiting(ingest: Ingest, lake: Lakehouse) -> Before:
     """What waits, by `main`. Raises as `look`."""
-    wanted = identifiers(ingest, lake.settings.default_namespace)
-    return look(ingest, lake.nessie, lake.catalog(MAIN), wanted, source_of(ingest, lake.settings).topics)
+    topics, space = source_of(ingest, lake.settings).topics, lake.settings.default_namespace
+    return look(ingest, lake.nessie, lake.catalog(MAIN), topics, namespace=space)
 
 
 def told_and_observations(

@@ -1,0 +1,324 @@
+"""Tables that records name: made with their first record, known ever after, as many as may be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from branchlake_dagster.changes.summary import OFFSETS, TABLES
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.ingest.batch.reprocess import Chosen, reprocess_batch
+from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.declaring.families import NamedTable, expanded, names_from, names_text
+from branchlake_dagster.ingest.errors import AnotherIngestion, PositionLost
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster_tests.ingest.conftest import Driving
+from branchlake_dagster_tests.ingest.driving import Driver
+from branchlake_dagster_tests.ingest.test_live import live
+from branchlake_dagster_tests.suite.kafka import Broker, Message
+
+
+def record(kind: object, **more: Any) -> bytes:
+    return json.dumps({"kind": kind, **more}).encode()
+
+
+def by_kind(name: str, topic: str, **more: Any) -> Ingest:
+    family = IngestTable(key=[name, "of_{route}"], columns={"id": "bigint"})
+    return Ingest(**{"name": name, "topics": [topic], "route_by": "kind", "tables": [family], **more})
+
+
+def told(drive: Driver) -> Mapping[str, list[str]]:
+    return names_from(drive.table(-1).metadata.properties[TABLES + drive.ingest.name])
+
+
+def tables(drive: Driver) -> dict[str, list[int]]:
+    """The ids in each table that records have named."""
+    catalog = drive.lake.catalog("main")
+    return {
+        one.name: sorted(catalog.load_table(tuple(one.asset.path)).scan().to_arrow()["id"].to_pylist())
+        for one in drive.known.ingest.named
+    }
+
+
+def dead(drive: Driver) -> list[tuple[str, str]]:
+    return [(row["error_kind"], row["error"]) for row in drive.dead()]
+
+
+# -- what is declared ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "more"),
+    [("{route}/a", {}), ("x/{route}_{route}", {}), ("x/{route}", {"freshness_policy": object()})],
+)
+def test_a_place_for_the_route_where_none_can_be_is_refused(key: str, more: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        IngestTable(key=key, **more)
+
+
+def test_a_family_is_expanded_behind_the_tables_with_keys_of_their_own() -> None:
+    one = IngestTable(key="x/own", route="own")
+    other = IngestTable(key="x/{route}", columns={"id": "int"}, mode="upsert", keys=["id"])
+    ingest = Ingest(name="i", topics=["t"], tables=[other, one])
+    full = expanded(ingest, {"x/{route}": ["b", "a", "own", "i_dead_letters"], "gone": ["z"]})
+    keys = [table.asset.to_user_string() for table in full.tables]
+    assert keys == ["x/own", "x/a", "x/b"], "not those of others, nor the dead letters'"
+    first = full.tables[1]
+    assert isinstance(first, NamedTable)
+    assert (first.name, first.family, first.keys, first.mode) == ("a", "x/{route}", ["id"], "upsert")
+    assert full.dead_letters_asset == ingest.dead_letters_asset
+    assert expanded(full, {"x/{route}": ["c"]}).named[0].name == "c"
+    assert len(expanded(full, {"x/{route}": ["c"]}).tables) == 2
+
+
+def test_names_come_back_from_their_text() -> None:
+    assert names_from(names_text({"x/{route}": {"b", "a"}})) == {"x/{route}": ["a", "b"]}
+    with pytest.raises(ValueError, match="a"):
+        names_from('["a"]')
+
+
+# -- batches -------------------------------------------------------------------------------------------
+
+
+def test_tables_come_with_their_first_records_and_stay_known(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    topic = kafka.topic()
+    drive = driving(by_kind(namespace, topic))
+    kafka.send(topic, [record("eu", id=1), record("us-2", id=2), record("eu", id=3), record(None, id=4)])
+    first = drive.batch()
+    assert [one.name for one in first.targets[:-1]] == [f"{namespace}.of_eu", f"{namespace}.of_us-2"]
+    assert tables(drive) == {"eu": [1, 3], "us-2": [2]}
+    assert told(drive) == {f"{namespace}/of_{{route}}": ["eu", "us-2"]}
+    kafka.send(topic, [record("eu", id=5), record("asia", id=6), record("eu", id="no")])
+    drive.batch()
+    assert tables(drive) == {"asia": [6], "eu": [1, 3, 5], "us-2": [2]}
+    kafka.send(topic, [record("us-2", id=7)])
+    third = drive.batch()
+    assert drive.look().plan.empty
+    assert third.scanned.names(list(third.ingest.families)) == {}, "it was read once"
+    assert tables(drive)["us-2"] == [2, 7]
+    assert [kind for kind, _ in dead(drive)] == ["route", "conversion"]
+    # Every table says how far it is.
+    table = drive.lake.catalog("main").load_table((namespace, "of_us-2"))
+    assert OFFSETS + namespace in table.metadata.properties
+
+
+def test_what_names_no_table_is_a_dead_letter(driving: Driving, kafka: Broker, namespace: str) -> None:
+    topic = kafka.topic()
+    drive = driving(by_kind(namespace, topic, most_tables=2))
+    bad = ["", "a/b", "a@b", "..", "x__y", "_a", "a" * 129, "ü", 'q"', "$.a", "a\nb", "a b"]
+    kafka.send(topic, [*(record(one, id=1) for one in bad), b"{", record("a" * 128, id=2)])
+    drive.batch()
+    assert tables(drive) == {"a" * 128: [2]}
+    found = dead(drive)
+    assert [kind for kind, _ in found] == ["route"] * len(bad) + ["syntax"]
+    kafka.send(topic, [record("b", id=1), record("c", id=2), record("b", id=3), record("d", id=4)])
+    drive.batch()
+    assert tables(drive) == {"a" * 128: [2], "b": [1, 3]}, "two are allowed"
+    assert sorted(text for _, text in dead(drive)[-2:]) == [
+        "No table takes the route c",
+        "No table takes the route d",
+    ]
+
+
+def test_what_could_not_be_read_at_first_is_only_dead(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    """No table is known yet, and no record names one."""
+    topic = kafka.topic()
+    drive = driving(by_kind(namespace, topic))
+    kafka.send(topic, [b"{", record("..", id=1), Message(None)])
+    assert drive.batch().dead == 3
+    assert told(drive) == {}
+    assert tables(drive) == {}
+
+
+def test_columns_are_found_in_the_records_of_each_table(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    topic = kafka.topic()
+    family = IngestTable(key=[namespace, "{route}"], route="shop-(.*)")
+    every = IngestTable(key=[namespace, "every"], columns={"kind": "string"})
+    drive = driving(by_kind(namespace, topic, tables=[family, every], evolve=["add"]))
+    kafka.send(topic, [record("shop-a", price=1.5), record("shop-b", when="now"), record("other", x=1)])
+    drive.batch()
+    names = drive.lake.catalog("main").load_table
+    assert names((namespace, "a")).schema().column_names == ["kind", "price"]
+    assert names((namespace, "b")).schema().column_names == ["kind", "when"]
+    assert drive.arrow(0)["kind"].to_pylist() == ["shop-a", "shop-b", "other"]
+    # Another table, and another column of one that is there, in one batch.
+    kafka.send(topic, [record("shop-c", z=True), record("shop-a", price=2, tax=0.2)])
+    drive.batch()
+    assert names((namespace, "c")).schema().column_names == ["kind", "z"]
+    assert names((namespace, "a")).scan().to_arrow().sort_by("price").to_pylist() == [
+        {"kind": "shop-a", "price": 1.5, "tax": None},
+        {"kind": "shop-a", "price": 2.0, "tax": 0.2},
+    ]
+    assert dead(drive) == []
+
+
+def test_a_dropped_table_comes_back_with_its_next_record(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    topic = kafka.topic()
+    drive = driving(by_kind(namespace, topic))
+    kafka.send(topic, [record("a", id=1), record("b", id=2)])
+    drive.batch()
+    drive.lake.catalog("main").drop_table((namespace, "of_a"))
+    kafka.send(topic, [record("b", id=3)])
+    drive.batch()
+    assert tables(drive) == {"b": [2, 3]}
+    kafka.send(topic, [record("a", id=4)])
+    drive.batch()
+    assert tables(drive) == {"a": [4], "b": [2, 3]}
+
+
+@pytest.mark.parametrize("how", ["dropped", "without its list"])
+def test_tables_are_found_again_without_the_dead_letters_list(
+    driving: Driving, kafka: Broker, namespace: str, how: str
+) -> None:
+    """Otherwise all would be read again, into tables that have it."""
+    topic = kafka.topic()
+    drive = driving(by_kind(namespace, topic))
+    kafka.send(topic, [record("a", id=1), record("b", id=2)])
+    drive.batch()
+    catalog = drive.lake.catalog("main")
+    # Somebody else's beside them, of a name that would fit.
+    catalog.create_table((namespace, "of_theirs"), pa.schema([pa.field("id", pa.int64())]))
+    if how == "dropped":
+        catalog.drop_table((namespace, f"{namespace}_dead_letters"))
+    else:
+        with drive.table(-1).transaction() as change:
+            change.remove_properties(TABLES + namespace)
+    assert drive.look().plan.empty
+    kafka.send(topic, [record("b", id=3), record("theirs", id=4)])
+    drive.batch()
+    assert tables(drive) == {"a": [1], "b": [2, 3], "theirs": [4]}
+    assert len(next(iter(told(drive).values()))) == 3
+
+
+def test_tables_are_not_made_where_that_is_not_allowed(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    topic = kafka.topic()
+    drive = driving(by_kind(namespace, topic))
+    kafka.send(topic, [record("a", id=1)])
+    drive.batch()
+    drive.lake.catalog("main").create_table((namespace, "of_b"), pa.schema([pa.field("id", pa.int64())]))
+    drive.ingest = replace(drive.ingest, create=False)
+    kafka.send(topic, [record("a", id=2), record("b", id=3), record("c", id=4)])
+    drive.batch()
+    assert tables(drive) == {"a": [1, 2], "b": [3]}
+    assert [text for _, text in dead(drive)] == ["No table takes the route c"]
+
+
+def test_a_table_that_somebody_else_fills_is_not_taken(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    topic = kafka.topic()
+    drive = driving(by_kind(namespace, topic))
+    other = driving(replace(drive.ingest, name=f"{namespace}_other", dead_letters=[namespace, "others"]))
+    kafka.send(topic, [record("a", id=1)])
+    other.batch()
+    with pytest.raises(AnotherIngestion):
+        drive.batch()
+    catalog = drive.lake.catalog("main")
+    table = catalog.load_table((namespace, "of_a"))
+    offsets = table.metadata.properties[OFFSETS + other.ingest.name]
+    with table.transaction() as change:
+        change.remove_properties(OFFSETS + other.ingest.name)
+    kafka.send(topic, [record("b", id=2)])
+    drive.batch()
+    assert tables(drive) == {"a": [1, 1], "b": [2]}, "the other one's row and its own"
+    # And one that says it is ours, of which nothing is known.
+    made = catalog.create_table((namespace, "of_c"), pa.schema([pa.field("id", pa.int64())]))
+    with made.transaction() as change:
+        change.set_properties({OFFSETS + namespace: offsets})
+    kafka.send(topic, [record("c", id=3)])
+    with pytest.raises(PositionLost, match="not have it among"):
+        drive.batch()
+
+
+def test_rows_take_each_others_place_in_tables_that_records_name(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    topic = kafka.topic()
+    columns = {"id": "bigint", "v": "string"}
+    family = IngestTable(key=[namespace, "of_{route}"], columns=columns, mode="upsert", keys=["id"])
+    drive = driving(by_kind(namespace, topic, tables=[family]))
+    kafka.send(topic, [record("a", id=1, v="x"), record("b", id=1, v="y"), record("a", id=1, v="z")])
+    drive.batch()
+    kafka.send(topic, [record("b", id=1, v="last"), record("c", id=9, v="new")])
+    drive.batch()
+    catalog = drive.lake.catalog("main")
+    found = {
+        one.name: catalog.load_table(tuple(one.asset.path)).scan().to_arrow().to_pylist()
+        for one in drive.known.ingest.named
+    }
+    assert found == {
+        "a": [{"id": 1, "v": "z"}],
+        "b": [{"id": 1, "v": "last"}],
+        "c": [{"id": 9, "v": "new"}],
+    }
+    spaces = {
+        entry.key.elements[-1]
+        for entry in drive.lake.nessie.entries("main")
+        if namespace in entry.key.elements
+    }
+    assert not [name for name in spaces if "staged" in name]
+
+
+def test_letters_for_which_there_was_no_table_are_put_back(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    topic = kafka.topic()
+    drive = driving(by_kind(namespace, topic, most_tables=1))
+    kafka.send(topic, [record("a", id=1), record("b", id=2), record("c", id=3)])
+    drive.batch()
+    assert tables(drive) == {"a": [1]}
+    drive.ingest = replace(drive.ingest, most_tables=2)
+    place = drive.place()
+    session = drive.lake.spark_session(place.branch)
+    try:
+        there = replace(place, run_id="again", session=lambda: session)
+        done = reprocess_batch(drive.ingest, there, Chosen(kinds=["route"]))
+    finally:
+        session.stop()
+    assert done is not None
+    assert (done.scanned.counts["records"], done.scanned.counts["dead"]) == (2, 1)
+    lake = drive.lake.nessie
+    merged = lake.merge(
+        from_name=place.branch,
+        from_hash=lake.reference(place.branch).hash,
+        into="main",
+        expected_hash=lake.reference("main").hash,
+        message="published",
+        properties={},
+    )
+    assert merged.applied
+    assert tables(drive) == {"a": [1], "b": [2]}
+    assert len(next(iter(told(drive).values()))) == 2
+    kafka.send(topic, [record("b", id=4)])
+    drive.batch()
+    assert tables(drive) == {"a": [1], "b": [2, 4]}
+
+
+def test_a_live_run_tells_of_each_table(lakehouse: Lakehouse, kafka: Broker, namespace: str) -> None:
+    topic = kafka.topic()
+    ingest = by_kind(namespace, topic)
+    with live(lakehouse, kafka, ingest) as one:
+        kafka.send(topic, [record("a", id=1)])
+        first = one.batch()
+        kafka.send(topic, [record("b", id=2), record("a", id=3)])
+        second = one.batch()
+    assert first is not None
+    assert second is not None
+    catalog = lakehouse.catalog("main")
+    assert sorted(catalog.load_table((namespace, "of_a")).scan().to_arrow()["id"].to_pylist()) == [1, 3]
+    assert [target.name for target in second.result.targets[:2]] == [f"{namespace}.of_a", f"{namespace}.of_b"]
