@@ -165,6 +165,45 @@ def test_more_dead_letters_than_are_tolerated_block_the_run(project: Opened, kaf
     assert not p.lake.catalog("main").table_exists((p.ingest.name, "a"))
 
 
+def test_a_run_tells_of_the_tables_that_its_records_name(project: Opened, kafka: Broker) -> None:
+    """They have no definition in the code location, and are assets all the same."""
+    topic, name = kafka.topic(), f"i{uuid.uuid4().hex[:8]}"
+    family = IngestTable(key=[name, "{route}"], columns=COLUMNS)
+    p = project(Ingest(name=name, topics=[topic], tables=[family], route_by="kind", tolerance=0.5))
+    kafka.send(topic, [record(1), record(2, "b"), record(3)])
+    first = p.run()
+    assert checks(first) == {"a.converted": True, "b.converted": True, f"{name}_dead_letters.tolerated": True}
+    told = metadata(first, "a")
+    assert told["branchlake/rows_of_batch"].value == 2
+    assert told["dagster/table_name"].value == f"{name}.a"
+    outcome = p.publish(first)
+    assert outcome.published, outcome
+    assert (p.ids("a"), p.ids("b")) == ([1, 3], [2])
+    page = p.instance.fetch_observations(dg.AssetKey([name, "a"]), limit=1).records[0].asset_observation
+    assert page is not None
+    assert page.metadata["dagster/row_count"].value == 2
+    # A run that is blocked takes back what it has told of them.
+    kafka.send(topic, [record(4, "c"), record(5, ".."), Message(b"no"), Message(b"nor")])
+    outcome = p.publish(p.run())
+    assert outcome.status == "blocked"
+    assert not p.lake.catalog("main").table_exists((name, "c"))
+    kafka.send(topic, [record(number, "c") for number in (6, 7, 8)])
+    assert p.publish(p.run()).published
+    assert p.ids("c") == [4, 6, 7, 8]
+
+
+def test_a_table_that_a_failed_attempt_made_is_taken_back(
+    project: Opened, kafka: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic, name = kafka.topic(), f"i{uuid.uuid4().hex[:8]}"
+    family = IngestTable(key=[name, "{route}"], columns=COLUMNS)
+    p = project(Ingest(name=name, topics=[topic], tables=[family], route_by="kind"))
+    kafka.send(topic, [record(1), record(2, "b")])
+    _fails_once(monkeypatch)
+    assert p.publish(p.run()).published
+    assert (p.ids("a"), p.ids("b"), p.dead()) == ([1], [2], [])
+
+
 def _fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step fails after its commit, before anybody is told."""
     materialised, failures = batch_assets._materialised, iter([True])
