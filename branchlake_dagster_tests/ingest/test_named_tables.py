@@ -179,6 +179,22 @@ def test_a_dropped_table_comes_back_with_its_next_record(
     assert tables(drive) == {"a": [4], "b": [2, 3]}
 
 
+def test_a_table_that_records_have_named_may_be_declared_later(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    topic = kafka.topic()
+    drive = driving(by_kind(namespace, topic))
+    kafka.send(topic, [record("a", id=1), record("b", id=2)])
+    drive.batch()
+    own = IngestTable(key=[namespace, "of_a"], columns={"id": "bigint"}, route="a")
+    drive.ingest = replace(drive.ingest, tables=[own, *drive.ingest.tables])
+    kafka.send(topic, [record("a", id=3), record("b", id=4)])
+    drive.batch()
+    assert tables(drive) == {"b": [2, 4]}
+    assert sorted(drive.arrow(0)["id"].to_pylist()) == [1, 3]
+    assert dead(drive) == []
+
+
 @pytest.mark.parametrize("how", ["dropped", "without its list"])
 def test_tables_are_found_again_without_the_dead_letters_list(
     driving: Driving, kafka: Broker, namespace: str, how: str

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -217,3 +219,19 @@ def test_an_unknown_topic_and_a_broken_id(tmp_path: Path) -> None:
     (tmp_path / "t" / "topic-id").write_text("nothing")
     with pytest.raises(LandingDamaged):
         landing.topic_id("t")
+
+
+def test_the_first_file_imports_nothing_any_more(tmp_path: Path) -> None:
+    """It may be the one of the end, which has five seconds."""
+    code = f"""
+import sys
+from pathlib import Path
+from branchlake_dagster_tests.ingest.receiving.harness import landing_sink, record
+sink = landing_sink(Path({str(tmp_path)!r}))
+sink.open(resume=True)
+before = set(sys.modules)
+sink.write([record(b"a")])
+print(sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
