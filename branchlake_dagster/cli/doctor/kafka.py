@@ -20,6 +20,4 @@ def kafka(found: Examination, settings: Settings) -> None:
         told = f"{bootstrap}: {counted(brokers, 'broker')}"
         return f"{told}, {counted(topics, 'topic')} that these credentials may see"
 
-    found.look(
-        "Kafka", "brokers", answers, remedy="Set BRANCHLAKE_KAFKA_BOOTSTRAP, or the credentials beside it."
-    )
+    found.look("Kafka", "brokers", answers, remedy="The settings are in docs/settings.md.")

@@ -10,7 +10,7 @@ import base64
 import fcntl
 import subprocess
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ProcessRecor
 from branchlake_dagster.settings import Settings
 
 KAFKA = "kafka"
+_JOINED = ("listeners", "advertised.listeners", "listener.security.protocol.map")
 _BROKER = Jar("org.apache.kafka", "kafka_2.13", "4.1.1", megabytes=40)
 _LOGGING = Jar("org.apache.logging.log4j", "log4j-slf4j-impl", "2.24.3")
 """The broker brings none, and would say nothing of why it does not start."""
@@ -39,11 +40,21 @@ appender.console.layout.pattern = %d{yy/MM/dd HH:mm:ss} %p %c{1}: %m%n
 
 
 class EmbeddedKafka:
-    """The broker of one state folder. Safe to use from several processes at once."""
+    """The broker of one state folder. Safe to use from several processes at once.
 
-    def __init__(self, settings: Settings, *, say: Callable[[str], None] = lambda _: None) -> None:
+    `more` are properties of the broker beside ours; further listeners come after the one without security.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        more: Mapping[str, str] | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._settings = settings
         self._root = settings.state_dir
+        self._more = more or {}
         self._say = say
 
     def running(self) -> str | None:
@@ -103,7 +114,7 @@ class EmbeddedKafka:
         home = private_folder(self._root / KAFKA)
         path = self._class_path()
         configuration = home / "server.properties"
-        configuration.write_text(_properties(home, port, controller))
+        configuration.write_text(_properties(home, port, controller, self._more))
         (home / "log4j2.properties").write_text(_LOG4J)
         self._say("Starting Kafka …")
         if not (home / "log" / "meta.properties").exists():
@@ -154,7 +165,7 @@ def cluster_of(settings: Settings) -> Cluster:
     return Cluster(address)
 
 
-def _properties(home: Path, port: int, controller: int) -> str:
+def _properties(home: Path, port: int, controller: int, more: Mapping[str, str]) -> str:
     values = {
         "process.roles": "broker,controller",
         "node.id": "1",
@@ -173,4 +184,7 @@ def _properties(home: Path, port: int, controller: int) -> str:
         "transaction.state.log.num.partitions": "1",
         "group.initial.rebalance.delay.ms": "0",
     }
-    return "".join(f"{name}={value}\n" for name, value in values.items())
+    for name, value in more.items():
+        values[name] = f"{values[name]},{value}" if name in _JOINED else value
+    # A backslash begins an escape in such a file.
+    return "".join(f"{name}={value}\n".replace("\\", "\\\\") for name, value in values.items())

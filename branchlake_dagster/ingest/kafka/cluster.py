@@ -59,7 +59,7 @@ class Cluster:
             )
 
     def client_options(self) -> dict[str, str]:
-        """For librdkafka (confluent-kafka). Secrets included: never log them."""
+        """For librdkafka (confluent-kafka). Secrets included: never log them. Raises ConfigurationError."""
         found = {"bootstrap.servers": self.bootstrap, "security.protocol": self.security}
         if self.mechanism and self.username and self.password:
             found |= {
@@ -68,11 +68,15 @@ class Cluster:
                 "sasl.password": self.password,
             }
         if self.ca is not None:
+            _certificates(self.ca)
             found["ssl.ca.location"] = str(self.ca)
         return found
 
     def spark_options(self) -> dict[str, str]:
-        """For Spark's source `kafka`. Secrets included; Spark hides options of this name in its plans."""
+        """For Spark's source `kafka`. Secrets included; Spark hides options of this name in its plans.
+
+        Raises ConfigurationError.
+        """
         found: Mapping[str, str] = {
             "bootstrap.servers": self.bootstrap,
             "security.protocol": self.security,
@@ -93,15 +97,21 @@ class Cluster:
     def _java_trust(self) -> dict[str, str]:
         if self.ca is None:
             return {}
-        try:
-            certificates = self.ca.read_text()
-        except OSError as error:
-            raise ConfigurationError(
-                f"The certificates {self.ca} cannot be read: {error.strerror}.",
-                hint="BRANCHLAKE_KAFKA_CA is a file of PEM certificates.",
-            ) from error
+        certificates = _certificates(self.ca)
         # By value: the executors need not have the file.
         return {"ssl.truststore.type": "PEM", "ssl.truststore.certificates": certificates}
+
+
+def _certificates(file: Path) -> str:
+    hint = "BRANCHLAKE_KAFKA_CA is a file of PEM certificates."
+    try:
+        found = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigurationError(f"The certificates {file} cannot be read: {why}.", hint=hint) from error
+    if "-----BEGIN CERTIFICATE-----" not in found:
+        raise ConfigurationError(f"{file} holds no certificate.", hint=hint)
+    return found
 
 
 def _escaped(text: str) -> str:

@@ -9,9 +9,11 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.extras import require
 from branchlake_dagster.ingest.errors import KafkaRefused, KafkaUnavailable
 from branchlake_dagster.ingest.kafka.cluster import Cluster
+from branchlake_dagster.ingest.kafka.complaints import Cause, Complaints
 from branchlake_dagster.ingest.positions.offsets import Offsets
 from branchlake_dagster.ingest.positions.topic import Topic
 
@@ -20,6 +22,18 @@ if TYPE_CHECKING:
     from confluent_kafka.admin import AdminClient
 
 _TIMEOUT_S = 10.0
+_LOOK_S = 0.1
+"""How often it is looked whether the brokers have refused us meanwhile."""
+_HINTS = {
+    Cause.CREDENTIALS: "Look at BRANCHLAKE_KAFKA_USERNAME, _PASSWORD and _SASL_MECHANISM, and whether the"
+    " listener expects BRANCHLAKE_KAFKA_SECURITY.",
+    Cause.TRUST: "BRANCHLAKE_KAFKA_CA is the PEM file of the authority that signed the broker's certificate."
+    " That must be for the host that BRANCHLAKE_KAFKA_BOOTSTRAP and the broker's listeners name.",
+    Cause.ADDRESS: "Does a broker run there, and is BRANCHLAKE_KAFKA_BOOTSTRAP the address of a listener for"
+    " BRANCHLAKE_KAFKA_SECURITY?",
+    Cause.PROTOCOL: "Set BRANCHLAKE_KAFKA_SECURITY to what the listener expects: PLAINTEXT, SSL,"
+    " SASL_PLAINTEXT or SASL_SSL.",
+}
 _log = logging.getLogger(__name__)
 
 
@@ -40,18 +54,33 @@ class Topics(Protocol):
 
 
 class KafkaTopics:
-    """`Topics` of a cluster. Keeps one connection; `close` ends it."""
+    """`Topics` of a cluster. Keeps its connections while it is there.
+
+    Each request may take ten seconds; one that is refused ends at once. Raises ConfigurationError where a
+    setting cannot be.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         require("kafka", "confluent_kafka", wanted_by="ingestion from Kafka")
         self._cluster = cluster
+        self._complaints = Complaints(cluster.bootstrap)
 
     @cached_property
     def _admin(self) -> AdminClient:
+        from confluent_kafka import KafkaException
         from confluent_kafka.admin import AdminClient
 
         # librdkafka's own log goes to standard error, each reconnect a line.
-        return AdminClient({**self._cluster.client_options(), "log_level": 2})
+        options: dict[str, Any] = {"log_level": 2, "error_cb": self._complaints}
+        options |= self._cluster.client_options()
+        try:
+            return AdminClient(options)
+        except KafkaException as exception:
+            raise ConfigurationError(
+                f"A connection to Kafka at {self._cluster.bootstrap} cannot be set up:"
+                f" {exception.args[0].str()}.",
+                hint="Look at BRANCHLAKE_KAFKA_CA and the settings beside it.",
+            ) from exception
 
     def describe(self, names: Iterable[str]) -> dict[str, Topic]:
         """See `Topics`. Three requests, whatever the number of topics."""
@@ -60,8 +89,9 @@ class KafkaTopics:
         from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
 
         wanted = sorted(set(names))
+        self._begin()
         asked = self._admin.describe_topics(TopicCollection(wanted), request_timeout=_TIMEOUT_S)
-        told = {name: _answer(asked[name], name) for name in wanted}
+        told = {name: self._answer(asked[name], f"topic {name}") for name in wanted}
         places = [Place(name, part.id) for name, topic in told.items() for part in topic.partitions]
         spec: Any = OffsetSpec  # its functions have no types
         ends = self._offsets(dict.fromkeys(places, spec.latest()), IsolationLevel.READ_COMMITTED)
@@ -83,11 +113,14 @@ class KafkaTopics:
         """
         from confluent_kafka import KafkaException
 
+        what = "the list of topics"
+        self._begin()
+        brokers = self._answer(self._admin.describe_cluster(request_timeout=_TIMEOUT_S), what).nodes
         try:
             told = self._admin.list_topics(timeout=_TIMEOUT_S)
         except KafkaException as exception:
-            raise _as_ours(exception, "the list of topics") from exception
-        return len(told.brokers), len(told.topics)
+            raise self._as_ours(exception, what) from exception
+        return len(brokers), len(told.topics)
 
     def at_time(self, topic: Topic, moment: datetime) -> Offsets:
         """See `Topics`."""
@@ -132,9 +165,10 @@ class KafkaTopics:
         return datetime.fromtimestamp(min(found.values()) / 1000, UTC) if found else None
 
     def _offsets(self, wanted: dict[Any, Any], isolation: Any) -> dict[tuple[str, int], int]:
+        self._begin()
         asked = self._admin.list_offsets(wanted, isolation_level=isolation, request_timeout=_TIMEOUT_S)
         return {
-            (place.topic, place.partition): _answer(future, place.topic).offset
+            (place.topic, place.partition): self._answer(future, f"topic {place.topic}").offset
             for place, future in asked.items()
         }
 
@@ -156,50 +190,72 @@ class KafkaTopics:
             # Nothing goes by it: the tables know.
             _log.warning("Consumer group %s was not told: %s", group, error)
 
+    def _begin(self) -> None:
+        self._admin.poll(0)
+        self._complaints.forget()
 
-def _passing() -> tuple[int, ...]:
-    """What passes by itself, whatever librdkafka calls it: a leader is about to be found."""
+    def _answer(self, future: Any, what: str) -> Any:
+        from confluent_kafka import KafkaException
+
+        until = time.monotonic() + _TIMEOUT_S + 5
+        while True:
+            try:
+                return future.result(_LOOK_S)
+            except KafkaException as exception:
+                raise self._as_ours(exception, what) from exception
+            except TimeoutError as error:
+                self._admin.poll(0)
+                if self._complaints.final or time.monotonic() > until:
+                    raise self._unanswered(what, f"nothing came in {_TIMEOUT_S:.0f} s") from error
+
+    def _as_ours(self, exception: KafkaException, what: str) -> KafkaRefused | KafkaUnavailable:
+        from confluent_kafka import KafkaError
+
+        error: KafkaError = exception.args[0]
+        if error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
+            return KafkaRefused(
+                f"The cluster has no {what}.", hint="Create it, or correct the ingestion's topics."
+            )
+        self._admin.poll(0)
+        if error.code() in _unanswered():
+            return self._unanswered(what, error.str())
+        if error.retriable() or error.code() in _passing():
+            return KafkaUnavailable(
+                f"Kafka did not answer for {what}: {error.str()}.",
+                hint="The brokers are about to choose a leader, or are busy. That passes by itself.",
+            )
+        return KafkaRefused(
+            f"Kafka refused to tell of {what}: {error.str()}.",
+            hint="Look at the permissions of BRANCHLAKE_KAFKA_USERNAME.",
+        )
+
+    def _unanswered(self, what: str, otherwise: str) -> KafkaRefused | KafkaUnavailable:
+        found = self._complaints.worst(what, otherwise)
+        kind = KafkaUnavailable if found.cause.passes else KafkaRefused
+        return kind(found.text, hint=_HINTS[found.cause])
+
+
+def _unanswered() -> tuple[int, ...]:
+    """No broker was reached. Why is in the complaints."""
     from confluent_kafka import KafkaError
 
     return (
         KafkaError._TRANSPORT,
         KafkaError._ALL_BROKERS_DOWN,
         KafkaError._TIMED_OUT,
+        KafkaError._RESOLVE,
+        KafkaError._AUTHENTICATION,
+        KafkaError._SSL,
+    )
+
+
+def _passing() -> tuple[int, ...]:
+    """What passes by itself, whatever librdkafka calls it: a leader is about to be found."""
+    from confluent_kafka import KafkaError
+
+    return (
         KafkaError.NOT_LEADER_FOR_PARTITION,
         KafkaError.LEADER_NOT_AVAILABLE,
         KafkaError.REQUEST_TIMED_OUT,
         KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
-    )
-
-
-def _answer(future: Any, topic: str) -> Any:
-    from confluent_kafka import KafkaException
-
-    try:
-        return future.result(_TIMEOUT_S + 5)
-    except KafkaException as exception:
-        raise _as_ours(exception, f"topic {topic}") from exception
-    except TimeoutError as error:
-        raise KafkaUnavailable(
-            f"Kafka did not answer for topic {topic} within {_TIMEOUT_S:.0f} s.",
-            hint="Is BRANCHLAKE_KAFKA_BOOTSTRAP right, and does the broker run?",
-        ) from error
-
-
-def _as_ours(exception: KafkaException, what: str) -> KafkaRefused | KafkaUnavailable:
-    from confluent_kafka import KafkaError
-
-    error: KafkaError = exception.args[0]
-    if error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
-        return KafkaRefused(
-            f"The cluster has no {what}.", hint="Create it, or correct the ingestion's topics."
-        )
-    if error.retriable() or error.code() in _passing():
-        return KafkaUnavailable(
-            f"Kafka did not answer for {what}: {error.str()}.",
-            hint="Nothing was changed; it is tried again with the next batch.",
-        )
-    return KafkaRefused(
-        f"Kafka refused to tell of {what}: {error.str()}.",
-        hint="Look at the credentials and permissions (BRANCHLAKE_KAFKA_…).",
     )

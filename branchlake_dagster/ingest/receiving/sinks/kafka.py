@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +11,8 @@ from typing import Any
 
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Transient
 from branchlake_dagster.extras import require
+from branchlake_dagster.ingest.errors import KafkaRefused
+from branchlake_dagster.ingest.kafka.complaints import Cause, Complaints
 from branchlake_dagster.ingest.receiving.records.record import (
     CURSOR,
     PROTOCOL,
@@ -31,7 +34,15 @@ OURS = {"enable.idempotence": True, "acks": "all", "linger.ms": 5}
 
 _TAIL, _KNOWN = 10_000, 50_000
 _ANSWER_S, _POLL_S = 10.0, 0.05
+_HINTS = {
+    Cause.CREDENTIALS: "Look at sasl.username, sasl.password and sasl.mechanism in the options for Kafka.",
+    Cause.TRUST: "The option ssl.ca.location is the PEM file of the authority that signed the broker's"
+    " certificate, which must be for the host that is named.",
+    Cause.ADDRESS: "See whether the broker runs and its address is right; it is tried again.",
+    Cause.PROTOCOL: "Set the option security.protocol to what the listener expects; it is tried again.",
+}
 _OF_PRODUCERS = frozenset({*OURS, "delivery.timeout.ms", "message.timeout.ms", "compression.type"})
+_log = logging.getLogger(__name__)
 
 
 class BrokerUnreachable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
@@ -74,6 +85,8 @@ class KafkaSink:
         self._options = {**OURS, **options, "enable.idempotence": True, "acks": "all"}
         self._make = make_producer or _producer
         self._producer: Any = None
+        self._complaints = Complaints(str(options.get("bootstrap.servers")))
+        self._logged = ""
         self._clock = clock
         self._ended = threading.Event()
 
@@ -82,6 +95,7 @@ class KafkaSink:
 
         Raises:
             BrokerUnreachable: nobody answers, or the topic has no leader yet.
+            KafkaRefused: the brokers do not take the credentials, or their certificate is not trusted.
             ConfigurationError: an option is wrong.
 
         """
@@ -93,17 +107,19 @@ class KafkaSink:
                 hint="Name the partition.",
             )
         try:
-            self._producer = self._producer or self._make(self._options)
+            self._producer = self._producer or self._new_producer()
         except ck.KafkaException as error:
             raise ConfigurationError(f"An option for Kafka is wrong: {error.args[0].str()}.") from error
+        self._complaints.forget()
         try:
             self._producer.list_topics(self.topic, timeout=_ANSWER_S)
             return self._resumed() if resume else Resumed()
         except ck.KafkaException as error:
-            raise BrokerUnreachable(
-                f"Topic {self.topic} cannot be reached: {error.args[0].str()}.",
-                hint="See whether the broker runs and its address is right; it is tried again.",
-            ) from error
+            self._producer.poll(0)
+            found = self._complaints.worst(f"topic {self.topic}", error.args[0].str())
+            kind = BrokerUnreachable if found.cause.passes else KafkaRefused
+            text = f"Topic {self.topic} cannot be reached: {found.text}"
+            raise kind(text, hint=_HINTS[found.cause]) from error
 
     def write(self, records: Sequence[Record], dropped: int = 0) -> None:  # noqa: ARG002 - the log's
         """Produce, and wait for every report."""
@@ -127,6 +143,17 @@ class KafkaSink:
             self._producer.purge()
             self._producer.poll(0)
             self._producer = None
+
+    def _new_producer(self) -> Any:
+        return self._make({**self._options, "error_cb": self._complained})
+
+    def _complained(self, error: Any) -> None:
+        """While reports are awaited nothing else says why they do not come."""
+        self._complaints(error)
+        text = self._complaints.worst(f"topic {self.topic}", error.str()).text
+        if text != self._logged:
+            self._logged = text
+            _log.warning("%s", text)
 
     def _write(self, records: Sequence[Record]) -> None:
         import confluent_kafka as ck
@@ -161,7 +188,7 @@ class KafkaSink:
         if any(error.fatal() or error.code() == ck.KafkaError._FATAL for error in failed.values()):
             # A producer that cannot keep its promise of order takes nothing more; a new one does.
             self._producer.purge()
-            self._producer = self._make(self._options)
+            self._producer = self._new_producer()
         if left:
             why = next(iter(failed.values())).str() if failed else "the receiver ends"
             raise NotHandedOver(
@@ -169,6 +196,8 @@ class KafkaSink:
                 [records[number] for number in left],
                 hint="See the broker's log; it is tried again.",
             )
+        self._complaints.forget()
+        self._logged = ""
 
     def _queue(self, record: Record, report: Callable[[Any, Any], None]) -> bool:
         """Give it to librdkafka; False when its queue is full."""

@@ -1,0 +1,86 @@
+"""What librdkafka says of brokers that it cannot use.
+
+A request to them only times out. Why is told beside it, through the callback `error_cb`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from confluent_kafka import KafkaError
+
+_SENTENCE = re.compile(r"(?:\w+://)?([^\s/]+)/\w+: (.*?)(?: \(after .*)?", re.DOTALL)
+"""`sasl_ssl://host:9092/bootstrap: what is wrong (after 5ms in state …)`."""
+_ADVICE = ", verify that ssl.ca.location"
+"""It names an option of librdkafka; our hints say what to set."""
+
+
+class Cause(Enum):
+    """Why brokers cannot be used. The value goes between the broker and what was asked."""
+
+    CREDENTIALS = "refused the credentials"
+    TRUST = "could not be trusted"
+    ADDRESS = "did not answer"
+    PROTOCOL = "did not answer, and closed the connection,"
+
+    @property
+    def passes(self) -> bool:
+        """Whether it may pass by itself."""
+        return self in (Cause.ADDRESS, Cause.PROTOCOL)
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """One of them: the cause, and a sentence that names the broker."""
+
+    cause: Cause
+    text: str
+
+
+class Complaints:
+    """The latest ones of one client of the brokers `bootstrap`."""
+
+    def __init__(self, bootstrap: str) -> None:
+        self._bootstrap = bootstrap
+        self._told: dict[int, str] = {}
+
+    def __call__(self, error: KafkaError) -> None:
+        """The client's `error_cb`."""
+        self._told[error.code()] = error.str()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._told.clear()
+
+    @property
+    def final(self) -> bool:
+        """Whether all brokers are lost, and one of them for a reason that does not pass."""
+        from confluent_kafka import KafkaError
+
+        refused = self._told.keys() & {KafkaError._AUTHENTICATION, KafkaError._SSL}
+        return bool(refused) and KafkaError._ALL_BROKERS_DOWN in self._told
+
+    def worst(self, what: str, otherwise: str) -> Complaint:
+        """Why nobody has answered for `what`; `otherwise` is said where nothing was complained of."""
+        from confluent_kafka import KafkaError
+
+        causes = {
+            KafkaError._AUTHENTICATION: Cause.CREDENTIALS,
+            KafkaError._SSL: Cause.TRUST,
+            KafkaError._RESOLVE: Cause.ADDRESS,
+            KafkaError._TRANSPORT: Cause.ADDRESS,
+        }
+        place, told, cause = self._bootstrap, otherwise, Cause.ADDRESS
+        found = next((code for code in causes if code in self._told), None)
+        if found is not None:
+            parted = _SENTENCE.fullmatch(self._told[found])
+            place, told = parted.groups() if parted else (place, self._told[found])
+            cause = causes[found]
+        elif KafkaError._ALL_BROKERS_DOWN in self._told:
+            cause = Cause.PROTOCOL
+        told = told.partition(_ADVICE)[0].rstrip(". ")
+        return Complaint(cause, f"Kafka at {place} {cause.value} for {what}: {told}.")

@@ -1,0 +1,1 @@
+"""A broker that asks who one is, and that shows a certificate."""

@@ -1,0 +1,77 @@
+"""What librdkafka complains of, as a cause and a sentence."""
+
+from __future__ import annotations
+
+import pytest
+from confluent_kafka import KafkaError
+
+from branchlake_dagster.ingest.kafka.complaints import Cause, Complaints
+
+DOWN = KafkaError(KafkaError._ALL_BROKERS_DOWN, "1/1 brokers are down")
+REFUSED = KafkaError(KafkaError._TRANSPORT, "b:9092/bootstrap: Connect to ipv4#10.0.0.1:9092 failed: refused")
+UNKNOWN = KafkaError(
+    KafkaError._RESOLVE, "b:9092/bootstrap: Failed to resolve 'b:9092': not known (after 3ms in state CONNECT)"
+)
+UNTRUSTED = KafkaError(
+    KafkaError._SSL,
+    "ssl://b:9092/bootstrap: SSL handshake failed: certificate verify failed: broker certificate could not be"
+    " verified, verify that ssl.ca.location is correctly configured (after 5ms in state SSL_HANDSHAKE)",
+)
+WRONG = KafkaError(
+    KafkaError._AUTHENTICATION, "sasl_ssl://b:9092/2: SASL authentication error: no (after 3ms in state AUTH)"
+)
+
+
+@pytest.mark.parametrize(
+    ("told", "cause", "text"),
+    [
+        ([], Cause.ADDRESS, "Kafka at a:1,b:2 did not answer for topic t: Local: Timed out."),
+        ([DOWN], Cause.PROTOCOL, "Kafka at a:1,b:2 did not answer, and closed the connection, for topic t:"),
+        (
+            [REFUSED, DOWN],
+            Cause.ADDRESS,
+            "Kafka at b:9092 did not answer for topic t: Connect to ipv4#10.0.0.1:9092 failed: refused.",
+        ),
+        (
+            [UNKNOWN, REFUSED],
+            Cause.ADDRESS,
+            "Kafka at b:9092 did not answer for topic t: Failed to resolve 'b:9092': not known.",
+        ),
+        (
+            [UNTRUSTED, REFUSED, DOWN],
+            Cause.TRUST,
+            "Kafka at b:9092 could not be trusted for topic t: SSL handshake failed: certificate verify"
+            " failed: broker certificate could not be verified.",
+        ),
+        (
+            [REFUSED, WRONG, UNTRUSTED, DOWN],
+            Cause.CREDENTIALS,
+            "Kafka at b:9092 refused the credentials for topic t: SASL authentication error: no.",
+        ),
+        (
+            [KafkaError(KafkaError._SSL, "no place")],
+            Cause.TRUST,
+            "Kafka at a:1,b:2 could not be trusted for topic t: no place.",
+        ),
+    ],
+)
+def test_the_worst_is_told(told: list[KafkaError], cause: Cause, text: str) -> None:
+    complaints = Complaints("a:1,b:2")
+    for one in told:
+        complaints(one)
+    found = complaints.worst("topic t", "Local: Timed out")
+    assert found.cause is cause
+    assert found.text.startswith(text)
+
+
+def test_only_what_does_not_pass_is_final_and_only_when_no_broker_is_left() -> None:
+    complaints = Complaints("a:1")
+    complaints(REFUSED)
+    complaints(DOWN)
+    assert not complaints.final
+    complaints(WRONG)
+    assert complaints.final
+    complaints.forget()
+    complaints(WRONG)
+    assert not complaints.final
+    assert [cause for cause in Cause if cause.passes] == [Cause.ADDRESS, Cause.PROTOCOL]
