@@ -30,6 +30,9 @@ from branchlake_dagster.ingest.receiving.records.record import Origin, Record
 from branchlake_dagster.ingest.receiving.sinks.landing_files import LandingSink
 from branchlake_dagster.ingest.running.definitions import ingest_definitions
 from branchlake_dagster.ingest.running.landing_files import remove_landing_files
+from branchlake_dagster.ingest.running.observing import observations
+from branchlake_dagster.ingest.running.sensor import waiting
+from branchlake_dagster.ingest.running.source import source_of
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.ingest.driving import Driver
@@ -260,6 +263,9 @@ def test_runs_read_the_folder_and_remove_what_main_has(
         assert observed.metadata["branchlake/lag"].value == 0
         assert observed.metadata["branchlake/oldest_waiting_s"].value == 0.0
         assert observed.metadata["branchlake/valid_through"].value == 1_002.0
+        topics = source_of(ingest, lake.settings).topics
+        (later,) = observations(ingest, waiting(ingest, lake), topics, lake.settings, now=lambda: 1_062.5)
+        assert later.metadata["branchlake/valid_through_age_s"].value == 60.5
         removing = next(one for one in definitions.jobs if one.name.startswith("landing_files_"))
         assert isinstance(removing, dg.JobDefinition)
         assert removing.execute_in_process(instance=instance, resources={"lakehouse": resource}).success

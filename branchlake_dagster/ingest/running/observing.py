@@ -31,8 +31,7 @@ def observations(
     now: Callable[[], float] = time.time,
 ) -> list[dg.AssetObservation]:
     """One for each topic of an ingestion, on the topic's asset. Raises what `topics` raises."""
-    monitors = [one.strip() for one in (settings.receivers or "").split(",") if one.strip()]
-    counts, silent = scrape(monitors)
+    counts, silent = _scraped(settings)
     found = []
     for name, topic in sorted(before.topics.items()):
         waiting = _waiting(before, topic)
@@ -41,11 +40,26 @@ def observations(
             "branchlake/partitions": dg.MetadataValue.int(len(topic.ends)),
             "branchlake/topic_id": dg.MetadataValue.text(topic.incarnation),
             **_oldest(topics.time_of(waiting) if waiting else None, now()),
-            **_valid_through(ingest, before),
+            **_valid_through(ingest, before, now()),
             **_received(counts.get(name), silent),
         }
         found.append(dg.AssetObservation(topic_key(ingest, name), metadata=metadata))
     return found
+
+
+def receiver_observations(ingest: Ingest, settings: Settings) -> list[dg.AssetObservation]:
+    """What receivers have counted of the topics, without a look at these: when brokers are away, they fill."""
+    counts, silent = _scraped(settings)
+    told = {name: _received(counts.get(name), silent) for name in sorted(ingest.topics)}
+    return [
+        dg.AssetObservation(topic_key(ingest, name), metadata=metadata)
+        for name, metadata in told.items()
+        if metadata
+    ]
+
+
+def _scraped(settings: Settings) -> tuple[dict[str, TopicCounts], Sequence[str]]:
+    return scrape(one.strip() for one in (settings.receivers or "").split(",") if one.strip())
 
 
 def _waiting(before: Before, topic: Topic) -> dict[TopicPartition, int]:
@@ -65,15 +79,23 @@ def _oldest(at: datetime | None, now: float) -> Mapping[str, Any]:
     }
 
 
-def _valid_through(ingest: Ingest, before: Before) -> Mapping[str, Any]:
-    """As the last batch on `main` has it; the table of dead letters takes part in each."""
+def _valid_through(ingest: Ingest, before: Before, now: float) -> Mapping[str, Any]:
+    """As the last batch on `main` has it, and how long ago that is, which Dagster plots.
+
+    The table of dead letters takes part in each batch.
+    """
     anchor = before.known.anchor
     text = anchor.metadata.properties.get(OFFSETS + ingest.name) if anchor is not None else None
     try:
         at = Recorded.from_text(text).valid_through_ms if text else None
     except (ValueError, KeyError, TypeError):
         return {}  # the next batch says so
-    return {} if at is None else {VALID_THROUGH: dg.MetadataValue.timestamp(moment(at))}
+    if at is None:
+        return {}
+    return {
+        VALID_THROUGH: dg.MetadataValue.timestamp(moment(at)),
+        f"{VALID_THROUGH}_age_s": dg.MetadataValue.float(round(max(now - at / 1000, 0.0), 3)),
+    }
 
 
 def _received(counts: TopicCounts | None, silent: Sequence[str]) -> Mapping[str, Any]:
@@ -90,7 +112,7 @@ def _received(counts: TopicCounts | None, silent: Sequence[str]) -> Mapping[str,
         found[f"branchlake/dropped_{reason}"] = dg.MetadataValue.int(number)
     found["branchlake/receiver_buffered"] = dg.MetadataValue.int(counts.waiting)
     if counts.buffer:
-        found["branchlake/receiver_buffer_used"] = dg.MetadataValue.float(
-            round(counts.waiting / counts.buffer, 4)
-        )
+        # What waits includes what the sink has in hand.
+        used = min(counts.waiting / counts.buffer, 1.0)
+        found["branchlake/receiver_buffer_used"] = dg.MetadataValue.float(round(used, 4))
     return found

@@ -15,7 +15,7 @@ from branchlake_dagster.ingest.batch.before import Before, look
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.positions.offsets import records
 from branchlake_dagster.ingest.running.batch_assets import INGESTION_TAG
-from branchlake_dagster.ingest.running.observing import observations
+from branchlake_dagster.ingest.running.observing import observations, receiver_observations
 from branchlake_dagster.ingest.running.source import source_of
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.wording import counted
@@ -48,7 +48,7 @@ def told_and_observations(
 ) -> tuple[float, list[dg.AssetObservation]]:
     """How the topics are, if it was told a minute ago or longer, and when it was told last.
 
-    What cannot be looked at is not told: the batches say why.
+    Of topics that cannot be looked at only what receivers count is told: the batches say why.
     """
     if at - told < _OBSERVED_EVERY_S:
         return told, []
@@ -57,7 +57,7 @@ def told_and_observations(
         return at, observations(ingest, waiting(ingest, lake), topics, lake.settings)
     except BranchlakeError as error:
         _log.warning("The topics of %s could not be looked at: %s", ingest.name, error)
-        return at, []
+        return at, receiver_observations(ingest, lake.settings)
 
 
 def batch_sensor(
