@@ -19,7 +19,7 @@ from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers
 from branchlake_dagster.settings import Settings
 
 _LISTING = Path("jars", "jars.classpath")
-_BROKER_JARS = Path("jars", "kafka")
+BROKER_JARS = Path("jars", "kafka")
 """Where its class path stands; the jars are in Ivy's cache."""
 _LENT = (Path("run", "spark.json"), Path("run", "spark.token"))
 _BORROWED = Path("run", "spark.borrowed")
@@ -47,8 +47,8 @@ class Lakes:
     def prepare(self) -> Path:
         """`own`, knowing where the jars are if anybody does, which saves a JVM."""
         for known in (self.shared, Settings().state_dir):
-            if (known / _BROKER_JARS).is_dir() and not (self.own / _BROKER_JARS).exists():
-                shutil.copytree(known / _BROKER_JARS, self.own / _BROKER_JARS)
+            if (known / BROKER_JARS).is_dir() and not (self.own / BROKER_JARS).exists():
+                shutil.copytree(known / BROKER_JARS, self.own / BROKER_JARS)
             if (known / _LISTING).is_file() and not (self.own / _LISTING).exists():
                 (self.own / _LISTING).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(known / _LISTING, self.own / _LISTING)

@@ -1,0 +1,83 @@
+"""A broker with a listener for each way to be reached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from confluent_kafka.admin import (
+    AdminClient,
+    ScramCredentialInfo,
+    ScramMechanism,
+    UserScramCredentialUpsertion,
+)
+
+from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
+from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, choose_port
+from branchlake_dagster.settings import Settings
+
+USER = "ali,ce"
+PASSWORD = 'never-shown "\\;= word'
+"""With all that JAAS, properties and SCRAM take for something else."""
+SECRET = "never-shown"
+"""The part of it that is looked for: whatever quotes the password may escape the rest."""
+_MODULE = "org.apache.kafka.common.security"
+_LISTENERS = {"SECURED": "SASL_SSL", "ENCRYPTED": "SSL", "NAMED": "SASL_PLAINTEXT"}
+_SCRAM = {"SCRAM-SHA-256": ScramMechanism.SCRAM_SHA_256, "SCRAM-SHA-512": ScramMechanism.SCRAM_SHA_512}
+
+
+class SecuredBroker:
+    """Starts in `settings.state_dir`; `certificate` is a PEM file with key and certificate."""
+
+    def __init__(self, settings: Settings, certificate: Path) -> None:
+        self._ports = {name: choose_port(0, setting=f"the port of {name}") for name in _LISTENERS}
+        self._kafka = EmbeddedKafka(settings, more=_properties(self._ports, certificate))
+
+    def up(self) -> str:
+        """Start it, and make the user known; the address that asks for nothing."""
+        address = self._kafka.up()
+        admin = AdminClient({"bootstrap.servers": address})
+        for mechanism in _SCRAM.values():  # one at a time, as the broker wants it
+            told = UserScramCredentialUpsertion(USER, ScramCredentialInfo(mechanism, 4096), PASSWORD.encode())
+            for future in admin.alter_user_scram_credentials([told]).values():
+                future.result(60)
+        return address
+
+    def down(self) -> None:
+        self._kafka.down()
+
+    @property
+    def pid(self) -> int:
+        record = self._kafka.record
+        assert record is not None
+        return record.pid
+
+    @property
+    def log(self) -> Path:
+        return self._kafka.log_path
+
+    def address(self, security: str) -> str:
+        """Where it is reached with this `security.protocol`."""
+        (name,) = [name for name, protocol in _LISTENERS.items() if protocol == security]
+        return f"{LOOPBACK}:{self._ports[name]}"
+
+
+def _properties(ports: Mapping[str, int], certificate: Path) -> dict[str, str]:
+    places = ",".join(f"{name}://{LOOPBACK}:{port}" for name, port in ports.items())
+    quoted = PASSWORD.replace("\\", "\\\\").replace('"', '\\"')
+    found = {
+        "listeners": places,
+        "advertised.listeners": places,
+        "listener.security.protocol.map": ",".join(f"{name}:{how}" for name, how in _LISTENERS.items()),
+        "ssl.keystore.type": "PEM",
+        "ssl.keystore.location": str(certificate),
+        "sasl.enabled.mechanisms": ",".join(["PLAIN", *_SCRAM]),
+    }
+    for listener in ("secured", "named"):
+        prefix = f"listener.name.{listener}"
+        plain = f'{_MODULE}.plain.PlainLoginModule required "user_{USER}"="{quoted}";'
+        found[f"{prefix}.plain.sasl.jaas.config"] = plain
+        for mechanism in _SCRAM:
+            scram = f"{_MODULE}.scram.ScramLoginModule required;"
+            found[f"{prefix}.{mechanism.lower()}.sasl.jaas.config"] = scram
+    return found

@@ -1,0 +1,298 @@
+"""Each way to be reached, by the settings alone: topics, batches, the consumer group, receivers, Dagster."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from click.testing import CliRunner
+from confluent_kafka import ConsumerGroupTopicPartitions
+from confluent_kafka.admin import AdminClient
+
+from branchlake_dagster.cli import main
+from branchlake_dagster.errors import BranchlakeError, ConfigurationError
+from branchlake_dagster.ingest.errors import KafkaRefused, KafkaUnavailable
+from branchlake_dagster.ingest.kafka import topics
+from branchlake_dagster.ingest.kafka.broker import cluster_of
+from branchlake_dagster.ingest.kafka.topics import KafkaTopics
+from branchlake_dagster.ingest.receiving.records.record import Origin, Record
+from branchlake_dagster.ingest.receiving.scrape import TopicCounts, scrape
+from branchlake_dagster.ingest.receiving.sinks import kafka as sinks
+from branchlake_dagster.ingest.receiving.sinks.kafka import BrokerUnreachable, KafkaSink
+from branchlake_dagster.ingest.running.report import moment
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.settings import Settings
+from branchlake_dagster_tests.cli.test_receive import ANYWHERE, framed, receiving
+from branchlake_dagster_tests.ingest.driving import Driver
+from branchlake_dagster_tests.ingest.secured.broker import PASSWORD, SECRET, SecuredBroker
+from branchlake_dagster_tests.ingest.secured.conftest import Configure
+from branchlake_dagster_tests.ingest.secured.project import Project, one_table, value
+from branchlake_dagster_tests.suite.instances import new_instance
+from branchlake_dagster_tests.suite.kafka import Broker
+
+pytestmark = pytest.mark.spark
+
+SCRAM = "SCRAM-SHA-512"
+NOWHERE = "nowhere.invalid:9093"
+
+
+@pytest.mark.parametrize(
+    ("security", "mechanism"),
+    [
+        ("SASL_SSL", SCRAM),
+        ("SASL_SSL", "PLAIN"),
+        ("SASL_PLAINTEXT", "SCRAM-SHA-256"),
+        ("SSL", None),
+    ],
+)
+def test_records_go_from_a_receiver_into_a_table(
+    security: str,
+    mechanism: str | None,
+    configure: Configure,
+    lakehouse: Lakehouse,
+    spark_session: Any,
+) -> None:
+    kafka = Broker(cluster_of(configure(security, mechanism)))
+    topic = kafka.topic(partitions=2)
+    sink = KafkaSink(topic, 1, Origin("r1", "http"), kafka.cluster.client_options())
+    sink.open(resume=True)
+    # Retention would take older ones.
+    at = time.time_ns()
+    sink.write([Record(value(number), None, at, b"h:1", b"%d" % number) for number in range(3)])
+    # It reads the end of the partition as a consumer.
+    assert sink.open(resume=True).cursor == b"2"
+    sink.close()
+    drive = Driver(lakehouse, kafka, spark_session, one_table(topic))
+    result = drive.batch()
+    assert [row["id"] for row in drive.rows(0, "id")] == [0, 1, 2]
+    offsets = result.recorded.offsets
+    (first,) = [one for one in offsets if one.partition == 1]
+    assert drive.topics.time_of({first: 0}) == moment(at // 1_000_000)
+    drive.topics.report(drive.ingest.group, offsets)
+    admin = AdminClient(kafka.cluster.client_options())  # its answers end with it
+    asked = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(drive.ingest.group)])
+    told = asked[drive.ingest.group].result(60).topic_partitions
+    assert {(one.topic, one.partition): one.offset for one in told} == {
+        (one.topic, one.partition): offset for one, offset in offsets.items()
+    }
+
+
+def test_no_run_and_no_server_tells_the_password(
+    configure: Configure,
+    secured: SecuredBroker,
+    lakehouse: Lakehouse,
+    spark_session: Any,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kafka = Broker(cluster_of(configure("SASL_SSL", SCRAM)))
+    topic = kafka.topic()
+    kafka.send(topic, [value(1)])
+    with new_instance() as instance:
+        project = Project(lakehouse, topic, instance)
+        (observed,) = project.tick("live_sensor").asset_events
+        assert observed.metadata["branchlake/lag"].value == 1
+        good = project.run("live")
+        assert good.success
+        told = project.told(good)
+        configure("SASL_SSL", SCRAM, password=f"{PASSWORD}, but wrong")
+        for kind in ("job", "live"):
+            bad = project.run(kind)
+            assert not bad.success
+            of_bad = project.told(bad)
+            assert "KafkaRefused" in of_bad
+            assert f"Kafka at {secured.address('SASL_SSL')} refused the credentials for topic" in of_bad
+            assert "BRANCHLAKE_KAFKA_USERNAME, _PASSWORD" in of_bad
+            told += of_bad
+        with pytest.raises(KafkaRefused, match="refused the credentials") as caught:
+            project.tick("sensor")
+        told += "".join(traceback.format_exception(caught.value))
+        monkeypatch.setattr(topics, "_TIMEOUT_S", 3.0)
+        configure("SASL_SSL", SCRAM, bootstrap=NOWHERE)
+        skipped = project.tick("sensor").skip_message
+        assert f"Kafka at {NOWHERE} did not answer for topic" in skipped
+        assert "BRANCHLAKE_KAFKA_BOOTSTRAP" in skipped
+        assert SECRET not in told + skipped
+    assert SECRET not in "".join(capfd.readouterr())
+    logs = [secured.log, *Path(lakehouse.settings.state_dir, "logs").glob("*.log")]
+    assert len(logs) > 1
+    assert [log for log in logs if SECRET in log.read_text(errors="replace")] == []
+
+
+def test_a_receiver_whose_broker_stands_still_is_seen_on_the_topic(
+    configure: Configure,
+    secured: SecuredBroker,
+    lakehouse: Lakehouse,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = configure("SASL_SSL", SCRAM)
+    cluster = cluster_of(settings)
+    prefix = f"t{uuid.uuid4().hex[:8]}."
+    topic = f"{prefix}isl"
+    Broker(cluster).create(topic)
+    options = tmp_path / "kafka.properties"
+    options.write_text("".join(f"{name}={told}\n" for name, told in cluster.client_options().items()))
+    with (
+        receiving(
+            *("--isl", ANYWHERE, "--kafka", cluster.bootstrap, "--kafka-options", str(options)),
+            *("--topics", prefix, "--buffer", "50"),
+        ) as running,
+        socket.create_connection(running.address(topic)) as stream,
+        new_instance() as instance,
+    ):
+        monitor = running.ready["monitor"]
+        monkeypatch.setenv("BRANCHLAKE_RECEIVERS", monitor)
+        project = Project(lakehouse, topic, instance)
+
+        def counted(enough: Callable[[TopicCounts], bool]) -> None:
+            until = time.monotonic() + 120
+            while not enough(scrape([monitor])[0][topic]):
+                assert time.monotonic() < until, scrape([monitor])
+                time.sleep(0.05)
+
+        stream.sendall(b"".join(framed(value(number)) for number in range(10)))
+        counted(lambda one: one.handed_over == 10)
+        (before,) = project.tick("live_sensor").asset_events
+        assert before.metadata["branchlake/receiver_buffer_used"].value == 0.0
+        monkeypatch.setattr(topics, "_TIMEOUT_S", 1.0)
+        with standing_still(secured.pid):
+            stream.sendall(b"".join(framed(value(number)) for number in range(500)))
+            counted(lambda one: one.waiting >= 50)
+            (stalled,) = project.tick("live_sensor").asset_events
+        assert stalled.asset_key == dg.AssetKey(["kafka", topic])
+        assert stalled.metadata["branchlake/receiver_buffer_used"].value == 1.0
+        assert stalled.metadata["branchlake/receiver_buffered"].value >= 50
+        assert stalled.metadata["branchlake/handed_over"].value == 10
+        counted(lambda one: one.handed_over == 510)
+        assert running.end()[topic]["handed_over"] == 510
+
+
+@contextmanager
+def standing_still(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The doctor sees no other lake, and nothing waits long for brokers that are away."""
+    monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "dagster"))
+    monkeypatch.setattr(topics, "_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(sinks, "_ANSWER_S", 3.0)
+
+
+def doctors() -> dict[str, Any]:
+    done = CliRunner().invoke(main, ["doctor", "--json"])
+    assert SECRET not in done.output
+    (found,) = [one for one in json.loads(done.stdout)["findings"] if one["place"] == "Kafka"]
+    return dict(found)
+
+
+def refused(kind: type[BranchlakeError], *texts: str) -> None:
+    """What is told instead of a topic."""
+    with pytest.raises(kind) as caught:
+        KafkaTopics(cluster_of(Settings())).describe(["orders"])
+    for text in texts:
+        assert text in str(caught.value)
+    assert SECRET not in repr(caught.value)
+
+
+def doctor_refuses(*texts: str) -> None:
+    """It is no batch that the doctor looks at."""
+    found = doctors()
+    assert found["state"] == "wrong"
+    for text in texts:
+        assert text in f"{found['told']} {found['remedy']}"
+    assert "batch" not in found["remedy"]
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("mechanism", [SCRAM, "PLAIN"])
+def test_a_wrong_password(mechanism: str, configure: Configure, secured: SecuredBroker) -> None:
+    configure("SASL_SSL", mechanism, password=f"not {PASSWORD}")
+    told = f"Kafka at {secured.address('SASL_SSL')} refused the credentials for"
+    refused(KafkaRefused, told, "BRANCHLAKE_KAFKA_USERNAME, _PASSWORD")
+    doctor_refuses(told, "BRANCHLAKE_KAFKA_USERNAME, _PASSWORD")
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_wrong_authority(configure: Configure, secured: SecuredBroker, wrong_ca: Path) -> None:
+    configure("SASL_SSL", SCRAM, ca=wrong_ca)
+    told = f"Kafka at {secured.address('SASL_SSL')} could not be trusted for"
+    refused(KafkaRefused, told, "certificate verify failed", "BRANCHLAKE_KAFKA_CA is the PEM file")
+    doctor_refuses(told, "BRANCHLAKE_KAFKA_CA is the PEM file")
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_certificate_for_another_host(configure: Configure, secured: SecuredBroker) -> None:
+    elsewhere = secured.address("SSL").replace("127.0.0.1", "localhost")
+    configure("SSL", bootstrap=elsewhere)
+    refused(KafkaRefused, f"Kafka at {elsewhere} could not be trusted for", "must be for the host")
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("security", ["SSL", "SASL_PLAINTEXT"])
+def test_a_listener_that_expects_more(security: str, configure: Configure, secured: SecuredBroker) -> None:
+    configure(security, security="PLAINTEXT", ca=None)
+    told = f"Kafka at {secured.address(security)} did not answer, and closed the connection, for"
+    refused(KafkaUnavailable, told, "Set BRANCHLAKE_KAFKA_SECURITY to what the listener expects")
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_host_that_is_not_there(configure: Configure) -> None:
+    configure("SASL_SSL", SCRAM, bootstrap=NOWHERE)
+    told = f"Kafka at {NOWHERE} did not answer for"
+    refused(KafkaUnavailable, told, "is BRANCHLAKE_KAFKA_BOOTSTRAP the address")
+    doctor_refuses(told, "is BRANCHLAKE_KAFKA_BOOTSTRAP the address")
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_file_that_holds_no_certificates(configure: Configure, tmp_path: Path) -> None:
+    configure("SSL", ca=tmp_path / "none.pem")
+    refused(ConfigurationError, "none.pem cannot be read: No such file", "BRANCHLAKE_KAFKA_CA is a file of")
+    doctor_refuses("none.pem cannot be read: No such file", "BRANCHLAKE_KAFKA_CA is a file of")
+    (tmp_path / "empty.pem").write_text("nothing\n")
+    configure("SSL", ca=tmp_path / "empty.pem")
+    refused(ConfigurationError, "empty.pem holds no certificate", "BRANCHLAKE_KAFKA_CA is a file of")
+    (tmp_path / "half.pem").write_text("-----BEGIN CERTIFICATE-----\nnothing\n")
+    configure("SSL", ca=tmp_path / "half.pem")
+    refused(ConfigurationError, "cannot be set up: ", "ssl.ca.location failed", "Look at BRANCHLAKE_KAFKA_CA")
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize(
+    ("kind", "wrong", "option"),
+    [
+        (KafkaRefused, {"password": f"not {PASSWORD}"}, "sasl.password"),
+        (BrokerUnreachable, {"bootstrap": NOWHERE}, "its address is right"),
+    ],
+)
+def test_a_receiver_tells_its_own_options(
+    kind: type[BranchlakeError], wrong: dict[str, str], option: str, configure: Configure
+) -> None:
+    settings = configure("SASL_SSL", SCRAM, **wrong)
+    sink = KafkaSink("orders", 0, Origin("r1", "udp"), cluster_of(settings).client_options())
+    with pytest.raises(kind, match="Topic orders cannot be reached: Kafka at") as caught:
+        sink.open(resume=False)
+    sink.close()
+    assert settings.kafka_bootstrap is not None
+    assert settings.kafka_bootstrap in caught.value.message
+    assert caught.value.hint is not None
+    assert option in caught.value.hint
+    assert SECRET not in str(caught.value)
