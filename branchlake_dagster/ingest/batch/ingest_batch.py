@@ -104,7 +104,8 @@ def ingest_batch(
     frame = None
     if before.plan.ranges:
         frame = records.frame(place.session(), before.plan.ranges, tasks=tasks)
-    targets = targets_of(before.known, place, frame, reading)
+    with records.reading():
+        targets = targets_of(before.known, place, frame, reading)
     if frame is None:
         return _committed(before, place, targets, Scanned(), {}, batch, opened)
     renamed = grown = False
@@ -125,7 +126,8 @@ def ingest_batch(
             ingest.most_tables,
         )
         floors = before.standing.floors([one.name for one in targets], before.plan.ranges)
-        scanned = scan(frame, before.ingest, reading, targets, floors, work)
+        with records.reading():
+            scanned = scan(frame, before.ingest, reading, targets, floors, work)
         if not renamed and (names := scanned.names(list(ingest.families))):
             renamed = True
             topics = {name: topic.incarnation for name, topic in before.topics.items()}

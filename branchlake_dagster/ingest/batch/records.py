@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.converting.formats import any_of
 from branchlake_dagster.ingest.kafka.cluster import Cluster
+from branchlake_dagster.ingest.kafka.reading import reading
 from branchlake_dagster.ingest.positions.offsets import Ranges
 from branchlake_dagster.ingest.receiving.landing import Landing, LandingDamaged
 
@@ -34,6 +36,9 @@ class Records(Protocol):
 
     def frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> DataFrame:
         """The records of the ranges, with the columns of `COLUMNS` behind two underscores."""
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Around what reads them: its failures as errors of ours, where they are the source's."""
 
 
 class KafkaRecords:
@@ -60,6 +65,10 @@ class KafkaRecords:
         }
         frame = session.read.format("kafka").options(**options).load().coalesce(tasks)
         return frame.select(*(F.col(name).alias(f"__{name}") for name in COLUMNS))
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Raises KafkaUnavailable or KafkaRefused."""
+        return reading(self._cluster)
 
 
 class LandingRecords:
@@ -96,6 +105,10 @@ class LandingRecords:
         frame = reader.parquet(*(f"file://{file.path.absolute()}" for file in held))
         frame = frame.where(any_of(wanted)).coalesce(tasks)
         return frame.select(*(F.col(name).alias(f"__{name}") for name in COLUMNS))
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Nothing is told otherwise."""
+        return nullcontext()
 
 
 def _by_topic(ranges: Ranges, end: str) -> dict[str, dict[str, int]]:
