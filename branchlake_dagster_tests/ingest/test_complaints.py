@@ -10,7 +10,8 @@ from branchlake_dagster.ingest.kafka.complaints import Cause, Complaints
 DOWN = KafkaError(KafkaError._ALL_BROKERS_DOWN, "1/1 brokers are down")
 REFUSED = KafkaError(KafkaError._TRANSPORT, "b:9092/bootstrap: Connect to ipv4#10.0.0.1:9092 failed: refused")
 UNKNOWN = KafkaError(
-    KafkaError._RESOLVE, "b:9092/bootstrap: Failed to resolve 'b:9092': not known (after 3ms in state CONNECT)"
+    KafkaError._RESOLVE,
+    "b:9092/bootstrap: Failed to resolve 'b:9092': not known (after 3ms in state CONNECT)",
 )
 UNTRUSTED = KafkaError(
     KafkaError._SSL,

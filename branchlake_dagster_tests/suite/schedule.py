@@ -21,6 +21,7 @@ LONGEST: tuple[str, ...] = (
     "incremental/test_killed_consumer.py",
     "ingest/histories/test_real_history.py",
     "ingest/test_daemon.py",
+    "ingest/secured/test_secured.py",
     "cli/test_demo.py",
     "remote/test_remote.py",
     "ui/test_ui.py",

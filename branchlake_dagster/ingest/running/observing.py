@@ -48,7 +48,7 @@ def observations(
 
 
 def receiver_observations(ingest: Ingest, settings: Settings) -> list[dg.AssetObservation]:
-    """What receivers have counted of the topics, without a look at these: when brokers are away, they fill."""
+    """What receivers have counted of the topics, without a look at these: they fill when brokers are away."""
     counts, silent = _scraped(settings)
     told = {name: _received(counts.get(name), silent) for name in sorted(ingest.topics)}
     return [

@@ -22,6 +22,7 @@ from confluent_kafka.admin import AdminClient
 
 from branchlake_dagster.cli import main
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError
+from branchlake_dagster.ingest.batch.records import KafkaRecords
 from branchlake_dagster.ingest.errors import KafkaRefused, KafkaUnavailable
 from branchlake_dagster.ingest.kafka import topics
 from branchlake_dagster.ingest.kafka.broker import cluster_of
@@ -118,7 +119,7 @@ def test_no_run_and_no_server_tells_the_password(
         with pytest.raises(KafkaRefused, match="refused the credentials") as caught:
             project.tick("sensor")
         told += "".join(traceback.format_exception(caught.value))
-        monkeypatch.setattr(topics, "_TIMEOUT_S", 3.0)
+        monkeypatch.setattr(topics, "_TIMEOUT_S", 2.0)
         configure("SASL_SSL", SCRAM, bootstrap=NOWHERE)
         skipped = project.tick("sensor").skip_message
         assert f"Kafka at {NOWHERE} did not answer for topic" in skipped
@@ -189,12 +190,10 @@ def standing_still(pid: int) -> Iterator[None]:
 
 
 @pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The doctor sees no other lake, and nothing waits long for brokers that are away."""
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The doctor sees no other lake."""
     monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "dagster"))
-    monkeypatch.setattr(topics, "_TIMEOUT_S", 3.0)
-    monkeypatch.setattr(sinks, "_ANSWER_S", 3.0)
 
 
 def doctors() -> dict[str, Any]:
@@ -222,7 +221,32 @@ def doctor_refuses(*texts: str) -> None:
     assert "batch" not in found["remedy"]
 
 
-@pytest.mark.usefixtures("soon")
+def test_what_spark_alone_cannot_reach(
+    configure: Configure, lakehouse: Lakehouse, spark_session: Any, wrong_ca: Path
+) -> None:
+    kafka = Broker(cluster_of(configure("SASL_SSL", SCRAM)))
+    topic = kafka.topic()
+    kafka.send(topic, [value(1)])
+    drive = Driver(lakehouse, kafka, spark_session, one_table(topic))
+    cases: list[tuple[type[BranchlakeError], dict[str, object], str]] = [
+        (KafkaRefused, {"password": f"not {PASSWORD}"}, "SaslAuthenticationException"),
+        (KafkaRefused, {"ca": wrong_ca}, "SslAuthenticationException"),
+        (KafkaUnavailable, {"bootstrap": NOWHERE}, "Failed to create new KafkaAdminClient"),
+    ]
+    for kind, wrong, text in cases:
+        others = cluster_of(configure("SASL_SSL", SCRAM, **wrong))
+        drive.records = KafkaRecords(others)
+        with pytest.raises(kind, match="Spark could not read from Kafka at") as caught:
+            drive.batch()
+        assert others.bootstrap in caught.value.message
+        assert text in caught.value.message
+        assert SECRET not in "".join(traceback.format_exception(caught.value))
+    drive.records = KafkaRecords(kafka.cluster)
+    drive.batch()
+    assert [row["id"] for row in drive.rows(0)] == [1]
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("mechanism", [SCRAM, "PLAIN"])
 def test_a_wrong_password(mechanism: str, configure: Configure, secured: SecuredBroker) -> None:
     configure("SASL_SSL", mechanism, password=f"not {PASSWORD}")
@@ -231,7 +255,7 @@ def test_a_wrong_password(mechanism: str, configure: Configure, secured: Secured
     doctor_refuses(told, "BRANCHLAKE_KAFKA_USERNAME, _PASSWORD")
 
 
-@pytest.mark.usefixtures("soon")
+@pytest.mark.usefixtures("alone")
 def test_a_wrong_authority(configure: Configure, secured: SecuredBroker, wrong_ca: Path) -> None:
     configure("SASL_SSL", SCRAM, ca=wrong_ca)
     told = f"Kafka at {secured.address('SASL_SSL')} could not be trusted for"
@@ -239,30 +263,29 @@ def test_a_wrong_authority(configure: Configure, secured: SecuredBroker, wrong_c
     doctor_refuses(told, "BRANCHLAKE_KAFKA_CA is the PEM file")
 
 
-@pytest.mark.usefixtures("soon")
+@pytest.mark.usefixtures("alone")
 def test_a_certificate_for_another_host(configure: Configure, secured: SecuredBroker) -> None:
     elsewhere = secured.address("SSL").replace("127.0.0.1", "localhost")
     configure("SSL", bootstrap=elsewhere)
     refused(KafkaRefused, f"Kafka at {elsewhere} could not be trusted for", "must be for the host")
 
 
-@pytest.mark.usefixtures("soon")
-@pytest.mark.parametrize("security", ["SSL", "SASL_PLAINTEXT"])
-def test_a_listener_that_expects_more(security: str, configure: Configure, secured: SecuredBroker) -> None:
-    configure(security, security="PLAINTEXT", ca=None)
-    told = f"Kafka at {secured.address(security)} did not answer, and closed the connection, for"
+def test_a_listener_that_expects_more(configure: Configure, secured: SecuredBroker) -> None:
+    configure("SSL", security="PLAINTEXT", ca=None)
+    told = f"Kafka at {secured.address('SSL')} did not answer, and closed the connection, for"
     refused(KafkaUnavailable, told, "Set BRANCHLAKE_KAFKA_SECURITY to what the listener expects")
 
 
-@pytest.mark.usefixtures("soon")
-def test_a_host_that_is_not_there(configure: Configure) -> None:
+@pytest.mark.usefixtures("alone")
+def test_a_host_that_is_not_there(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topics, "_TIMEOUT_S", 2.0)
     configure("SASL_SSL", SCRAM, bootstrap=NOWHERE)
     told = f"Kafka at {NOWHERE} did not answer for"
     refused(KafkaUnavailable, told, "is BRANCHLAKE_KAFKA_BOOTSTRAP the address")
     doctor_refuses(told, "is BRANCHLAKE_KAFKA_BOOTSTRAP the address")
 
 
-@pytest.mark.usefixtures("soon")
+@pytest.mark.usefixtures("alone")
 def test_a_file_that_holds_no_certificates(configure: Configure, tmp_path: Path) -> None:
     configure("SSL", ca=tmp_path / "none.pem")
     refused(ConfigurationError, "none.pem cannot be read: No such file", "BRANCHLAKE_KAFKA_CA is a file of")
@@ -275,7 +298,6 @@ def test_a_file_that_holds_no_certificates(configure: Configure, tmp_path: Path)
     refused(ConfigurationError, "cannot be set up: ", "ssl.ca.location failed", "Look at BRANCHLAKE_KAFKA_CA")
 
 
-@pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize(
     ("kind", "wrong", "option"),
     [
@@ -284,8 +306,14 @@ def test_a_file_that_holds_no_certificates(configure: Configure, tmp_path: Path)
     ],
 )
 def test_a_receiver_tells_its_own_options(
-    kind: type[BranchlakeError], wrong: dict[str, str], option: str, configure: Configure
+    kind: type[BranchlakeError],
+    wrong: dict[str, str],
+    option: str,
+    configure: Configure,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if kind is BrokerUnreachable:
+        monkeypatch.setattr(sinks, "_ANSWER_S", 2.0)
     settings = configure("SASL_SSL", SCRAM, **wrong)
     sink = KafkaSink("orders", 0, Origin("r1", "udp"), cluster_of(settings).client_options())
     with pytest.raises(kind, match="Topic orders cannot be reached: Kafka at") as caught:

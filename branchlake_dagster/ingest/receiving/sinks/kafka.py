@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ OURS = {"enable.idempotence": True, "acks": "all", "linger.ms": 5}
 """What a producer of ours always has; ``linger.ms`` may be set otherwise."""
 
 _TAIL, _KNOWN = 10_000, 50_000
-_ANSWER_S, _POLL_S = 10.0, 0.05
+_ANSWER_S, _LOOK_S, _POLL_S = 10.0, 2.5, 0.05
 _HINTS = {
     Cause.CREDENTIALS: "Look at sasl.username, sasl.password and sasl.mechanism in the options for Kafka.",
     Cause.TRUST: "The option ssl.ca.location is the PEM file of the authority that signed the broker's"
@@ -42,7 +41,6 @@ _HINTS = {
     Cause.PROTOCOL: "Set the option security.protocol to what the listener expects; it is tried again.",
 }
 _OF_PRODUCERS = frozenset({*OURS, "delivery.timeout.ms", "message.timeout.ms", "compression.type"})
-_log = logging.getLogger(__name__)
 
 
 class BrokerUnreachable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
@@ -86,7 +84,6 @@ class KafkaSink:
         self._make = make_producer or _producer
         self._producer: Any = None
         self._complaints = Complaints(str(options.get("bootstrap.servers")))
-        self._logged = ""
         self._clock = clock
         self._ended = threading.Event()
 
@@ -112,10 +109,9 @@ class KafkaSink:
             raise ConfigurationError(f"An option for Kafka is wrong: {error.args[0].str()}.") from error
         self._complaints.forget()
         try:
-            self._producer.list_topics(self.topic, timeout=_ANSWER_S)
+            self._reach()
             return self._resumed() if resume else Resumed()
         except ck.KafkaException as error:
-            self._producer.poll(0)
             found = self._complaints.worst(f"topic {self.topic}", error.args[0].str())
             kind = BrokerUnreachable if found.cause.passes else KafkaRefused
             text = f"Topic {self.topic} cannot be reached: {found.text}"
@@ -144,16 +140,23 @@ class KafkaSink:
             self._producer.poll(0)
             self._producer = None
 
-    def _new_producer(self) -> Any:
-        return self._make({**self._options, "error_cb": self._complained})
+    def _reach(self) -> None:
+        """Ask for the topic, until the time is over or the brokers have refused us."""
+        import confluent_kafka as ck
 
-    def _complained(self, error: Any) -> None:
-        """While reports are awaited nothing else says why they do not come."""
-        self._complaints(error)
-        text = self._complaints.worst(f"topic {self.topic}", error.str()).text
-        if text != self._logged:
-            self._logged = text
-            _log.warning("%s", text)
+        until = self._clock() + _ANSWER_S
+        while True:
+            try:
+                self._producer.list_topics(self.topic, timeout=min(_LOOK_S, _ANSWER_S))
+            except ck.KafkaException:
+                self._producer.poll(0)
+                if self._complaints.final or self._clock() >= until:
+                    raise
+            else:
+                return
+
+    def _new_producer(self) -> Any:
+        return self._make({**self._options, "error_cb": self._complaints})
 
     def _write(self, records: Sequence[Record]) -> None:
         import confluent_kafka as ck
@@ -197,7 +200,6 @@ class KafkaSink:
                 hint="See the broker's log; it is tried again.",
             )
         self._complaints.forget()
-        self._logged = ""
 
     def _queue(self, record: Record, report: Callable[[Any, Any], None]) -> bool:
         """Give it to librdkafka; False when its queue is full."""
