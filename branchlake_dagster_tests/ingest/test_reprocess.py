@@ -179,6 +179,5 @@ def test_dead_letters_are_put_back_once(driving: Driving, kafka: Broker, namespa
     assert drive.look().plan.empty
 
     drive.ingest = replace(drive.ingest, tables=tables)
-    names = {f"{namespace}.{one}": (namespace, one) for one in "abm"}
     with pytest.raises(ConfigurationError, match="cannot be put back"):
-        Chosen(table=f"{namespace}.m").condition(drive.ingest, names)
+        Chosen(table=f"{namespace}.m").condition(drive.known)
