@@ -12,6 +12,7 @@ from dagster import DagsterInstance
 from rich.console import Console
 from rich.table import Table
 
+from branchlake_dagster.branching.branch.batch_branch import BatchBranch, at_work_on
 from branchlake_dagster.branching.branch.owner import owners
 from branchlake_dagster.branching.branch.run_branch import run_id_of
 from branchlake_dagster.branching.fencing.discard import DISCARDED_TAGS
@@ -75,24 +76,26 @@ def gather(settings: Settings) -> dict[str, Any]:
     branches = []
     with DagsterInstance.get() as instance:
         refs = list(lake.nessie.references(filter=RUN_BRANCHES, fetch_metadata=True))
-        holders = owners(instance, [ref.name for ref in refs])
+        holders = owners(instance, [at_work_on(ref.name) for ref in refs])
         try:
             pulses, unknown = _pulses(settings, now), "none"
         except HeartbeatsUnreadable:
             pulses, unknown = {}, "unreadable"
         makers = Makers(lake.nessie, instance_id(instance), TableFiles(settings.file_io_properties()))
         for ref in refs:
-            record = holders[ref.name]
+            home, batch = at_work_on(ref.name), BatchBranch.of(ref.name)
+            record = holders[home]
             head = ref.metadata.head_commit if ref.metadata else None
             born = record.create_timestamp if record else (head.commit_time if head else None)
+            born = batch.began if batch else born
             branches.append(
                 {
                     "branch": ref.name,
-                    "run_id": record.dagster_run.run_id if record else run_id_of(ref.name),
+                    "run_id": record.dagster_run.run_id if record else run_id_of(home),
                     "state": record.dagster_run.status.value.lower() if record else "unknown",
                     "age_s": round((now - born).total_seconds()) if born else None,
                     "commits": ref.metadata.commits_ahead if ref.metadata else None,
-                    "heartbeat": pulses.get(ref.name, unknown),
+                    "heartbeat": pulses.get(home, unknown),
                     "instances": [] if record else list(makers.of(ref).by),
                 }
             )

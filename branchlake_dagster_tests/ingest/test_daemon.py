@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import uuid
@@ -12,9 +11,10 @@ import dagster as dg
 import pytest
 import requests
 
+from branchlake_dagster.branching.branch.batch_branch import BatchBranch
 from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
+from branchlake_dagster.cli.bench.daemon.ui import start_sensor
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
 from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
 from branchlake_dagster_tests.daemon import daemon_of, wait_for
 from branchlake_dagster_tests.ingest.histories.tokens import ingestion
@@ -25,20 +25,14 @@ from branchlake_dagster_tests.suite.kafka import Broker
 pytestmark = [pytest.mark.daemon, pytest.mark.timeout(600)]
 
 MODULE = "branchlake_dagster_tests.ingest.project"
-START = "mutation ($of: SensorSelector!) { startSensor(sensorSelector: $of) { __typename } }"
 TERMINATE = "mutation ($of: String!) { terminateRun(runId: $of) { __typename } }"
 
 
-def asked(url: str, query: str, of: object) -> str:
-    """What a mutation of the UI gives."""
-    told = {"query": query, "variables": {"of": of}}
+def terminated(url: str, run: dg.DagsterRun) -> bool:
+    """Whether the UI takes the order."""
+    told = {"query": TERMINATE, "variables": {"of": run.run_id}}
     ((_, reply),) = requests.post(f"{url}/graphql", json=told, timeout=60).json()["data"].items()
-    return str(reply["__typename"])
-
-
-def start_sensor(url: str, name: str) -> None:
-    of = {"repositoryLocationName": MODULE, "repositoryName": "__repository__", "sensorName": name}
-    assert asked(url, START, of) == "Sensor"
+    return str(reply["__typename"]) == "TerminateRunSuccess"
 
 
 def stop_sensor(instance: dg.DagsterInstance, name: str) -> None:
@@ -48,13 +42,8 @@ def stop_sensor(instance: dg.DagsterInstance, name: str) -> None:
 
 def begun_by(lake: Lakehouse, run: dg.DagsterRun) -> list[str]:
     """The branches of a live run's batches that are still there."""
-    found = []
-    for name in run_branches(lake):
-        with contextlib.suppress(ReferenceNotFound):  # another one's, and gone meanwhile
-            log = lake.nessie.log(name, limit=10)
-            if any(f"batch of run {run.run_id} begins" in entry.commit.message for entry in log):
-                found.append(name)
-    return found
+    batches = {name: BatchBranch.of(name) for name in run_branches(lake)}
+    return [name for name, batch in batches.items() if batch and batch.run_id == run.run_id]
 
 
 def kill(run: dg.DagsterRun) -> None:
@@ -99,13 +88,13 @@ def test_sensors_start_batches_and_keep_a_live_run_going(
             )
             return found
 
-        start_sensor(url, batch)
+        start_sensor(url, MODULE, batch)
         sent_and_there(1, 2)
         wait_for(lambda: all(one.is_finished for one in runs("job")))
         stop_sensor(instance, batch)
         assert [one.is_success for one in runs("job")] == [True]
 
-        start_sensor(url, live)
+        start_sensor(url, MODULE, live)
         first = at_work([])
         sent_and_there(3)
         kill(first)
@@ -124,16 +113,16 @@ def test_sensors_start_batches_and_keep_a_live_run_going(
         wait_for(told)
         stop_sensor(instance, live)
         kafka.send(topic, [record(6)])
-        assert asked(url, TERMINATE, second.run_id) == "TerminateRunSuccess"
+        assert terminated(url, second)
         wait_for(lambda: not [one for one in runs("live") if not one.is_finished])
         ended = instance.get_run_by_id(second.run_id)
         assert ended is not None
         assert ended.status is dg.DagsterRunStatus.CANCELED
         assert ids(lakehouse, ingest, "a") in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6])
-        start_sensor(url, live)
+        start_sensor(url, MODULE, live)
         third = at_work([first, second])
         sent_and_there(7)
-        assert asked(url, TERMINATE, third.run_id) == "TerminateRunSuccess"
+        assert terminated(url, third)
         wait_for(lambda: instance.get_run_by_id(third.run_id).is_finished)  # type: ignore[union-attr]
     # What was killed may have been in the middle of a batch; that one is the reaper's.
     assert begun_by(lakehouse, second) == begun_by(lakehouse, third) == []

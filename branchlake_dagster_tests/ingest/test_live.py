@@ -11,10 +11,12 @@ from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import dagster as dg
 import pytest
 
 from branchlake_dagster.branching.reaping.origin import INSTANCE
-from branchlake_dagster.branching.reaping.rules import ReapingAction
+from branchlake_dagster.branching.reaping.reaper import Reaper
+from branchlake_dagster.branching.reaping.rules import Limits, Reaping, ReapingAction
 from branchlake_dagster.ingest.batch.ingest_batch import BatchResult
 from branchlake_dagster.ingest.batch.records import KafkaRecords
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
@@ -24,8 +26,9 @@ from branchlake_dagster.ingest.positions.recorded import COMMIT_ID, OFFSETS, VAL
 from branchlake_dagster.ingest.running.live import LiveIngestion
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.publication.cleanup.reaping import reap_branches
+from branchlake_dagster.publication.cleanup.reaping import DagsterRuns, reap_branches
 from branchlake_dagster.publication.reconcile.reconciler import RUN_BRANCHES
+from branchlake_dagster_tests.dagster_internals import create_run_for_test
 from branchlake_dagster_tests.suite.instances import new_instance
 from branchlake_dagster_tests.suite.kafka import Broker, Message
 
@@ -324,3 +327,57 @@ def test_what_is_left_of_a_batch_that_died_in_its_pass_is_reaped(
         later = datetime.now(UTC) + timedelta(days=2)
         (ended,) = reap_branches(lakehouse, instance, only=[left], now=lambda: later)
     assert ended.action is ReapingAction.DISCARD, ended.reason
+
+
+def test_what_is_left_of_a_batch_that_died_as_it_had_its_branch_is_reaped(
+    lakehouse: Lakehouse, kafka: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was committed on the branch, so only its name tells whose it is and how old."""
+    topic = kafka.topic()
+    ingest = two_tables(topic)
+    kafka.send(topic, [record(1)])
+    made: list[str] = []
+    create = NessieClient.create_branch
+
+    def made_and_died(client: NessieClient, name: str, **where: Any) -> Any:
+        create(client, name, **where)
+        made.append(name)
+        raise Stopped
+
+    def reaped(instance: dg.DagsterInstance, *, after: timedelta) -> Reaping:
+        (found,) = Reaper(
+            lakehouse.nessie,
+            DagsterRuns(instance),
+            Limits(max_age=timedelta(hours=6), orphan_grace=timedelta(hours=1)),
+            heartbeats=None,
+            now=lambda: datetime.now(UTC) + after,
+            monotonic=time.monotonic,
+            sleep=time.sleep,
+            listing=f"ref.name == '{made[-1]}'",
+            fenced="ref.name == ''",
+            claims="ref.name == ''",
+            instance=instance.run_storage.get_run_storage_id(),
+        ).run()
+        assert (found.action is ReapingAction.KEEP) == (made[-1] in run_branches(lakehouse))
+        return found
+
+    hours = timedelta(hours=1)
+    with new_instance() as instance, new_instance() as other:
+        for forgotten in (False, True):
+            with live(lakehouse, kafka, ingest) as one, monkeypatch.context() as patch:
+                one._properties = {INSTANCE: instance.run_storage.get_run_storage_id()}
+                patch.setattr(NessieClient, "create_branch", made_and_died)
+                with pytest.raises(Stopped):
+                    one.batch()
+            run = create_run_for_test(instance, run_id=one._run_id, status=dg.DagsterRunStatus.STARTED)
+            at_work = reaped(instance, after=5 * hours)
+            assert (at_work.action, at_work.reason) == (ReapingAction.KEEP, "its run is active")
+            elsewhere = reaped(other, after=1000 * hours)
+            assert elsewhere.action is ReapingAction.KEEP
+            assert elsewhere.instance == instance.run_storage.get_run_storage_id()
+            if forgotten:
+                instance.delete_run(run.run_id)
+            else:
+                instance.report_run_failed(run)
+            assert reaped(instance, after=hours / 2).action is ReapingAction.KEEP
+            assert reaped(instance, after=2 * hours).action is ReapingAction.DISCARD

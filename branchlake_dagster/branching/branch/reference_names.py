@@ -1,6 +1,7 @@
 """The names of our references: a prefix and the run's UUID, so that nothing of a person's is taken for ours.
 
 `publish-q3-report` was once deleted as a publication branch, and `run-experiment` would have been reaped.
+Behind the prefix of a live ingestion's batch are three UUIDs (`batch_branch`).
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ DISCARDED_PREFIX = "discarded-"
 SWEEPING_PREFIX = "sweeping-"
 CLAIM_PREFIX = "judged-"
 
-_UUID = "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+UUID = "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+"""As a regular expression of Python, and of Nessie's filters."""
 _ALL = (RUN_BRANCH_PREFIX, PUBLICATION_PREFIX, DISCARDED_PREFIX, SWEEPING_PREFIX, CLAIM_PREFIX)
 
 
 def _pattern(*prefixes: str) -> str:
-    return f"^({'|'.join(prefixes)}){_UUID}$"
+    return f"^({'|'.join(prefixes)}){UUID}([.]{UUID}[.]{UUID})?$"
 
 
 def branches(*prefixes: str) -> str:
@@ -39,7 +41,7 @@ def is_ours(name: str, *prefixes: str) -> bool:
 
 
 def run_of(name: str) -> str:
-    """The run that a reference of ours is about."""
+    """The run that a reference of ours is about, or what names a batch."""
     for prefix in _ALL:
         if name.startswith(prefix):
             return name.removeprefix(prefix)

@@ -1,7 +1,8 @@
 """Which Dagster instance made a branch: several may work on one lake, and each ends only its own.
 
 An instance is known by the id of its run storage. PyIceberg's commits carry it as a property. Spark
-overwrites the properties that one could set on its commits, so there the snapshots' summaries carry it.
+overwrites the properties that one could set on its commits, so there the snapshots' summaries carry it. A
+live ingestion's batch has it in the name of its branch.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from enum import StrEnum
 
 from dagster import DagsterInstance
 
+from branchlake_dagster.branching.branch.batch_branch import BatchBranch
 from branchlake_dagster.branching.table.files import FileUnreadable, TableFiles
 from branchlake_dagster.branching.table.provenance import PREFIX
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
@@ -36,7 +38,7 @@ class Maker(StrEnum):
 
 @dataclass(frozen=True)
 class Origin:
-    """Who made a branch; `by` are the ids of the instances that its commits name."""
+    """Who made a branch; `by` are the ids of the instances that its name and its commits name."""
 
     maker: Maker = Maker.UNKNOWN
     by: tuple[str, ...] = ()
@@ -76,7 +78,8 @@ class Makers:
         """
         metadata = ref.metadata
         ancestor = base or (metadata.common_ancestor_hash if metadata else None)
-        found = set(beating)
+        batch = BatchBranch.of(ref.name)
+        found = {*beating, batch.instance} - {""} if batch else set(beating)
         if metadata and ancestor and ancestor != ref.hash:
             head = metadata.head_commit.properties.get(INSTANCE) if metadata.head_commit else None
             found |= {head} if head else set(self._named(ref, ancestor))

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from dataclasses import replace
+from datetime import datetime
 from typing import Protocol
 
+from branchlake_dagster.branching.branch.batch_branch import BatchBranch, at_work_on
 from branchlake_dagster.branching.branch.claim import (
     CLAIM_TAGS,
     claim_tag,
@@ -23,7 +24,7 @@ from branchlake_dagster.branching.branch.claim import (
     release_leftover_claim,
 )
 from branchlake_dagster.branching.branch.reference_names import PUBLICATION_PREFIX, branches, run_of
-from branchlake_dagster.branching.branch.run_branch import branch_name, run_id_of
+from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.fencing.discard import DISCARDED_TAGS, discard
 from branchlake_dagster.branching.liveness.failure_detector import Heartbeats, Liveness, by_timestamp, watch
 from branchlake_dagster.branching.liveness.heartbeat_store import Heartbeat
@@ -40,6 +41,7 @@ from branchlake_dagster.branching.reaping.rules import (
     decide,
     decide_publication,
 )
+from branchlake_dagster.branching.reaping.seen import Seen, age_of
 from branchlake_dagster.branching.table.files import TableFiles
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, ReferenceNotFound
@@ -67,35 +69,6 @@ class Runs(Protocol):
 
     def fenced(self, run_id: str, branch: str, reason: str) -> None:
         """Show on a run that has no verdict that its branch was discarded, and why."""
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What a pass knows before it touches anything. `pulses` are by branch, also of those that are gone."""
-
-    branches: Mapping[str, Reference]
-    pulses: Mapping[str, Mapping[Heartbeat, Liveness]]
-    owners: Mapping[str, Owner]
-    moment: datetime
-    claims: frozenset[str] = frozenset()
-    """The branches, gone ones too, that were claimed before they were listed."""
-    claimed: frozenset[str] = frozenset()
-    """The branches that were claimed before or after the runs were looked up."""
-
-    def in_publication(self, branch: str) -> bool:
-        return branch in self.claimed and not self.owner(branch).told
-
-    def owner(self, branch: str) -> Owner:
-        return self.owners.get(branch) or Owner(run_id_of(branch), RunState.MISSING)
-
-    def run_known(self, branch: str) -> bool:
-        return self.owner(branch).state is not RunState.MISSING
-
-    def instances(self, branch: str) -> frozenset[str]:
-        return frozenset(beat.instance for beat in self.pulses.get(branch, {}) if beat.instance)
-
-    def dead(self, branch: str) -> list[Heartbeat]:
-        return [beat for beat, pulse in self.pulses.get(branch, {}).items() if pulse is Liveness.DEAD]
 
 
 class Reaper:
@@ -173,7 +146,7 @@ class Reaper:
             for branch in seen.claims & (self._only or seen.claims) - (seen.branches.keys() - ended):
                 self._end_claim(branch, seen)
 
-    def _look(self, *, watching: bool, dead: Collection[Heartbeat] = ()) -> _Seen:
+    def _look(self, *, watching: bool, dead: Collection[Heartbeat] = ()) -> Seen:
         # Claims before branches: one whose branch is missing afterwards is a leftover for certain.
         claims = frozenset(claimed_branches(self._client, self._claims))
         branches = self._list()
@@ -190,16 +163,19 @@ class Reaper:
         by_branch: dict[str, dict[Heartbeat, Liveness]] = {}
         for beat, pulse in pulses.items():
             by_branch.setdefault(beat.branch, {})[beat] = pulse
-        runs = {branch_name(run_of(name)) for name in (*branches, *by_branch, *claims)}
+        runs = {at_work_on(branch_name(run_of(name))) for name in (*branches, *by_branch, *claims)}
         owners = self._runs.owners(sorted(runs))
         # And once more: a run that has ended claims nothing, but it may just have done so and died.
         claimed = claims.union(claimed_branches(self._client, self._claims))
-        seen = _Seen(branches, by_branch, owners, self._now(), claims, claimed)
+        seen = Seen(branches, by_branch, owners, self._now(), claims, claimed)
         return replace(seen, branches=branches | self._with_ages(seen))
 
     def _beats(self) -> Sequence[Heartbeat]:
         found = self._heartbeats.all() if self._heartbeats else ()
-        return [beat for beat in found if self._only is None or beat.branch in self._only]
+        if self._only is None:
+            return found
+        named = {*self._only, *map(at_work_on, self._only)}
+        return [beat for beat in found if beat.branch in named]
 
     def _list(self, *, metadata: bool = False) -> dict[str, Reference]:
         if self._only is not None:
@@ -214,7 +190,7 @@ class Reaper:
                 found[name] = self._client.reference(name, fetch_metadata=metadata)
         return found
 
-    def _with_ages(self, seen: _Seen) -> dict[str, Reference]:
+    def _with_ages(self, seen: Seen) -> dict[str, Reference]:
         """The branches whose last commit matters, with metadata: asking for that of all takes long."""
         oldest = seen.moment - self._limits.max_age
 
@@ -231,7 +207,9 @@ class Reaper:
         both = [name for name in wanted if name in found]
         return {name: replace(seen.branches[name], metadata=found[name].metadata) for name in both}
 
-    def _judge(self, branch: Reference, seen: _Seen) -> Reaping:
+    def _judge(self, branch: Reference, seen: Seen) -> Reaping:
+        if branch.name.startswith(RUN_BRANCH_PREFIX) and (batch := BatchBranch.of(branch.name)):
+            return self._judge_batch(branch, batch, seen)
         here = seen.pulses.get(branch.name, {})
         publishers = frozenset(pulse for beat, pulse in here.items() if beat.kind != "run")
         if branch.name.startswith(PUBLICATION_PREFIX):
@@ -243,7 +221,7 @@ class Reaper:
             return Reaping(branch.name, run_id, action, reason, state, instance=self._other(made))
         writers = frozenset(pulse for beat, pulse in here.items() if beat.kind != "publisher")
         owner = seen.owner(branch.name)
-        age = _age(branch, owner.started, seen.moment)
+        age = age_of(branch, owner.started, seen.moment)
         made = UNKNOWN
         if owner.state is RunState.MISSING:
             made = self._made(branch, beating=seen.instances(branch.name))
@@ -264,6 +242,26 @@ class Reaper:
         other = self._other(made)
         return Reaping(branch.name, owner.run_id, action, reason, owner.state, age, heartbeat, other)
 
+    def _judge_batch(self, branch: Reference, batch: BatchBranch, seen: Seen) -> Reaping:
+        """Of a live run that is at work, as its own branch would be; of any other one, nobody works on it."""
+        home = at_work_on(branch.name)
+        live, here = seen.owner(home), seen.pulses.get(home, {})
+        state = live.state if live.state in (RunState.ACTIVE, RunState.MISSING) else RunState.ENDED
+        made = UNKNOWN
+        if state is RunState.MISSING:
+            made = self._made(branch, beating=seen.instances(home))
+        facts = Facts(
+            state,
+            age_of(branch, batch.began, seen.moment),
+            writers=frozenset(here.values()),
+            reports=self._reports(live, seen.dead(home)),
+            made=made,
+        )
+        action, reason = decide(facts, self._limits)
+        heartbeat = ", ".join(sorted(set(here.values()))) or "none"
+        other = self._other(made)
+        return Reaping(branch.name, live.run_id, action, reason, state, facts.age, heartbeat, other)
+
     def _mine(self, beat: Heartbeat) -> bool:
         """Whether the beat may be of this instance; one that names none may be anybody's."""
         return self._anyones or not beat.instance or beat.instance == self._instance
@@ -273,7 +271,7 @@ class Reaper:
     ) -> Origin:
         return Origin(Maker.HERE) if self._anyones else self._makers.of(ref, base=base, beating=beating)
 
-    def _end_claim(self, branch: str, seen: _Seen) -> None:
+    def _end_claim(self, branch: str, seen: Seen) -> None:
         """Delete a claim without a branch, if it is ours: another instance's publisher may not be done."""
         if not seen.run_known(branch):
             try:
@@ -306,7 +304,7 @@ class Reaper:
             return replace(decision, reason="somebody else deleted it meanwhile")
         return decision
 
-    def _report_dead(self, branch: str, seen: _Seen, ended: Collection[str]) -> None:
+    def _report_dead(self, branch: str, seen: Seen, ended: Collection[str]) -> None:
         """Tell Dagster of a run whose only writers are dead, and forget their heartbeats.
 
         A publisher inside the run counts as its writer. If it had claimed the branch, that stays: when the
@@ -331,14 +329,3 @@ class Reaper:
 def _silence_of(dead: Sequence[Heartbeat]) -> str:
     writers = ", ".join(sorted(f"process {beat.pid} on {beat.host}" for beat in dead))
     return f"Its writer is dead: no heartbeat of {writers} for {dead[0].silent_s:g} s."
-
-
-def _age(branch: Reference, started: datetime | None, now: datetime) -> timedelta | None:
-    """Time since the branch's own last commit, or since its run's start when it has none.
-
-    Nessie keeps no creation time of a branch; a branch without commits has its base's head commit.
-    """
-    metadata = branch.metadata
-    own = metadata.head_commit if metadata and metadata.commits_ahead else None
-    signs = [moment for moment in (own.commit_time if own else None, started) if moment]
-    return now - max(signs) if signs else None

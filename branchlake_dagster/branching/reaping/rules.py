@@ -22,6 +22,8 @@ class RunState(StrEnum):
     UNPUBLISHED = "not published"
     """It failed, or the publisher has said no."""
     MISSING = "missing"
+    ENDED = "ended"
+    """Of a live run: what its batches have left nobody will publish."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def decide(facts: Facts, limits: Limits) -> tuple[ReapingAction, str]:
         return ReapingAction.KEEP, "its writer is silent, and only a watch can tell whether it is dead"
     if facts.state is RunState.ACTIVE:
         return _active(facts, limits)
-    return _missing(facts, limits)
+    return _ended(facts, limits) if facts.state is RunState.ENDED else _missing(facts, limits)
 
 
 def decide_publication(
@@ -166,6 +168,13 @@ def _active(facts: Facts, limits: Limits) -> tuple[ReapingAction, str]:
             f"its run is active, but its last sign of life is {_hours(facts.age)} old",
         )
     return ReapingAction.KEEP, "its run is active"
+
+
+def _ended(facts: Facts, limits: Limits) -> tuple[ReapingAction, str]:
+    # A run that was ended in Dagster alone may still have its process.
+    if facts.age is None or facts.age <= min(limits.orphan_grace, limits.max_age):
+        return ReapingAction.KEEP, "its live run has ended, but it was written to a short while ago"
+    return ReapingAction.DISCARD, "it is an unfinished batch of a live run that has ended"
 
 
 def _missing(facts: Facts, limits: Limits) -> tuple[ReapingAction, str]:

@@ -1,7 +1,7 @@
 """Batch after batch: each on a branch of its own, judged, published, gone. Knows nothing of Dagster.
 
 A batch that is abandoned at any point, by a signal or by death, leaves a branch that nobody publishes (the
-reaper takes it away, for it belongs to no run), and `main` as it was: the next one begins where `main` says.
+reaper takes it away, by what its name says), and `main` as it was: the next one begins where `main` says.
 Of two batches for the same offsets, by whomever, the publisher takes one, because both set the same property.
 """
 
@@ -17,11 +17,13 @@ from datetime import UTC, datetime
 from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.branching.branch.run_branch import branch_name, main_with_history
+from branchlake_dagster.branching.branch.batch_branch import batch_branch
+from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.branching.fencing.finish_branch import drop_branch
+from branchlake_dagster.branching.reaping.origin import INSTANCE
 from branchlake_dagster.branching.table.provenance import PREFIX
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Transient
-from branchlake_dagster.ingest.batch.before import Before, look
+from branchlake_dagster.ingest.batch.before import look
 from branchlake_dagster.ingest.batch.ingest_batch import BatchResult, Place, ingest_batch
 from branchlake_dagster.ingest.batch.records import Records
 from branchlake_dagster.ingest.declaring.declaration import Ingest
@@ -32,7 +34,7 @@ from branchlake_dagster.lakehouse.catalog.options import COMMIT_PROPERTY, NAMESP
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieError, ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, Reference, Unchanged
+from branchlake_dagster.lakehouse.nessie.model import Reference
 from branchlake_dagster.publication.commit.committer import PublicationContended
 from branchlake_dagster.publication.commit.publisher import publisher_of
 from branchlake_dagster.publication.ledger.candidate import Candidate, Published, Refused, write_set
@@ -115,7 +117,7 @@ class LiveIngestion:
         )
         if before.plan.empty:
             return None
-        branch = self._branch(base, before)
+        branch = self._branch(base)
         session: list[SparkSession] = []
         published = False
         try:
@@ -143,21 +145,11 @@ class LiveIngestion:
             self._end(branch.name, session, published=published)
         return LiveBatch(result, publication, self._clock() - began, self._now())
 
-    def _branch(self, base: str, before: Before) -> Reference:
-        """A branch with a commit of its own that changes nothing.
-
-        The process may die during the pass. By that commit the reaper knows how old the branch is and whose.
-        """
-        client = self._lake.nessie
-        made = client.create_branch(branch_name(str(uuid.uuid4())), from_ref=MAIN, from_hash=base)
-        client.commit(
-            made.name,
-            expected_hash=made.hash,
-            operations=[Unchanged(ContentKey(one)) for one in before.wanted.values()],
-            message=f"Ingest {self._ingest.name}: a batch of run {self._run_id} begins",
-            properties=self._properties,
-        )
-        return made
+    def _branch(self, base: str) -> Reference:
+        """A branch whose name says whose it is and how old: the process may die at any time."""
+        instance, now = self._properties.get(INSTANCE, ""), self._now()
+        name = batch_branch(self._run_id, instance, now=now, unique=uuid.uuid4())
+        return self._lake.nessie.create_branch(name, from_ref=MAIN, from_hash=base)
 
     def _connect(self, client: NessieClient) -> None:
         self._client = client

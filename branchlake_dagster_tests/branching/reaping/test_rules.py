@@ -20,7 +20,7 @@ from branchlake_dagster.branching.reaping.rules import (
 HOUR = timedelta(hours=1)
 LIMITS = Limits(max_age=6 * HOUR, orphan_grace=HOUR)
 KEEP, DELETE, DISCARD, GIVE_BACK = ReapingAction
-ACTIVE, AWAITING, PUBLISHED, UNPUBLISHED, MISSING = RunState
+ACTIVE, AWAITING, PUBLISHED, UNPUBLISHED, MISSING, ENDED = RunState
 ALIVE, SUSPECT, DEAD = Liveness
 OURS, THEIRS = Origin(Maker.HERE, ("here",)), Origin(Maker.ELSEWHERE, ("there",))
 
@@ -148,6 +148,25 @@ def test_what_no_run_is_known_of_is_ended_by_its_own_instance(
     assert told in reason
 
 
+@pytest.mark.parametrize(
+    ("age", "pulses", "action", "told"),
+    [
+        (2 * HOUR, set(), DISCARD, "a live run that has ended"),
+        (2 * HOUR, {DEAD}, DISCARD, "a live run that has ended"),
+        (HOUR / 2, {DEAD}, KEEP, "a short while ago"),
+        # Dagster was told that it has ended; its process was not.
+        (100 * HOUR, {ALIVE}, KEEP, "its writer beats"),
+        (100 * HOUR, {SUSPECT}, KEEP, "silent"),
+    ],
+)
+def test_a_batch_of_an_ended_live_run(
+    age: timedelta, pulses: set[Liveness], action: ReapingAction, told: str
+) -> None:
+    found, reason = decide(Facts(ENDED, age, writers=frozenset(pulses)), LIMITS)
+    assert found is action
+    assert told in reason
+
+
 def test_a_waiting_run_says_for_how_long() -> None:
     assert decide(Facts(AWAITING, HOUR, 30 * HOUR), LIMITS)[1] == "its run waits for the publisher for 30.0 h"
 
@@ -178,7 +197,7 @@ def test_what_is_proven_neither_finished_nor_abandoned_is_kept(facts: Facts, lim
         assert action is KEEP
     if facts.claimed and facts.state in (ACTIVE, UNPUBLISHED):
         assert action is KEEP
-    if facts.state in (ACTIVE, MISSING) and facts.writers & {ALIVE, SUSPECT}:
+    if facts.state in (ACTIVE, MISSING, ENDED) and facts.writers & {ALIVE, SUSPECT}:
         assert action is KEEP
     if facts.state is MISSING and (facts.age is None or facts.made.maker is not Maker.HERE):
         assert action is KEEP

@@ -254,16 +254,9 @@ class RealHistory:
         one.close()
 
     def _left(self) -> list[str]:
-        """Branches that the reaper does not end, once it may.
-
-        A writer that is killed between making its branch and its first commit on it leaves one with nothing in
-        it, of which nobody can say whose it is (docs/limits.md): at most one for each that was killed.
-        """
+        """Branches that the reaper does not end, once it may."""
         later = datetime.now(UTC) + timedelta(days=30)
         with dg.DagsterInstance.get() as instance:
             told = [str(one) for one in reap_branches(self.lake, instance, now=lambda: later)]
-        left = list(self.lake.nessie.references(filter=RUN_BRANCHES, fetch_metadata=True))
-        begun = [one.name for one in left if one.metadata is None or one.metadata.commits_ahead != 0]
-        if begun or len(left) > len(self._processes):
-            return [f"branches are left: {[one.name for one in left]}; {told}"]
-        return []
+        left = [one.name for one in self.lake.nessie.references(filter=RUN_BRANCHES)]
+        return [f"branches are left: {left}; {told}"] if left else []

@@ -1,0 +1,141 @@
+"""The branches of live ingestions' batches: what beats where, and who may sweep what was discarded."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+
+import dagster as dg
+import pytest
+
+from branchlake_dagster.branching.branch.batch_branch import at_work_on, batch_branch
+from branchlake_dagster.branching.fencing.discard import discard, discarded_name
+from branchlake_dagster.branching.liveness.heartbeat_store import Heartbeat
+from branchlake_dagster.branching.reaping.origin import instance_id
+from branchlake_dagster.branching.reaping.reaper import Reaper
+from branchlake_dagster.branching.reaping.rules import Limits, Reaping, ReapingAction
+from branchlake_dagster.branching.sweeping.sweeper import Sweeper, Sweeping
+from branchlake_dagster.branching.table.files import TableFiles
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.lakehouse.nessie.model import ContentKey, Namespace, Put, Reference
+from branchlake_dagster.publication.cleanup.reaping import DagsterRuns
+from branchlake_dagster_tests.dagster_internals import create_run_for_test
+from branchlake_dagster_tests.suite.instances import new_instance
+
+HOUR = timedelta(hours=1)
+NOBODY = "ref.name == ''"
+
+
+class Hearts:
+    """Heartbeats in memory."""
+
+    def __init__(self, *beats: Heartbeat) -> None:
+        self.beats = list(beats)
+
+    def all(self) -> Sequence[Heartbeat]:
+        return tuple(self.beats)
+
+    def remove(self, branch: str, writer: str) -> None:
+        self.beats = [one for one in self.beats if (one.branch, one.writer) != (branch, writer)]
+
+
+@pytest.fixture
+def instance() -> Iterator[dg.DagsterInstance]:
+    with new_instance() as found:
+        yield found
+
+
+def begun(lake: Lakehouse, instance: dg.DagsterInstance, run: dg.DagsterRun) -> Reference:
+    """The branch of a batch that has just begun."""
+    name = batch_branch(run.run_id, instance_id(instance) or "", now=datetime.now(UTC), unique=uuid.uuid4())
+    return lake.nessie.create_branch(name, from_ref=MAIN, from_hash=lake.nessie.reference(MAIN).hash)
+
+
+def reaped(
+    lake: Lakehouse,
+    instance: dg.DagsterInstance,
+    branch: str,
+    hearts: Hearts,
+    *,
+    moment: datetime,
+    dead: Collection[Heartbeat] = (),
+    named: bool = False,
+) -> Reaping:
+    (found,) = Reaper(
+        lake.nessie,
+        DagsterRuns(instance),
+        Limits(max_age=6 * HOUR, orphan_grace=HOUR),
+        heartbeats=hearts,
+        now=lambda: moment,
+        monotonic=lambda: 0.0,
+        sleep=lambda _: None,
+        listing=f"ref.name == '{branch}'",
+        fenced=NOBODY,
+        claims=NOBODY,
+        instance=instance_id(instance),
+        only=[branch] if named else None,
+        anyones=named,
+    ).run(dead=dead)
+    return found
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_heartbeat_of_the_live_run_is_that_of_its_batch(
+    lakehouse: Lakehouse, instance: dg.DagsterInstance, named: bool
+) -> None:
+    run = create_run_for_test(instance, run_id=str(uuid.uuid4()), status=dg.DagsterRunStatus.STARTED)
+    branch = begun(lakehouse, instance, run).name
+    moment = datetime.now(UTC) + 100 * HOUR
+    beat = Heartbeat(at_work_on(branch), "writer", run.run_id, written_at=moment, host="h")
+    hearts = Hearts(beat)
+    found = reaped(lakehouse, instance, branch, hearts, moment=moment, named=named)
+    assert (found.action, found.reason) == (ReapingAction.KEEP, "its writer beats")
+    assert (found.run_id, found.heartbeat) == (run.run_id, "beating")
+    later = moment + HOUR
+    found = reaped(lakehouse, instance, branch, hearts, moment=later, named=named)
+    assert (found.action, found.heartbeat) == (ReapingAction.KEEP, "silent, not watched yet")
+    found = reaped(lakehouse, instance, branch, hearts, moment=later, dead=[beat], named=named)
+    assert (found.action, found.reason) == (ReapingAction.DISCARD, "its writer is dead")
+    assert branch not in {one.name for one in lakehouse.nessie.references()}
+    # It does not take the place of the run's own branch, of which nobody has written here.
+    ended = instance.get_run_by_id(run.run_id)
+    assert ended is not None
+    assert ended.is_failure
+    assert not hearts.beats
+
+
+def test_a_discarded_batch_is_swept_by_its_own_instance(
+    lakehouse: Lakehouse, instance: dg.DagsterInstance
+) -> None:
+    """Whatever wrote the commits said nothing in them."""
+    run = create_run_for_test(instance, run_id=str(uuid.uuid4()), status=dg.DagsterRunStatus.STARTED)
+    made = begun(lakehouse, instance, run)
+    key = ContentKey([f"n{uuid.uuid4().hex[:8]}"])
+    lakehouse.nessie.commit(
+        made.name, expected_hash=made.hash, operations=[Put(key, Namespace(None, key.elements))], message="x"
+    )
+    tag = discard(lakehouse.nessie, lakehouse.nessie.reference(made.name))
+    assert tag is not None
+    assert tag.name == discarded_name(made.name)
+
+    def swept(by: dg.DagsterInstance) -> Sweeping:
+        (found,) = Sweeper(
+            lakehouse.nessie,
+            TableFiles(lakehouse.settings.file_io_properties()),
+            DagsterRuns(by).owners,
+            grace=timedelta(0),
+            now=lambda: datetime.now(UTC) + HOUR,
+            listing=f"ref.name == '{tag.name}'",
+            instance=instance_id(by),
+        ).run()
+        return found
+
+    with new_instance() as other:
+        kept = swept(other)
+    assert not kept.done
+    assert f"it belongs to Dagster instance {instance_id(instance)}" in kept.reason
+    assert swept(instance).done
+    assert not [
+        one for one in lakehouse.nessie.references() if one.name.endswith(made.name.removeprefix("run-"))
+    ]
