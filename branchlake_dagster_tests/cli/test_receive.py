@@ -22,7 +22,7 @@ from click.testing import CliRunner
 
 from branchlake_dagster.cli.bench.receiving.command import measure
 from branchlake_dagster.cli.main import main
-from branchlake_dagster.cli.receiving.commands import kafka_options
+from branchlake_dagster.cli.receiving.kafka_options import kafka_options
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.receiving.landing import Landing
 from branchlake_dagster_tests.ingest.receiving.harness import landed

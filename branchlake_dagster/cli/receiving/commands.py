@@ -14,8 +14,6 @@ from typing import Any
 
 import click
 
-from branchlake_dagster.errors import ConfigurationError
-
 _KINDS = ("radar", "optical", "isl")
 
 
@@ -60,21 +58,6 @@ def add_to(main: click.Group, ending: Callable[[], AbstractContextManager[None]]
             simulate(**options)
 
     main.command(name="simulate")(update_wrapper(ended_cleanly, simulate))
-
-
-def kafka_options(bootstrap: str, file: Path | None) -> dict[str, str]:
-    """Options for librdkafka: those of a file of ``key=value`` lines, and the brokers."""
-    found: dict[str, str] = {}
-    for number, line in enumerate(file.read_text().splitlines() if file else (), 1):
-        text = line.strip()
-        if not text or text.startswith("#"):
-            continue
-        name, equals, value = text.partition("=")
-        if not equals:
-            # Not the line itself: it may hold a password.
-            raise ConfigurationError(f"Line {number} of {file} is no option.", hint="Write it as key=value.")
-        found[name.strip()] = value.strip()
-    return {**found, "bootstrap.servers": bootstrap}
 
 
 def _one_sink(landing: Path | None, kafka: str | None) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from branchlake_dagster.cli.receiving.commands import kafka_options
+from branchlake_dagster.cli.receiving.kafka_options import kafka_options
 from branchlake_dagster.extras import require
 from branchlake_dagster.fusion.wire import links, optical, radar
 from branchlake_dagster.ingest.receiving.intake import Intake, Source

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from branchlake_dagster.cli.receiving.commands import kafka_options
+from branchlake_dagster.cli.receiving.kafka_options import kafka_options
 from branchlake_dagster.cli.receiving.serving import served
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.fusion.feeds.direct import Message, run_into

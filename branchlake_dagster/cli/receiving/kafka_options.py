@@ -1,0 +1,22 @@
+"""How both commands reach Kafka."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from branchlake_dagster.errors import ConfigurationError
+
+
+def kafka_options(bootstrap: str, file: Path | None) -> dict[str, str]:
+    """Options for librdkafka: those of a file of ``key=value`` lines, and the brokers."""
+    found: dict[str, str] = {}
+    for number, line in enumerate(file.read_text().splitlines() if file else (), 1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        name, equals, value = text.partition("=")
+        if not equals:
+            # Not the line itself: it may hold a password.
+            raise ConfigurationError(f"Line {number} of {file} is no option.", hint="Write it as key=value.")
+        found[name.strip()] = value.strip()
+    return {**found, "bootstrap.servers": bootstrap}
