@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.ingest.converting.formats import any_of
+from branchlake_dagster.ingest.converting.expressions import any_of
 from branchlake_dagster.ingest.kafka.cluster import Cluster
 from branchlake_dagster.ingest.kafka.reading import reading
 from branchlake_dagster.ingest.positions.offsets import Ranges

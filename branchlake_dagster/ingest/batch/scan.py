@@ -20,9 +20,7 @@ from branchlake_dagster.checks.constraints.model import RowConstraint, SchemaCon
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.batch.targets import Evolving, Target
 from branchlake_dagster.ingest.batch.writer import SENT_BACK, SET, Work, WorkerTarget, writing
-from branchlake_dagster.ingest.converting.formats import (
-    WHY,
-    Format,
+from branchlake_dagster.ingest.converting.expressions import (
     any_of,
     balanced,
     because,
@@ -31,6 +29,7 @@ from branchlake_dagster.ingest.converting.formats import (
     first_of,
     no_reason,
 )
+from branchlake_dagster.ingest.converting.formats import WHY, Format
 from branchlake_dagster.ingest.declaring.declaration import IngestTable
 from branchlake_dagster.ingest.declaring.families import Expanded
 from branchlake_dagster.ingest.declaring.routing import field as field_of

@@ -16,7 +16,8 @@ from pyspark.sql.avro.functions import from_avro
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.converting.columns import Column
-from branchlake_dagster.ingest.converting.formats import VALUE, WHY, because, case, enveloped, fit_struct
+from branchlake_dagster.ingest.converting.expressions import because, case
+from branchlake_dagster.ingest.converting.formats import VALUE, WHY, enveloped, fit_struct
 from branchlake_dagster.ingest.errors import KafkaUnavailable
 
 _TIMEOUT_S = 10.0

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 from typing import Protocol
 
 import pyarrow as pa
@@ -17,56 +15,21 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
 from branchlake_dagster.ingest.converting.columns import Column
+from branchlake_dagster.ingest.converting.expressions import (
+    any_of,
+    because,
+    bound,
+    case,
+    first_of,
+    no_reason,
+    seldom,
+)
 from branchlake_dagster.lakehouse.spark.quoting import quoted
 
 VALUE = "__value"
 _CORRUPT = "__corrupt"
-
-
 WHY = "_why"
 """Behind the name of a column of rows: the column of why there is none."""
-
-
-def seldom(condition: Expression, value: Expression, made: Callable[[Expression], Expression]) -> Expression:
-    """What `made` makes of the value where the condition holds, else null; outside Spark's compiled code.
-
-    What is compiled together is one method, and one of more than 8,000 bytes Java leaves to its interpreter:
-    with the words for every bad field in it, records that are all good took twice as long. Spark evaluates a
-    lambda node by node, only where it has to.
-    """
-    return F.when(condition, bound(value, made))
-
-
-def first_of(kind: str, said: Sequence[tuple[Expression, str]]) -> list[tuple[Expression, Expression]]:
-    """One branch of a `case` for many conditions, each with its words: those of the first that holds."""
-    if not said:
-        return []
-    words = F.coalesce(*(F.when(condition, text) for condition, text in said))
-    return [(any_of(one for one, _ in said), bound(F.lit(kind), lambda told: because(told, words)))]
-
-
-def any_of(conditions: Iterable[Expression]) -> Expression:
-    """Whether one of them holds; null is no."""
-    return balanced(or_, [F.coalesce(one, F.lit(False)) for one in conditions], F.lit(False))
-
-
-def balanced(
-    join: Callable[[Expression, Expression], Expression], parts: Sequence[Expression], nothing: Expression
-) -> Expression:
-    """All of them joined two by two, `nothing` where there are none.
-
-    One after the other they would be as deep as they are many: of more than fifty tables or partitions the
-    message to Spark is refused (a protocol buffer's limit of a hundred levels).
-    """
-    found = list(parts)
-    while len(found) > 1:
-        found = [reduce(join, found[at : at + 2]) for at in range(0, len(found), 2)]
-    return found[0] if found else nothing
-
-
-def bound(value: Expression, made: Callable[[Expression], Expression]) -> Expression:
-    """What `made` makes of a value that is computed once, however often it names it; never compiled."""
-    return F.transform(F.array(value), made)[0]
 
 
 class Format(Protocol):
@@ -96,17 +59,6 @@ class Format(Protocol):
 
     def struct(self) -> Expression:
         """The whole value as a struct, where the format has a schema."""
-
-
-def because(kind: Expression | str, detail: Expression | str) -> Expression:
-    """A reason, as `Fitted.why` has it."""
-    said, text = (F.lit(one) if isinstance(one, str) else one for one in (kind, detail))
-    return F.struct(said.alias("kind"), text.alias("detail"))
-
-
-def no_reason() -> Expression:
-    """None, in the type of a reason."""
-    return F.lit(None).cast("struct<kind: string, detail: string>")
 
 
 @dataclass(frozen=True)
@@ -323,14 +275,6 @@ def fit_struct(
 
 def _any_given(value: Expression, one: Column, there: set[str]) -> Expression:
     return any_of(value.getField(name).isNotNull() for name in one.fields if name in there)
-
-
-def case(branches: Sequence[tuple[Expression, Expression]], otherwise: Expression) -> Expression:
-    """CASE WHEN with any number of branches."""
-    if not branches:
-        return otherwise
-    (condition, value), rest = branches[0], branches[1:]
-    return reduce(lambda found, one: found.when(*one), rest, F.when(condition, value)).otherwise(otherwise)
 
 
 Decode = Callable[[pa.BinaryArray], tuple[pa.StructArray, pa.StringArray]]
