@@ -13,6 +13,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from pyiceberg.table import Table
 
 from branchlake_dagster.branching.reaping.origin import INSTANCE
 from branchlake_dagster.branching.reaping.reaper import Reaper
@@ -27,6 +28,7 @@ from branchlake_dagster.ingest.running.live import LiveIngestion
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.publication.cleanup.reaping import DagsterRuns, reap_branches
+from branchlake_dagster.publication.commit.committer import PublicationContended
 from branchlake_dagster.publication.reconcile.reconciler import RUN_BRANCHES
 from branchlake_dagster_tests.dagster_internals import create_run_for_test
 from branchlake_dagster_tests.suite.instances import new_instance
@@ -271,6 +273,34 @@ def test_a_table_is_filled_again_alone_and_no_dead_letter_comes_twice(
             assert (ids(lakehouse, ingest, "a"), ids(lakehouse, ingest, "b")) == ([1, 2], [1, 2])
             letters = catalog.load_table((ingest.name, f"{ingest.name}_dead_letters")).scan().to_arrow()
             assert letters.num_rows == 6, name
+
+
+def test_it_takes_no_snapshots_out_any_more_when_it_meets_another_writer(
+    lakehouse: Lakehouse, spark_session: Any, kafka: Broker
+) -> None:
+    topic = kafka.topic()
+    ingest = two_tables(topic, keep_snapshots=2)
+
+    def table() -> Table:
+        return lakehouse.catalog("main").load_table((ingest.name, "a"))
+
+    def by_hand(_: BatchResult) -> None:
+        one.between = lambda _: None
+        table().append(table().scan(limit=1).to_arrow())
+
+    with live(lakehouse, kafka, ingest) as one:
+        for number in range(4):
+            kafka.send(topic, [record(number)])
+            one.batch()
+        assert len(table().snapshots()) == 3  # one was taken out for the fourth
+        kafka.send(topic, [record(4)])
+        one.between = by_hand
+        with pytest.raises(PublicationContended, match="meets another writer"):
+            one.batch()
+        assert one.batch() is not None
+        assert len(table().snapshots()) == 5
+    assert sorted({*ids(lakehouse, ingest, "a")}) == [0, 1, 2, 3, 4]
+    assert len(ids(lakehouse, ingest, "a")) == 6
 
 
 class MovedLake(Lakehouse):

@@ -38,7 +38,6 @@ from branchlake_dagster.lakehouse.nessie.model import Reference
 from branchlake_dagster.publication.commit.committer import PublicationContended
 from branchlake_dagster.publication.commit.publisher import publisher_of
 from branchlake_dagster.publication.ledger.candidate import Candidate, Published, Refused, write_set
-from branchlake_dagster.publication.rebase.carried import EXPIRED
 from branchlake_dagster.publication.rebase.replay import IcebergTables
 
 _ATTEMPTS = 5
@@ -209,7 +208,7 @@ class LiveIngestion:
         raise AssertionError("unreachable")
 
     def _refused(self, found: Refused, branch: str) -> BranchlakeError:
-        if not self._untrimmed and any(EXPIRED in why for why in found.conflicts.values()):
+        if not self._untrimmed and found.only_expired:
             # Somebody else writes into these tables. What is replayed on theirs may take no snapshots out.
             self._untrimmed = True
             return PublicationContended(

@@ -87,12 +87,13 @@ class Refused:
     """`main` has changed in a way that this candidate cannot follow; nothing of it was published.
 
     `conflicts` are the tables with the reason for each, `partitions` those that overlap, `runs` the
-    publications it collided with.
+    publications it collided with. `only_expired`: it could follow, had it not taken snapshots out of a table.
     """
 
     conflicts: Mapping[str, str]
     partitions: tuple[str, ...] = ()
     runs: tuple[str, ...] = ()
+    only_expired: bool = False
 
     def reason(self) -> str:
         """The tables, partitions and who changed them meanwhile."""

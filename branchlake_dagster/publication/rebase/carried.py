@@ -11,8 +11,6 @@ from branchlake_dagster.publication.rebase.changes import TableChange
 _WRITABLE = 2
 """The newest format version whose manifests PyIceberg writes."""
 
-EXPIRED = "expired"
-"""In the reason why a run that has taken snapshots out of a table cannot follow `main`, and in no other."""
 _OWN = frozenset({"location", "identity"})
 """A table that both sides created has these of the first one."""
 
@@ -25,7 +23,7 @@ def not_carried(mine: TableChange, theirs: TableChange) -> str | None:
             f" version {_WRITABLE} at most (no deletion vectors, no row lineage)"
         )
     if mine.expired:
-        return f"the run {EXPIRED} {mine.expired} of its snapshots, which a rebase does not carry"
+        return f"the run expired {mine.expired} of its snapshots, which a rebase does not carry"
     if mine.before is None:
         return _created_apart(mine, theirs)
     if mine.after.format_version != mine.before.format_version:

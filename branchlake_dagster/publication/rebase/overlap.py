@@ -7,7 +7,7 @@ files can tell; whatever they cannot tell is refused (docs/adr/0008).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from branchlake_dagster.publication.rebase.carried import not_carried
 from branchlake_dagster.publication.rebase.changes import (
@@ -37,11 +37,15 @@ _DETAILS = "columns' documentation, identifier fields or defaults"
 
 @dataclass(frozen=True)
 class Overlap:
-    """Why a change cannot be replayed: in words, in which partitions, and against whose steps."""
+    """Why a change cannot be replayed: in words, in which partitions, and against whose steps.
+
+    `only_expired`: it could be, had the run not taken snapshots out of the table.
+    """
 
     why: str
     partitions: tuple[str, ...] = ()
     runs: tuple[str, ...] = ()
+    only_expired: bool = False
 
 
 def overlap(mine: TableChange, theirs: TableChange) -> Overlap | None:
@@ -54,7 +58,8 @@ def overlap(mine: TableChange, theirs: TableChange) -> Overlap | None:
             return found
         own |= {file.path for file in step.added}
     if why := not_carried(mine, theirs):
-        return Overlap(why, runs=_runs(theirs.steps))
+        only_expired = bool(mine.expired) and not_carried(replace(mine, expired=0), theirs) is None
+        return Overlap(why, runs=_runs(theirs.steps), only_expired=only_expired)
     return None
 
 

@@ -37,10 +37,16 @@ Value = Content | Staged | None
 
 class _Stop(Exception):  # noqa: N818 - it never leaves this module
     def __init__(
-        self, key: ContentKey, why: str, partitions: tuple[str, ...] = (), runs: tuple[str, ...] = ()
+        self,
+        key: ContentKey,
+        why: str,
+        partitions: tuple[str, ...] = (),
+        runs: tuple[str, ...] = (),
+        *,
+        only_expired: bool = False,
     ):
         super().__init__(why)
-        self.refused = Refused({key.name: why}, partitions, runs)
+        self.refused = Refused({key.name: why}, partitions, runs, only_expired)
 
 
 @dataclass
@@ -260,7 +266,7 @@ class CommitPlan:
             raise _Stop(key, why, (), runs)
         mine = mapped(mine, theirs)
         if found := overlap(mine, theirs):
-            raise _Stop(key, found.why, found.partitions, found.runs or runs)
+            raise _Stop(key, found.why, found.partitions, found.runs or runs, only_expired=found.only_expired)
         onto = now if isinstance(now, Staged) else self.tables.open(key, now)
         try:
             return self.tables.replay(key, mine, after, onto)

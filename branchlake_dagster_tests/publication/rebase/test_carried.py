@@ -130,6 +130,7 @@ def test_what_is_not_carried_is_refused_by_name(
     refused = bench.refused(run)
     assert why in refused.reason()
     assert refused.conflicts.keys() == {f"{bench.namespace}.t"}
+    assert refused.only_expired == (change is expire)
     assert bench.rows() == [("a", 1), ("a", 2), ("b", 4)]
 
 

@@ -403,6 +403,11 @@ def test_what_a_rebase_does_not_carry_is_named() -> None:
     expired = overlap(replace(change(APPEND), expired=2), change())
     assert expired is not None
     assert "expired 2" in expired.why
+    assert expired.only_expired
+    both = overlap(replace(run, expired=2), change())
+    assert both is not None
+    assert not both.only_expired
+    assert not found.only_expired
 
 
 def test_a_lost_key_column_is_named() -> None:
