@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -48,9 +49,24 @@ def dagster_home(settings: Settings) -> Path:
     state_folder(settings.state_dir)
     home = Path(os.environ.get("DAGSTER_HOME") or settings.state_dir / "dagster").absolute()
     home.mkdir(parents=True, exist_ok=True)
-    config = home / "dagster.yaml"
-    if not config.exists():
-        config.write_text(_DAGSTER_YAML)
     os.environ["DAGSTER_HOME"] = str(home)
     os.environ["BRANCHLAKE_STATE_DIR"] = str(settings.state_dir)
+    config, preparing = home / "dagster.yaml", home / ".preparing"
+    if not config.exists() or preparing.exists():
+        with preparing.open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not config.exists():
+                config.write_text(_DAGSTER_YAML)
+            _make_databases()
+            preparing.unlink(missing_ok=True)
     return home
+
+
+def _make_databases() -> None:
+    """Dagster makes each when it is first used; several processes that do so at once leave it broken."""
+    from dagster import AssetKey, DagsterInstance
+
+    with DagsterInstance.get() as instance:
+        instance.get_runs(limit=1)
+        instance.fetch_observations(AssetKey("none"), limit=1)
+        instance.all_instigator_state()
