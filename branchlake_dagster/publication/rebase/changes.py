@@ -88,6 +88,7 @@ class SnapshotChange:
     """One snapshot. `run_id` is the run that made it, None for a writer that does not say."""
 
     snapshot_id: int
+    """0: what does not lead back to the base."""
     mode: Mode
     added: tuple[File, ...] = ()
     removed: tuple[File, ...] = ()
@@ -175,6 +176,14 @@ class TableChange:
         theirs = {number for step in other.steps for number in (step.snapshot_id, step.origin)}
         here = [step for step in self.steps if step.snapshot_id in theirs]
         return None if not here else "all" if len(here) == len(self.steps) else "some"
+
+    @property
+    def complete(self) -> bool:
+        """Whether the steps lead back to the base; otherwise the table was rolled back, or replaced.
+
+        Asked of the numbers: of steps that were read without their files the mode is not known.
+        """
+        return all(step.snapshot_id for step in self.steps)
 
     @property
     def created(self) -> bool:

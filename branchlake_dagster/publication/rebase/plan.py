@@ -261,7 +261,7 @@ class CommitPlan:
         if twice := _same_properties(mine, theirs):
             why = _met(twice)
             raise _Stop(key, why, (), runs)
-        if any(name.startswith(OFFSETS) for name in mine.properties_set) and _unknown(theirs):
+        if any(name.startswith(OFFSETS) for name in mine.properties_set) and not theirs.complete:
             why = "it was rolled back or replaced, and the offsets that the run has recorded would hide that"
             raise _Stop(key, why, (), runs)
         mine = mapped(mine, theirs)
@@ -286,10 +286,6 @@ def _written_tables(
 def _only_appends(change: TableChange) -> bool:
     """Then it does not matter which files `main` changed, and nobody needs to read them."""
     return all(step.mode is Mode.APPEND for step in change.steps)
-
-
-def _unknown(change: TableChange) -> bool:
-    return any(step.mode is Mode.UNKNOWN for step in change.steps)
 
 
 def _met(name: str) -> str:
