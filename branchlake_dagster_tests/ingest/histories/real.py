@@ -117,8 +117,7 @@ class RealHistory:
         try:
             for action in actions:
                 self.tokens.send(self.kafka, self.random.randrange(20, 60))
-                if self._live is None or not self._live.is_alive():
-                    self._live = self._start("live")
+                self._going()
                 self.say(action)
                 self._do(action)
                 self.played.seen[action] += 1
@@ -133,17 +132,21 @@ class RealHistory:
             self._end()
         return self.played
 
+    def _going(self) -> ForkServerProcess:
+        """The live run, which its sensor starts again when it has ended."""
+        if self._live is None or not self._live.is_alive():
+            self._live = self._start("live")
+        return self._live
+
     def _do(self, action: str) -> None:
-        live = self._live
-        assert live is not None
         pause = self.random.uniform(0, 3)
         if action == "kill the live run":
             self._published(1)
             self.tokens.send(self.kafka, 10)
             time.sleep(pause)
-            self._kill(live)
+            self._kill(self._going())
         elif action.startswith("kill it "):
-            self._kill(live)
+            self._kill(self._going())
             self.tokens.send(self.kafka, 5)
             dying = self._start("live", dies=action.split()[2])
             dying.join(_PATIENCE_S)
@@ -152,6 +155,7 @@ class RealHistory:
             self._published(1)
             self.tokens.send(self.kafka, 10)
             time.sleep(pause)
+            live = self._going()
             os.kill(live.pid or 0, signal.SIGSTOP)
             other = self._start("live")
             self.tokens.send(self.kafka, 10)
@@ -209,6 +213,7 @@ class RealHistory:
         before = self.lake.nessie.reference(MAIN).hash
 
         def come() -> bool:
+            self._going()  # one whose Spark was killed ends a moment later
             log = []
             for entry in self.lake.nessie.log(MAIN):
                 if entry.commit.hash == before or len(log) >= batches:
