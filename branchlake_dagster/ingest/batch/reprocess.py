@@ -23,7 +23,8 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.batch.before import KnownTables, known_tables
 from branchlake_dagster.ingest.batch.commit import TableChange, commit_tables
 from branchlake_dagster.ingest.batch.ingest_batch import Place, targets_of
-from branchlake_dagster.ingest.batch.scan import FOR, Scanned, scan, worker_targets
+from branchlake_dagster.ingest.batch.prepared import FOR
+from branchlake_dagster.ingest.batch.scan import Scanned, scan, worker_targets
 from branchlake_dagster.ingest.batch.targets import Target
 from branchlake_dagster.ingest.batch.writer import Work
 from branchlake_dagster.ingest.converting.avro import RegistryAvro
