@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
@@ -158,3 +159,6 @@ class FaultyRecords:
             lambda: self.records.frame(session, ranges, tasks=tasks),
             lambda _: PassFailed("lost"),
         )
+
+    def reading(self) -> AbstractContextManager[None]:
+        return self.records.reading()
