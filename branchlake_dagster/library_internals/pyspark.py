@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
-__all__ = ["add_session_hook", "handle_errors_by"]
+_FIRST_WAIT_MS, _GROWTH, _LONGEST_WAIT_MS = 50, 4.0, 4_000
+__all__ = ["add_session_hook", "give_up_within", "handle_errors_by"]
 
 
 def add_session_hook(client: Any, hook: Any) -> None:
@@ -29,3 +30,23 @@ def handle_errors_by(client: Any, told: Callable[[Exception], Exception | None])
         handle(error)
 
     client._handle_error = handling
+
+
+def give_up_within(client: Any, seconds: float) -> None:
+    """Let a client repeat calls to a server that does not answer for about so long, and not for ten minutes.
+
+    Retry policies can be set on a client, but pyspark exports neither it nor them.
+    """
+    from pyspark.sql.connect.client.retries import DefaultPolicy
+
+    waits_ms, attempts = 0.0, 0
+    while waits_ms < 1_000 * seconds:
+        waits_ms += min(_FIRST_WAIT_MS * _GROWTH**attempts, _LONGEST_WAIT_MS)
+        attempts += 1
+    policy = DefaultPolicy(
+        max_retries=attempts,
+        initial_backoff=_FIRST_WAIT_MS,
+        backoff_multiplier=_GROWTH,
+        max_backoff=_LONGEST_WAIT_MS,
+    )
+    client.set_retry_policies([policy])

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -25,6 +26,7 @@ from branchlake_dagster.ingest.errors import Superseded, TooManyDeadLetters
 from branchlake_dagster.ingest.kafka.topics import KafkaTopics
 from branchlake_dagster.ingest.positions.recorded import COMMIT_ID, OFFSETS, VALID_THROUGH, Recorded
 from branchlake_dagster.ingest.running.live import LiveIngestion
+from branchlake_dagster.lakehouse.embedded.servers import Endpoints
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.publication.cleanup.reaping import DagsterRuns, reap_branches
@@ -334,6 +336,38 @@ def test_it_goes_on_when_nessie_is_back_at_another_address(
         kafka.send(topic, [record(2)])
         one.batch()
     assert ids(lakehouse, ingest, "a") == [1, 2]
+
+
+class RestartedSpark(Lakehouse):
+    """A lake whose Spark says that it is somewhere else."""
+
+    at = ""
+
+    def endpoints(self, *, spark: bool = True) -> Endpoints:
+        found = super().endpoints(spark=spark)
+        return replace(found, spark_remote=self.at) if self.at and spark else found
+
+
+def test_it_opens_another_session_when_spark_is_back_at_another_address(
+    lakehouse: Lakehouse, spark_session: Any, kafka: Broker
+) -> None:
+    topic, opened = kafka.topic(), list[Any]()
+    ingest = two_tables(topic)
+    lake = RestartedSpark(lakehouse.settings)
+
+    def session_at(ref: str) -> Any:
+        opened.append(lakehouse.spark_session(ref))
+        return opened[-1]
+
+    with live(lake, kafka, ingest) as one:
+        one._session_at = session_at
+        for number, at in enumerate(("", "", "sc://elsewhere"), 1):
+            lake.at = at
+            kafka.send(topic, [record(number)])
+            assert one.batch() is not None
+        assert len(opened) == 2
+        opened[0].stop()
+    assert ids(lakehouse, ingest, "a") == [1, 2, 3]
 
 
 def test_what_is_left_of_a_batch_that_died_in_its_pass_is_reaped(

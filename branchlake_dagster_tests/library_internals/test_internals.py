@@ -109,6 +109,12 @@ USED = [
     ),
     ("pyspark.sql.connect.client", "SparkConnectClient._handle_error", "error"),
     ("pyspark.sql.connect.client", "SparkConnectClient", "session_hooks"),
+    ("pyspark.sql.connect.client", "SparkConnectClient.set_retry_policies", "policies"),
+    (
+        "pyspark.sql.connect.client.retries",
+        "DefaultPolicy",
+        "max_retries initial_backoff backoff_multiplier max_backoff",
+    ),
 ]
 """Module, name in it, and the parameters that we give it."""
 

@@ -92,7 +92,7 @@ class LiveIngestion:
         self._now = now
         self._number = 0
         self._untrimmed = False
-        self._shared: SparkSession | None = None
+        self._shared: tuple[str | None, SparkSession] | None = None
         self._connect(lake.nessie)
 
     def batch(self) -> LiveBatch | None:
@@ -163,8 +163,11 @@ class LiveIngestion:
         def open_session() -> SparkSession:
             if all(table.mode == "append" for table in self._ingest.tables):
                 # It reads topics and writes files: no reference matters to it.
-                self._shared = self._shared or self._session_at(MAIN)
-                return self._shared
+                # A Spark that was started again is at another address, and its old sessions are gone.
+                server = self._lake.endpoints().spark_remote
+                if self._shared is None or self._shared[0] != server:
+                    self._shared = server, self._session_at(MAIN)
+                return self._shared[1]
             if not session:
                 session.append(self._session_at(branch))
             return session[0]
@@ -247,5 +250,5 @@ class LiveIngestion:
     def close(self) -> None:
         """End the session that all batches have shared."""
         if self._shared is not None:
-            self._shared.stop()
+            self._shared[1].stop()
             self._shared = None

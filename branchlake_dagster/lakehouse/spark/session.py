@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.embedded.jars import NESSIE_SERVER
@@ -23,7 +24,8 @@ from branchlake_dagster.lakehouse.embedded.servers import (
 )
 from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized
 from branchlake_dagster.lakehouse.nessie.failures import REFUSED_HINT
-from branchlake_dagster.library_internals.pyspark import handle_errors_by
+from branchlake_dagster.lakehouse.spark.errors import SparkGone
+from branchlake_dagster.library_internals.pyspark import give_up_within, handle_errors_by
 from branchlake_dagster.settings import Settings
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 _SERVER_SIDE = ("spark.sql.extensions",)
 _CATALOG = "spark.sql.catalog."
 _REFUSALS = ("NessieNotAuthorizedException", "NessieForbiddenException")
+_PATIENCE_S = 60.0
+"""With an embedded server that does not answer: one that has no processor for a while does."""
 _classic_start = threading.Lock()
 
 
@@ -46,7 +50,7 @@ def open_session(
     settled = {**catalog_conf(settings, endpoints.nessie_uri, ref=ref), **_authentication(endpoints), **conf}
     if settings.session_kind == "classic":
         return _open_classic(settings, settled)
-    return _open_connect(endpoints, settled)
+    return _open_connect(settings, endpoints, settled)
 
 
 def connect_url(remote: str, token: str | None) -> str:
@@ -85,26 +89,39 @@ def _refusal_in(text: str) -> NessieUnauthorized | None:
     )
 
 
-def _tell_refusals(session: SparkSession) -> None:
-    """Let a Connect session raise NessieUnauthorized in users' code too."""
+def _tell_failures(session: SparkSession, server: str) -> None:
+    """Let a Connect session raise NessieUnauthorized and SparkGone in users' code too."""
+    import grpc
 
-    def told(error: Exception) -> NessieUnauthorized | None:
-        # The server's exception class stands in a trailer of the call.
+    def told(error: Exception) -> Exception | None:
+        # The server's exception class stands in a trailer of the call; one that is gone has none.
         trailer = getattr(error, "trailing_metadata", None)
-        return _refusal_in(str(trailer()) if trailer else "")
+        found = trailer() if trailer else None
+        if not found and isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAVAILABLE:
+            return SparkGone(
+                f"Spark at {server} does not answer any more.",
+                hint="See its log. The embedded one is started again by whatever needs it next; a run goes on"
+                " by its retry.",
+            )
+        return _refusal_in(str(found or ""))
 
     handle_errors_by(cast("Any", session).client, told)
 
 
-def _open_connect(endpoints: Endpoints, conf: dict[str, str]) -> SparkSession:
+def _open_connect(settings: Settings, endpoints: Endpoints, conf: dict[str, str]) -> SparkSession:
     from pyspark.sql import SparkSession
 
-    remote = conf.pop("spark.remote", None) or endpoints.spark_remote
+    named = conf.pop("spark.remote", None)
+    remote = named or endpoints.spark_remote
     if remote is None:
         raise ConfigurationError("No Spark Connect server is known.", hint="Set BRANCHLAKE_SPARK_REMOTE.")
     url = connect_url(remote, endpoints.spark_token)
     session: SparkSession = SparkSession.builder.remote(url).create()
-    _tell_refusals(session)
+    if settings.embedded_spark and not named:
+        # One that was killed comes back at another port: nothing is waited for at the old one. A live run
+        # once stood still for minutes after that.
+        give_up_within(cast("Any", session).client, _PATIENCE_S)
+    _tell_failures(session, urlsplit(url).netloc)
     for key, value in conf.items():
         if key not in _SERVER_SIDE:
             session.conf.set(key, value)
