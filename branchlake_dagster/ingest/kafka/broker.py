@@ -142,14 +142,24 @@ class EmbeddedKafka:
 
     def _format(self, path: str, configuration: Path) -> None:
         """Give the empty log a cluster's id, as Kafka asks for before its first start."""
-        cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
         command = [str(bundled_java()), "-XX:TieredStopAtLevel=1", "-cp", path]
-        command += ["kafka.tools.StorageTool", "format", "-t", cluster, "-c", str(configuration)]
+        command += ["kafka.tools.StorageTool", "format", "-t", new_cluster_id(), "-c", str(configuration)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
         if done.returncode:
             raise ServerDidNotStart(
                 f"Kafka's storage could not be made: {(done.stdout + done.stderr)[-300:]}"
             )
+
+
+def new_cluster_id(draw: Callable[[], uuid.UUID] = uuid.uuid4) -> str:
+    """A cluster's id as Kafka's own tools draw one: URL-safe base64 that does not begin with a dash.
+
+    They take one that does for an option of theirs: one first start in 64 failed by it.
+    """
+    while True:
+        found = base64.urlsafe_b64encode(draw().bytes).decode().rstrip("=")
+        if not found.startswith("-"):
+            return found
 
 
 def cluster_of(settings: Settings) -> Cluster:
