@@ -7,6 +7,7 @@ two runs in one process stay apart: each has a session of its own, never `getOrC
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -136,6 +137,9 @@ def _open_classic(settings: Settings, conf: dict[str, str]) -> SparkSession:
         for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED"):
             os.environ.pop(name, None)
         os.environ.update(s3_environment(settings))
+        if settings.spark_master.startswith("local"):
+            # Its workers are here too; pyspark would take whatever `python3` is, without our libraries.
+            os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         jars = EmbeddedServers(settings).fetch_jars()
         paths = ",".join(str(path) for jar, path in jars.items() if jar is not NESSIE_SERVER)
         of_process = {

@@ -1,9 +1,11 @@
 """Run by test_spark_io.py in a process of its own: the IO manager on classic Spark sessions."""
 
 import uuid
+from collections.abc import Iterator
 
 import dagster as dg
 import polars as pl
+import pyarrow as pa
 from pyspark.sql import DataFrame
 
 from branchlake_dagster.branching.branch.run_branch import branch_name
@@ -32,13 +34,20 @@ def t(context: dg.AssetExecutionContext, spark: BranchSparkResource) -> DataFram
     )
 
 
+def _same(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    yield from batches
+
+
 @dg.asset(
     key=[NAMESPACE, "sums"],
     ins={"t": dg.AssetIn([NAMESPACE, "t"])},
     metadata=table_metadata(write_mode="upsert", keys=["kind"], require_checks=False),
 )
 def sums(spark: BranchSparkResource, t: DataFrame) -> DataFrame:
-    spark.spark_session.sql(f"SELECT * FROM nessie.{NAMESPACE}.t").collect()
+    session = spark.spark_session
+    session.sql(f"SELECT * FROM nessie.{NAMESPACE}.t").collect()
+    # Workers need what is installed beside this process, whatever `python3` is.
+    assert session.range(3).mapInArrow(_same, "id long").count() == 3
     return t.groupBy("kind").sum("n").withColumnRenamed("sum(n)", "total")
 
 
