@@ -18,6 +18,9 @@ PROJECT = "branchlake_dagster_tests.ingest.project"
 
 def work(what: str, environment: Mapping[str, str], log: str, dies: str = "") -> None:
     """`what` is `live` or `batch`; it `dies` before or after its next publication."""
+    # The fork server keeps the environment of the test that was the first to need it.
+    for name in [one for one in os.environ if one.startswith("BRANCHLAKE_")]:
+        del os.environ[name]
     os.environ.update(environment)
     with Path(log).open("ab", buffering=0) as out:
         os.dup2(out.fileno(), 1)

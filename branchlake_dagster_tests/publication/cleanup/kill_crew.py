@@ -55,6 +55,9 @@ class Board:
 
 def work(role: str, board: Board, stop: Synchronized[int], environment: Mapping[str, str], log: str) -> None:
     """The life of a worker: pieces of work until `stop`. Errors that the daemon would survive do not end it."""
+    # The fork server keeps the environment of the test that was the first to need it.
+    for name in [one for one in os.environ if one.startswith("BRANCHLAKE_")]:
+        del os.environ[name]
     os.environ.update(environment)
     with Path(log).open("ab", buffering=0) as out:
         os.dup2(out.fileno(), 1)
