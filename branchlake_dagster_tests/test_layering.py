@@ -15,11 +15,12 @@ import branchlake_dagster as root
 ROOT = Path(__file__).parents[1] / "branchlake_dagster"
 NAME = ROOT.name
 
-_BASE = {"errors", "extras", "waiting", "wording", "library_internals", "settings"}
+_BASE = {"channel", "errors", "extras", "waiting", "wording", "library_internals", "settings"}
 
 ALLOWED: dict[str, set[str]] = {
     "wording": set(),
     "errors": {"wording"},
+    "channel": set(),
     "library_internals": set(),
     "waiting": set(),
     "extras": {"errors"},

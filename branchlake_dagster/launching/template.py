@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from branchlake_dagster.launching.channel import ChannelClosed, receive, send
+from branchlake_dagster.channel import ChannelClosed, receive, send
 from branchlake_dagster.launching.sources import Stamp, changed, imported_sources
 from branchlake_dagster.launching.worker import SETTLED, Run, execute, report_crash
 from branchlake_dagster.library_internals.dagster_launching import (
@@ -121,12 +121,13 @@ class Template:
     def _answer(self, launcher: socket.socket) -> Callable[[], int] | None:
         """One request of the launcher; the task of the worker when this is it."""
         try:
-            request, reply = receive(launcher)
+            request, passed = receive(launcher)
         except ChannelClosed:
             self._no_more_requests()
             return None
-        if reply is None:
+        if len(passed) != 1:
             raise ValueError("A request brings the socket for its answer.")
+        reply = socket.socket(fileno=passed[0])
         if files := changed(self._sources):
             _decline(reply, {"changed": [str(path) for path in files[:3]]})
             return None

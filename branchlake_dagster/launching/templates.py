@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from branchlake_dagster.channel import ChannelClosed, receive, send
 from branchlake_dagster.errors import BranchlakeError, Transient
-from branchlake_dagster.launching.channel import ChannelClosed, receive, send
 
 _MODULE = "branchlake_dagster.launching.template"
 _ANSWER_S = 30.0
@@ -108,7 +108,7 @@ class _Template:
             with theirs:
                 try:
                     message = {"run_id": run_id, "instance": self.load.instance}
-                    send(self._channel, message, passing=theirs)
+                    send(self._channel, message, passing=[theirs.fileno()])
                 except OSError as error:
                     self.kill()
                     raise NoWorker(f"The warm process of {self.load.location} is gone.") from error

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dagster import DagsterInstance
 
-from branchlake_dagster.launching.channel import ChannelClosed, receive, send
+from branchlake_dagster.channel import ChannelClosed, receive, send
 from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
 from branchlake_dagster.library_internals.dagster_launching import (
     InstanceRef,

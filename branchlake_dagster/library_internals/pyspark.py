@@ -1,12 +1,13 @@
-"""pyspark 4.1's Spark Connect client beyond what it exports."""
+"""pyspark 4.1 beyond what it exports: its Spark Connect client, and the daemon of its workers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NoReturn, cast
 
 _FIRST_WAIT_MS, _GROWTH, _LONGEST_WAIT_MS = 50, 4.0, 4_000
-__all__ = ["add_session_hook", "give_up_within", "handle_errors_by"]
+__all__ = ["add_session_hook", "daemon_manager", "give_up_within", "handle_errors_by"]
 
 
 def add_session_hook(client: Any, hook: Any) -> None:
@@ -50,3 +51,11 @@ def give_up_within(client: Any, seconds: float) -> None:
         max_backoff=_LONGEST_WAIT_MS,
     )
     client.set_retry_policies([policy])
+
+
+def daemon_manager(worker_module: str) -> Callable[[], None]:
+    """What `python -m pyspark.daemon WORKER_MODULE` does, in a process that has pyspark imported."""
+    import pyspark.daemon as daemon
+
+    daemon.worker_main = import_module(worker_module).main
+    return cast("Callable[[], None]", daemon.manager)

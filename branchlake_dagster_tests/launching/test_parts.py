@@ -16,9 +16,9 @@ import psutil
 import pytest
 from dagster import DagsterInstance, DefaultRunLauncher
 
+from branchlake_dagster.channel import ChannelClosed, receive, send
 from branchlake_dagster.lakehouse.embedded.process import started_s
 from branchlake_dagster.launching import templates as templates_module
-from branchlake_dagster.launching.channel import ChannelClosed, receive, send
 from branchlake_dagster.launching.process import WorkerProcess
 from branchlake_dagster.launching.sources import changed, imported_sources
 from branchlake_dagster.launching.templates import Load, NoWorker, Templates
@@ -26,17 +26,18 @@ from branchlake_dagster.library_internals.dagster_launching import serialize_val
 from branchlake_dagster_tests.dagster_internals import FileCodePointer, RepositoryPythonOrigin
 
 
-def test_a_message_and_the_socket_with_it_arrive() -> None:
+def test_a_message_and_the_files_with_it_arrive() -> None:
     here, there = socket.socketpair()
     with here, there:
         mine, passed = socket.socketpair()
         with mine, passed:
-            send(here, {"text": "x"}, passing=passed)
+            send(here, {"text": "x"}, passing=[passed.fileno(), mine.fileno()])
             message, received = receive(there)
         assert message == {"text": "x"}
-        assert received is not None
-        with received:
-            assert not os.get_inheritable(received.fileno())
+        assert len(received) == 2
+        for descriptor in received:
+            assert not os.get_inheritable(descriptor)
+            os.close(descriptor)
 
 
 def test_a_closed_end_is_told() -> None:

@@ -44,6 +44,7 @@ from branchlake_dagster.lakehouse.embedded.private import (
 from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ProcessRecord
 from branchlake_dagster.lakehouse.embedded.rest_catalog import catalog_environment, catalog_flags
 from branchlake_dagster.lakehouse.embedded.token import credentials, stored
+from branchlake_dagster.lakehouse.python_workers import daemon
 from branchlake_dagster.settings import Settings
 
 NESSIE = "nessie"
@@ -302,6 +303,8 @@ class EmbeddedServers:
             options = [f"-Dlog4j2.configurationFile={spark_log.configure(scratch / 'conf').as_uri()}"]
             options += [self._scratch_option(SPARK)]
             options += self._archive_options(_spark_archive(jars, java))
+            if settings.spark_master.startswith("local"):  # its workers are on this machine
+                conf["spark.python.daemon.module"] = daemon.__name__
             command += ["--driver-java-options", " ".join(f'"{option}"' for option in options)]
         for key, value in conf.items():
             command += ["--conf", f"{key}={value}"]
@@ -312,6 +315,7 @@ class EmbeddedServers:
             "SPARK_LOCAL_IP": LOOPBACK,
             # The server starts its Python workers with this; spark.pyspark.python has no effect there.
             "PYSPARK_PYTHON": sys.executable,
+            daemon.FOLDER: str(self._root / "tmp" / SPARK),
             "SPARK_CONNECT_AUTHENTICATE_TOKEN": self._spark_token(),
             # Of the JVM that only works the command out; it ends before its second compiler pays.
             "SPARK_LAUNCHER_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",

@@ -15,18 +15,18 @@ from collections.abc import Callable
 import psutil
 
 from branchlake_dagster.lakehouse.embedded.process import ProcessRecord
+from branchlake_dagster.lakehouse.python_workers.idle import IDLE_S, is_idle
 
-_IDLE_S = 180.0
-"""Spark itself ends workers that did nothing for a minute."""
 _EVERY_S = 60.0
 _looked = threading.Lock()
 _last: dict[int, float] = {}
 
 
 def end_idle_daemons(server: ProcessRecord, *, now: Callable[[], float] = time.time) -> int:
-    """End the daemons of a Spark server on this machine that have no worker, and are minutes old.
+    """End the ordinary daemons of a Spark server on this machine that have no worker, and are minutes old.
 
-    How many. Looks once a minute and process, whoever asks; touches only children of the server.
+    How many. Looks once a minute and process, whoever asks; touches only children of the server. Those that
+    were forked from the warm process are ended by it.
     """
     with _looked:
         if now() - _last.get(server.pid, 0.0) < _EVERY_S or not server.alive():
@@ -36,8 +36,8 @@ def end_idle_daemons(server: ProcessRecord, *, now: Callable[[], float] = time.t
     with contextlib.suppress(psutil.Error):  # it ended meanwhile
         for one in psutil.Process(server.pid).children():
             with contextlib.suppress(psutil.Error):
-                old = now() - one.create_time() > _IDLE_S
-                if old and "pyspark.daemon" in one.cmdline() and not one.children():
+                old = now() - one.create_time() > IDLE_S
+                if old and "pyspark.daemon" in one.cmdline() and is_idle(one):
                     one.terminate()
                     ended += 1
     return ended

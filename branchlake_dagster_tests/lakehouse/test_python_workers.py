@@ -1,0 +1,201 @@
+"""The Python daemons of an embedded Spark server are forked from a warm process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import psutil
+import pyarrow as pa
+import pytest
+
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.lakehouse.python_workers import daemon, warm
+from branchlake_dagster.waiting import holds_within
+
+MODULE = daemon.__name__
+
+
+class Server:
+    """Plays Spark's part: starts daemons and asks them for workers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.secret = uuid.uuid4().hex
+        self.daemons: list[subprocess.Popen[bytes]] = []
+
+    def daemon(self, **environment: str) -> tuple[subprocess.Popen[bytes], int]:
+        """One and the port that it listens at, as `PythonWorkerFactory` starts it."""
+        place = self.folder / f"session-{len(self.daemons)}"
+        place.mkdir()
+        made = subprocess.Popen(
+            [sys.executable, "-m", MODULE, "pyspark.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=place,
+            env={
+                **os.environ,
+                daemon.FOLDER: str(self.folder),
+                "PYTHON_WORKER_FACTORY_SECRET": self.secret,
+                **environment,
+            },
+        )
+        self.daemons.append(made)
+        assert made.stdout is not None
+        (port,) = struct.unpack("!i", made.stdout.read(4))
+        return made, port
+
+    def worker(self, port: int) -> int:
+        """The process id of a worker that has been forked, and waits for a task."""
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            (pid,) = struct.unpack("!i", connection.recv(4))
+            secret = self.secret.encode()
+            connection.sendall(struct.pack("!i", len(secret)) + secret)
+            assert connection.recv(6) == struct.pack("!i", 2) + b"ok"
+            return pid
+
+    def end(self) -> None:
+        for one in self.daemons:
+            assert one.stdin is not None
+            assert one.stdout is not None
+            one.stdin.close()
+            one.stdout.close()
+            one.wait(30)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    # The path of a socket may have a hundred characters; a state folder's may be longer.
+    folder = tmp_path / ("deep" * 30)
+    folder.mkdir()
+    made = Server(folder)
+    try:
+        yield made
+    finally:
+        made.end()
+        for one in warm_processes(folder):
+            one.kill()
+
+
+def warm_processes(folder: Path) -> list[psutil.Process]:
+    found = []
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if warm.__name__ in one.cmdline() and one.environ().get(daemon.FOLDER) == str(folder):
+                found.append(one)
+    return found
+
+
+def test_daemons_are_forked_from_one_warm_process(server: Server) -> None:
+    first, port = server.daemon()
+    second, other = server.daemon(SPARK_JOB="second")
+    parents = {psutil.Process(server.worker(one)).parent().ppid() for one in (port, other)}
+    assert len(parents) == 1
+    (parent,) = parents
+    assert warm.__name__ in psutil.Process(parent).cmdline()
+    assert first.poll() is None
+    assert second.poll() is None
+
+
+def test_a_daemon_has_its_own_environment_and_folder(server: Server) -> None:
+    server.daemon()
+    _, port = server.daemon(OF_THE_SECOND="yes")
+    forked = psutil.Process(server.worker(port)).parent()
+    assert forked is not None
+    assert Path(forked.cwd()).name == "session-1"
+
+
+def test_it_ends_when_spark_closes_its_pipe(server: Server) -> None:
+    made, port = server.daemon()
+    worker = server.worker(port)
+    server.end()
+    assert made.returncode == 0
+    assert holds_within(30.0, lambda: not psutil.pid_exists(worker), every_s=0.05)
+
+
+def test_who_stands_for_it_passes_the_end_on(server: Server) -> None:
+    made, port = server.daemon()
+    worker = server.worker(port)
+    made.send_signal(signal.SIGTERM)
+    made.wait(30)
+    assert holds_within(30.0, lambda: not psutil.pid_exists(worker), every_s=0.05)
+
+
+def test_a_killed_warm_process_is_followed_by_another(server: Server) -> None:
+    server.daemon()
+    for one in warm_processes(server.folder):
+        one.kill()
+    _, port = server.daemon()
+    assert server.worker(port)
+
+
+@pytest.mark.parametrize(
+    "environment", [{"PYTHONHASHSEED": "7"}, {"OMP_NUM_THREADS": "11"}], ids=lambda one: next(iter(one))
+)
+def test_who_imports_otherwise_is_an_ordinary_daemon(server: Server, environment: dict[str, str]) -> None:
+    server.daemon()
+    made, port = server.daemon(**environment)
+    assert server.worker(port)
+    assert "pyspark.daemon" in psutil.Process(made.pid).cmdline()
+
+
+def test_without_a_folder_of_its_own_it_is_an_ordinary_daemon(server: Server, tmp_path: Path) -> None:
+    made, port = server.daemon(**{daemon.FOLDER: str(tmp_path / "not there")})
+    assert server.worker(port)
+    assert "pyspark.daemon" in psutil.Process(made.pid).cmdline()
+
+
+def test_the_warm_process_ends_with_spark(tmp_path: Path) -> None:
+    """Spark is the process that starts the daemon; here one that is killed."""
+    start = (
+        "import subprocess, sys;"
+        f"subprocess.Popen([sys.executable, '-m', {MODULE!r}, 'pyspark.worker'],"
+        " stdin=subprocess.PIPE, stdout=sys.stdout).wait()"
+    )
+    environment = {**os.environ, daemon.FOLDER: str(tmp_path), "PYTHON_WORKER_FACTORY_SECRET": "x"}
+    with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, env=environment) as spark:
+        assert spark.stdout is not None
+        assert len(spark.stdout.read(4)) == 4
+        assert warm_processes(tmp_path)
+        spark.kill()
+        assert holds_within(30.0, lambda: not warm_processes(tmp_path), every_s=0.1)
+
+
+@pytest.mark.spark
+def test_sessions_of_spark_share_what_is_imported_and_no_workers(lakehouse: Lakehouse) -> None:
+    def tell(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        imported = "pyiceberg.io.pyarrow" in sys.modules
+        daemon = psutil.Process().parent()
+        told = {
+            "worker": os.getpid(),
+            "daemon": daemon.pid,
+            "warm": daemon.ppid(),
+            "imported": imported,
+            "drawn": numpy.random.random(),
+        }
+        for _ in batches:
+            yield pa.RecordBatch.from_pydict({"told": [json.dumps(told)]})
+
+    found = []
+    for _ in range(2):
+        session = lakehouse.spark_session()
+        try:
+            rows = session.range(0, 40, 1, 2).mapInArrow(tell, "told string").toArrow()
+        finally:
+            session.stop()
+        found += [json.loads(one) for one in set(rows["told"].to_pylist())]
+    assert len({one["warm"] for one in found}) == 1
+    assert len({one["daemon"] for one in found}) == 2
+    assert all(one["imported"] for one in found)
+    workers = {one["worker"] for one in found}
+    assert len({one["drawn"] for one in found}) == len(workers), "they draw the same numbers"
