@@ -7,9 +7,10 @@ import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 from pyiceberg.manifest import DataFile
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster.ingest.batch.prepared import FOR, Prepared, fields_taken, row_columns
@@ -18,6 +19,13 @@ from branchlake_dagster.ingest.batch.writer import SENT_BACK, Work, WorkerTarget
 from branchlake_dagster.ingest.converting.formats import Format
 from branchlake_dagster.ingest.declaring.families import Expanded
 from branchlake_dagster.ingest.positions.offsets import Offsets
+
+_ARROW = "spark.sql.execution.arrow"
+_BATCHES = {f"{_ARROW}.maxBytesPerBatch": str((1 << 31) - 1), f"{_ARROW}.maxRecordsPerBatch": "2500"}
+"""How Spark cuts what it sends to its workers. A limit in bytes it holds by adding up all columns after each
+record, which was a sixth of a batch's time; only this number stands for none. So few records bound the
+memory instead: with a broker's usual limit of 1 MB each, 2.5 GB at the very worst."""
+_cut: WeakSet[SparkSession] = WeakSet()
 
 
 @dataclass
@@ -66,6 +74,7 @@ def scan(
 
     `floors` are by table the offsets before which it takes nothing; `targets` end with the dead letters.
     """
+    _cut_batches(records.sparkSession)
     frame = reading.read(records)
     letters = list(zip(work.topics, work.incarnations, strict=True)) if FOR in records.columns else []
     prepared = Prepared(ingest, reading, targets[:-1], floors, floors.get(targets[-1].name), letters)
@@ -82,6 +91,14 @@ def scan(
             for name, at in told["latest"].items():
                 found.latest[name] = max(at, found.latest.get(name, at))
     return found
+
+
+def _cut_batches(session: SparkSession) -> None:
+    """Let a session cut by records alone; each is asked once."""
+    if session not in _cut:
+        for name, value in _BATCHES.items():
+            session.conf.set(name, value)
+        _cut.add(session)
 
 
 def worker_targets(targets: Sequence[Target], staged: Mapping[int, str]) -> list[WorkerTarget]:
