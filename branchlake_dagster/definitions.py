@@ -31,7 +31,7 @@ LIVE_SENSORS = "BRANCHLAKE_LIVE_SENSORS"
 """Environment variable: where live sensors' topics are, `landing` or `kafka`; unset: there are none."""
 
 
-def live() -> dg.Definitions:
+def live(settings: Settings) -> dg.Definitions:
     """The ingestions of live sensors, if the environment asks for them. Their sensors are off at first."""
     wanted = os.environ.get(LIVE_SENSORS, "").strip().lower()
     if not wanted:
@@ -43,7 +43,7 @@ def live() -> dg.Definitions:
     # Others do not wait for what only ingestion imports.
     from branchlake_dagster.fusion.assets.raw import live_sensors
 
-    return live_sensors("kafka" if wanted == "kafka" else "landing")
+    return live_sensors("kafka" if wanted == "kafka" else "landing", settings.receiver_monitors)
 
 
 def gp_provider(settings: Settings) -> GpProvider | None:
@@ -80,7 +80,7 @@ def build_definitions(settings: Settings) -> dg.Definitions:
         # One process per run: a process per step costs its start-up for each, and the work is Spark's.
         executor=dg.in_process_executor,
     )
-    return branchlake_definitions(settings, dg.Definitions.merge(graph, live()))
+    return branchlake_definitions(settings, dg.Definitions.merge(graph, live(settings)))
 
 
 defs = build_definitions(Settings())

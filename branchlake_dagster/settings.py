@@ -239,6 +239,11 @@ class Settings(BaseSettings):
         return self.landing or self.state_dir / "landing"
 
     @property
+    def receiver_monitors(self) -> tuple[str, ...]:
+        """The monitors of receivers, one by one."""
+        return tuple(one.strip() for one in (self.receivers or "").split(",") if one.strip())
+
+    @property
     def embedded_warehouse(self) -> bool:
         """Whether the tables lie in the state folder."""
         return self.warehouse_uri == f"file://{self.state_dir}/warehouse"

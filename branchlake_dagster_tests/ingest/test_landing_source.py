@@ -28,9 +28,9 @@ from branchlake_dagster.ingest.positions.offsets import OffsetRange, TopicPartit
 from branchlake_dagster.ingest.receiving.landing import Landing, LandingDamaged
 from branchlake_dagster.ingest.receiving.records.record import Origin, Record
 from branchlake_dagster.ingest.receiving.sinks.landing_files import LandingSink
+from branchlake_dagster.ingest.reporting.observing import observations
 from branchlake_dagster.ingest.running.definitions import ingest_definitions
 from branchlake_dagster.ingest.running.landing_files import remove_landing_files
-from branchlake_dagster.ingest.running.observing import observations
 from branchlake_dagster.ingest.running.sensor import waiting
 from branchlake_dagster.ingest.running.source import source_of
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse

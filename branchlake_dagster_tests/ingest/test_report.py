@@ -15,7 +15,7 @@ from branchlake_dagster.ingest.declaring.families import expanded
 from branchlake_dagster.ingest.positions.offsets import OffsetRange, TopicPartition
 from branchlake_dagster.ingest.positions.planning import BatchPlan
 from branchlake_dagster.ingest.positions.recorded import Recorded
-from branchlake_dagster.ingest.running.report import check_results, combined, offsets_table
+from branchlake_dagster.ingest.reporting.report import check_results, combined, offsets_table
 
 ONE, OTHER = TopicPartition("t", "id", 0), TopicPartition("t", "id", 1)
 

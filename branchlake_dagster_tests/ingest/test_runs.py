@@ -14,11 +14,11 @@ import pytest
 
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.reporting.topics import topic_key
 from branchlake_dagster.ingest.running import batch_assets
 from branchlake_dagster.ingest.running.definitions import ingest_definitions
 from branchlake_dagster.ingest.running.live_job import live_sensor
 from branchlake_dagster.ingest.running.sensor import INGESTION_TAG, batch_sensor
-from branchlake_dagster.ingest.running.source import topic_key
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
 from branchlake_dagster.publication.runtime.publish import RunOutcome, publish

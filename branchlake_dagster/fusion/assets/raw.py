@@ -5,7 +5,7 @@ They are ingestions: each record once, whole batches published, what cannot be d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import dagster as dg
@@ -28,9 +28,12 @@ _OF_THE_RECORD: Mapping[str, Any] = {
 }
 
 
-def live_sensors(source: Where) -> dg.Definitions:
-    """The ingestions of radars, telescopes and links, from topics on Kafka or in the landing folder."""
-    return ingest_definitions(*raw_ingests(source))
+def live_sensors(source: Where, receivers: Sequence[str] = ()) -> dg.Definitions:
+    """The ingestions of radars, telescopes and links, from topics on Kafka or in the landing folder.
+
+    `receivers` are the monitors of what fills these.
+    """
+    return ingest_definitions(*raw_ingests(source), receivers=receivers)
 
 
 def raw_ingests(source: Where) -> list[Ingest]:

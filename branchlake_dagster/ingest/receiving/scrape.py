@@ -1,10 +1,10 @@
-"""The counts of receivers, read from their `/metrics`."""
+"""How receivers are: their `/metrics` and `/health`, read."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import requests
@@ -23,6 +23,33 @@ class TopicCounts:
     waiting: int = 0
     buffer: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: TopicCounts) -> None:
+        """Count what another one has counted too."""
+        self.received += other.received
+        self.handed_over += other.handed_over
+        self.waiting += other.waiting
+        self.buffer += other.buffer
+        self.dropped += other.dropped
+
+
+@dataclass(frozen=True)
+class Monitored:
+    """What the monitor of one process of receivers told; `counts` are by topic.
+
+    `state` and `reasons` are those of its `/health`, `unknown` where that says none; `silent` when it did
+    not answer at all.
+    """
+
+    address: str
+    counts: Mapping[str, TopicCounts] = field(default_factory=dict)
+    state: str = "silent"
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def silent(self) -> bool:
+        """Whether it did not answer."""
+        return self.state == "silent"
 
 
 def topic_counts(text: str) -> dict[str, TopicCounts]:
@@ -50,22 +77,30 @@ def topic_counts(text: str) -> dict[str, TopicCounts]:
     return found
 
 
-def scrape(monitors: Iterable[str]) -> tuple[dict[str, TopicCounts], Sequence[str]]:
-    """By topic the sums over monitors (`http://host:9464`), and those that did not answer. Never raises."""
-    found: dict[str, TopicCounts] = {}
-    silent = []
-    for monitor in monitors:
-        try:
-            answer = requests.get(f"{monitor.rstrip('/')}/metrics", timeout=_TIMEOUT_S)
-            answer.raise_for_status()
-        except requests.RequestException:
-            silent.append(monitor)
-            continue
-        for topic, counts in topic_counts(answer.text).items():
-            known = found.setdefault(topic, TopicCounts())
-            known.received += counts.received
-            known.handed_over += counts.handed_over
-            known.waiting += counts.waiting
-            known.buffer += counts.buffer
-            known.dropped += counts.dropped
-    return found, silent
+def scrape(monitors: Iterable[str]) -> list[Monitored]:
+    """What each monitor (`http://host:9464`) tells. Never raises."""
+    return [_asked(one) for one in monitors]
+
+
+def together(found: Iterable[Monitored]) -> dict[str, TopicCounts]:
+    """By topic the sums over monitors."""
+    sums: dict[str, TopicCounts] = {}
+    for one in found:
+        for topic, counts in one.counts.items():
+            sums.setdefault(topic, TopicCounts()).add(counts)
+    return sums
+
+
+def _asked(monitor: str) -> Monitored:
+    address = monitor.rstrip("/")
+    try:
+        metrics = requests.get(f"{address}/metrics", timeout=_TIMEOUT_S)
+        metrics.raise_for_status()
+    except requests.RequestException:
+        return Monitored(monitor)
+    try:
+        told = requests.get(f"{address}/health", timeout=_TIMEOUT_S).json()  # 503 is an answer too
+        state, reasons = str(told["state"]), tuple(map(str, told.get("reasons", ())))
+    except (requests.RequestException, KeyError, TypeError, AttributeError):
+        state, reasons = "unknown", ()
+    return Monitored(monitor, topic_counts(metrics.text), state, reasons)

@@ -17,15 +17,16 @@ from branchlake_dagster.ingest.batch.reprocess import Chosen, reprocess_batch
 from branchlake_dagster.ingest.batch.targets import Target
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.declaring.families import Expanded, expanded
-from branchlake_dagster.ingest.running.earlier_attempts import take_back
-from branchlake_dagster.ingest.running.report import (
+from branchlake_dagster.ingest.reporting.report import (
     check_results,
     check_specs,
     evaluation,
     sentence,
     table_metadata_of,
 )
-from branchlake_dagster.ingest.running.source import source_of, topic_key
+from branchlake_dagster.ingest.reporting.topics import topic_key
+from branchlake_dagster.ingest.running.earlier_attempts import take_back
+from branchlake_dagster.ingest.running.source import source_of
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 
 INGESTION_TAG = "branchlake/ingestion"

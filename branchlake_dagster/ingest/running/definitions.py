@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import dagster as dg
 
 from branchlake_dagster.extras import require
 from branchlake_dagster.ingest.declaring.declaration import Ingest
+from branchlake_dagster.ingest.reporting.receivers import receiver_key, receiver_spec
+from branchlake_dagster.ingest.reporting.topics import topic_key, topic_spec
 from branchlake_dagster.ingest.running.batch_assets import INGESTION_TAG, batch_assets
 from branchlake_dagster.ingest.running.landing_files import landing_files_job, landing_files_schedule
 from branchlake_dagster.ingest.running.live_job import live_job, live_sensor
 from branchlake_dagster.ingest.running.sensor import batch_sensor
-from branchlake_dagster.ingest.running.source import topic_key, topic_spec
 
 
 def ingest_definitions(
@@ -22,6 +24,7 @@ def ingest_definitions(
     most_age_s: float = 60.0,
     live_interval_s: float = 1.0,
     live_run_s: float = 6 * 3600.0,
+    receivers: Iterable[str] = (),
 ) -> dg.Definitions:
     """Assets, checks, jobs and sensors of ingestions, and their topics as external assets.
 
@@ -36,6 +39,8 @@ def ingest_definitions(
         most_age_s (float): So long records wait at most for a batch, seconds.
         live_interval_s (float): Least time between two batches of a live run, seconds.
         live_run_s (float): After so long a live run ends, and another one takes over, seconds.
+        receivers (Iterable[str]): Monitors of receivers (`http://host:9464`) that get an asset each, to be
+            given once in a code location. What they tell is asked of those in `BRANCHLAKE_RECEIVERS`.
 
     Returns:
         Definitions: To be merged with yours.
@@ -57,6 +62,7 @@ def ingest_definitions(
     if any(one.source == "kafka" for one in ingests):
         require("kafka", "confluent_kafka", wanted_by="ingestion from Kafka")
     external = {topic_key(one, topic): topic_spec(one, topic) for one in ingests for topic in one.topics}
+    external |= {receiver_key(one): receiver_spec(one) for one in receivers}
     assets: list[dg.AssetsDefinition] = []
     jobs: list[Any] = []
     sensors: list[dg.SensorDefinition] = []

@@ -29,7 +29,7 @@ from branchlake_dagster.ingest.batch.records import Records
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.errors import Superseded, TooManyDeadLetters
 from branchlake_dagster.ingest.kafka.topics import Topics
-from branchlake_dagster.ingest.running.report import blocked_because
+from branchlake_dagster.ingest.reporting.report import blocked_because
 from branchlake_dagster.lakehouse.catalog.options import COMMIT_PROPERTY, NAMESPACE_CREATE
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient

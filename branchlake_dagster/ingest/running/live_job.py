@@ -10,15 +10,16 @@ import dagster as dg
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.kafka.topics import Topics
-from branchlake_dagster.ingest.running.batch_assets import INGESTION_TAG, tasks_of
-from branchlake_dagster.ingest.running.live import LiveBatch, LiveIngestion, may_go_on
-from branchlake_dagster.ingest.running.report import (
+from branchlake_dagster.ingest.reporting.report import (
     check_results,
     combined,
     evaluation,
     sentence,
     table_metadata_of,
 )
+from branchlake_dagster.ingest.running.batch_assets import INGESTION_TAG, tasks_of
+from branchlake_dagster.ingest.running.live import LiveBatch, LiveIngestion, may_go_on
+from branchlake_dagster.ingest.running.pausing import pause
 from branchlake_dagster.ingest.running.sensor import active_runs, told_and_observations
 from branchlake_dagster.ingest.running.source import source_of
 from branchlake_dagster.publication.ledger import report_metadata as names
@@ -71,23 +72,26 @@ def live_sensor(
 ) -> dg.SensorDefinition:
     """A sensor that starts the live run when none is there: the first, and after each that has ended.
 
-    How the topics are is told on their assets each minute.
+    Ever later while they fail one after the other. How the topics are is told on their assets each minute.
     """
+    job = f"ingest_{ingest.name}_live"
 
     @dg.sensor(
         name=f"ingest_{ingest.name}_live_sensor",
-        job_name=f"ingest_{ingest.name}_live",
+        job_name=job,
         minimum_interval_seconds=interval_s,
         required_resource_keys={lakehouse_key},
         description=f"Keeps a live run of {ingest.name} going.",
     )
     def sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
-        told = float(context.cursor or 0.0)
-        told, events = told_and_observations(ingest, resource.lakehouse, told, now())
+        at, told = now(), float(context.cursor or 0.0)
+        told, events = told_and_observations(ingest, resource.lakehouse, told, at)
         if active := active_runs(context.instance, ingest):
             reason = f"Run {active[0].run_id[:8]} is at it."
             return dg.SensorResult(skip_reason=reason, cursor=str(told), asset_events=events)
+        if later := pause(context.instance, ingest, job, at):
+            return dg.SensorResult(skip_reason=later, cursor=str(told), asset_events=events)
         request = dg.RunRequest(tags={INGESTION_TAG: ingest.name})
         return dg.SensorResult([request], cursor=str(told), asset_events=events)
 

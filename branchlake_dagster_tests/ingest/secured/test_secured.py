@@ -28,10 +28,10 @@ from branchlake_dagster.ingest.kafka import topics
 from branchlake_dagster.ingest.kafka.broker import cluster_of
 from branchlake_dagster.ingest.kafka.topics import KafkaTopics
 from branchlake_dagster.ingest.receiving.records.record import Origin, Record
-from branchlake_dagster.ingest.receiving.scrape import TopicCounts, scrape
+from branchlake_dagster.ingest.receiving.scrape import TopicCounts, scrape, together
 from branchlake_dagster.ingest.receiving.sinks import kafka as sinks
 from branchlake_dagster.ingest.receiving.sinks.kafka import BrokerUnreachable, KafkaSink
-from branchlake_dagster.ingest.running.report import moment
+from branchlake_dagster.ingest.reporting.report import moment
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.cli.test_receive import ANYWHERE, framed, receiving
@@ -159,23 +159,27 @@ def test_a_receiver_whose_broker_stands_still_is_seen_on_the_topic(
 
         def counted(enough: Callable[[TopicCounts], bool]) -> None:
             until = time.monotonic() + 120
-            while not enough(scrape([monitor])[0][topic]):
+            while not enough(together(scrape([monitor]))[topic]):
                 assert time.monotonic() < until, scrape([monitor])
                 time.sleep(0.05)
 
         stream.sendall(b"".join(framed(value(number)) for number in range(10)))
         counted(lambda one: one.handed_over == 10)
-        (before,) = project.tick("live_sensor").asset_events
+        before, receiver = project.tick("live_sensor").asset_events
+        assert receiver.asset_key == dg.AssetKey(["receivers", monitor.removeprefix("http://")])
+        assert receiver.metadata["branchlake/state"].value == "ready"
         assert before.metadata["branchlake/receiver_buffer_used"].value == 0.0
         monkeypatch.setattr(topics, "_TIMEOUT_S", 1.0)
         with standing_still(secured.pid):
             stream.sendall(b"".join(framed(value(number)) for number in range(500)))
             counted(lambda one: one.waiting >= 50)
-            (stalled,) = project.tick("live_sensor").asset_events
+            stalled, receiver = project.tick("live_sensor").asset_events
         assert stalled.asset_key == dg.AssetKey(["kafka", topic])
         assert stalled.metadata["branchlake/receiver_buffer_used"].value == 1.0
         assert stalled.metadata["branchlake/receiver_buffered"].value >= 50
         assert stalled.metadata["branchlake/handed_over"].value == 10
+        assert receiver.metadata["branchlake/state"].value == "degraded"
+        assert "buffer is nearly full" in receiver.metadata["branchlake/reasons"].value
         counted(lambda one: one.handed_over == 510)
         assert running.end()[topic]["handed_over"] == 510
 

@@ -1,4 +1,4 @@
-"""What is told of topics on their assets: lag, the oldest record that waits, and what receivers count."""
+"""What is told of topics on their assets: lag, the oldest record that waits; and of their receivers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from branchlake_dagster.ingest.kafka.topics import Topics
 from branchlake_dagster.ingest.positions.offsets import TopicPartition
 from branchlake_dagster.ingest.positions.recorded import Recorded
 from branchlake_dagster.ingest.positions.topic import Topic
-from branchlake_dagster.ingest.receiving.scrape import TopicCounts, scrape
-from branchlake_dagster.ingest.running.report import LAG, VALID_THROUGH, moment
-from branchlake_dagster.ingest.running.source import topic_key
+from branchlake_dagster.ingest.receiving.scrape import TopicCounts, scrape, together
+from branchlake_dagster.ingest.reporting.receivers import counted, receiver_observations
+from branchlake_dagster.ingest.reporting.report import LAG, VALID_THROUGH, moment
+from branchlake_dagster.ingest.reporting.topics import topic_key
 from branchlake_dagster.settings import Settings
 
 
@@ -30,8 +31,12 @@ def observations(
     *,
     now: Callable[[], float] = time.time,
 ) -> list[dg.AssetObservation]:
-    """One for each topic of an ingestion, on the topic's asset. Raises what `topics` raises."""
-    counts, silent = _scraped(settings)
+    """One for each topic of an ingestion, on the topic's asset, and for each receiver of one of them.
+
+    Raises what `topics` raises.
+    """
+    monitors = scrape(settings.receiver_monitors)
+    counts, silent = together(monitors), [one.address for one in monitors if one.silent]
     found = []
     for name, topic in sorted(before.topics.items()):
         waiting = _waiting(before, topic)
@@ -44,22 +49,20 @@ def observations(
             **_received(counts.get(name), silent),
         }
         found.append(dg.AssetObservation(topic_key(ingest, name), metadata=metadata))
-    return found
+    return [*found, *receiver_observations(monitors, ingest.topics)]
 
 
-def receiver_observations(ingest: Ingest, settings: Settings) -> list[dg.AssetObservation]:
+def without_brokers(ingest: Ingest, settings: Settings) -> list[dg.AssetObservation]:
     """What receivers have counted of the topics, without a look at these: they fill when brokers are away."""
-    counts, silent = _scraped(settings)
+    monitors = scrape(settings.receiver_monitors)
+    counts, silent = together(monitors), [one.address for one in monitors if one.silent]
     told = {name: _received(counts.get(name), silent) for name in sorted(ingest.topics)}
-    return [
+    of_topics = [
         dg.AssetObservation(topic_key(ingest, name), metadata=metadata)
         for name, metadata in told.items()
         if metadata
     ]
-
-
-def _scraped(settings: Settings) -> tuple[dict[str, TopicCounts], Sequence[str]]:
-    return scrape(one.strip() for one in (settings.receivers or "").split(",") if one.strip())
+    return [*of_topics, *receiver_observations(monitors, ingest.topics)]
 
 
 def _waiting(before: Before, topic: Topic) -> dict[TopicPartition, int]:
@@ -103,16 +106,4 @@ def _received(counts: TopicCounts | None, silent: Sequence[str]) -> Mapping[str,
     found: dict[str, Any] = {}
     if silent:
         found["branchlake/receivers_silent"] = dg.MetadataValue.text(", ".join(silent))
-    if counts is None:
-        return found
-    found["branchlake/received"] = dg.MetadataValue.int(counts.received)
-    found["branchlake/handed_over"] = dg.MetadataValue.int(counts.handed_over)
-    found["branchlake/dropped"] = dg.MetadataValue.int(counts.dropped.total())
-    for reason, number in sorted(counts.dropped.items()):
-        found[f"branchlake/dropped_{reason}"] = dg.MetadataValue.int(number)
-    found["branchlake/receiver_buffered"] = dg.MetadataValue.int(counts.waiting)
-    if counts.buffer:
-        # What waits includes what the sink has in hand.
-        used = min(counts.waiting / counts.buffer, 1.0)
-        found["branchlake/receiver_buffer_used"] = dg.MetadataValue.float(round(used, 4))
-    return found
+    return found if counts is None else {**found, **counted(counts)}

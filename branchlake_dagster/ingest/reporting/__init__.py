@@ -1,0 +1,1 @@
+"""What Dagster is told of batches, topics and receivers."""
