@@ -14,8 +14,9 @@ from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.ingest.batch.before import Before, look
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.positions.offsets import records
+from branchlake_dagster.ingest.reporting.observing import observations, without_brokers
 from branchlake_dagster.ingest.running.batch_assets import INGESTION_TAG
-from branchlake_dagster.ingest.running.observing import observations, receiver_observations
+from branchlake_dagster.ingest.running.pausing import pause
 from branchlake_dagster.ingest.running.source import source_of
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.wording import counted
@@ -57,7 +58,7 @@ def told_and_observations(
         return at, observations(ingest, waiting(ingest, lake), topics, lake.settings)
     except BranchlakeError as error:
         _log.warning("The topics of %s could not be looked at: %s", ingest.name, error)
-        return at, receiver_observations(ingest, lake.settings)
+        return at, without_brokers(ingest, lake.settings)
 
 
 def batch_sensor(
@@ -72,8 +73,8 @@ def batch_sensor(
 ) -> dg.SensorDefinition:
     """A sensor that starts the job for a batch, one at a time.
 
-    When `least_records` wait, or some have waited for `most_age_s` seconds. How the topics are is told on
-    their assets each minute, also while a run is at it.
+    When `least_records` wait, or some have waited for `most_age_s` seconds; ever later while its runs fail
+    one after the other. How the topics are is told on their assets each minute, also while a run is at it.
     """
 
     @dg.sensor(
@@ -105,6 +106,8 @@ def batch_sensor(
         cursor = json.dumps({"told": told, **({"since": since} if since is not None else {})})
         aged = since is not None and at - since >= most_age_s
         if before.plan.due or count >= least_records or (count and aged):
+            if later := pause(context.instance, ingest, job, at):
+                return dg.SensorResult(skip_reason=later, cursor=cursor, asset_events=events)
             cursor = json.dumps({"told": told})
             request = dg.RunRequest(tags={INGESTION_TAG: ingest.name})
             return dg.SensorResult([request], cursor=cursor, asset_events=events)
