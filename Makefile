@@ -12,6 +12,9 @@ export DAGSTER_HOME ?= $(or $(BRANCHLAKE_STATE_DIR),$(CURDIR)/.branchlake)/dagst
 help:  ## list what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
+# Images set it to stay small. Without byte code every process that is started compiles all it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The locks are complete, so no resolver runs (pip stumbles over extras in hash mode). What is run needs a
 # third of what is tested; its byte code is left to the first import, which compiles only what it needs.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps

@@ -11,7 +11,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import alembic.util
 import dagster as dg
 
 
@@ -36,3 +39,22 @@ def _empty_databases() -> Mapping[str, bytes]:
             instance.get_runs(limit=1)
             instance.fetch_observations(dg.AssetKey("none"), limit=1)
         return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*.db")}
+
+
+def remember_revisions() -> None:
+    """Let this process read the revisions of Dagster's databases once, instead of for each database.
+
+    Every run has one; reading them for it was a tenth of what the tests computed.
+    """
+    read = alembic.util.load_python_file
+    known: dict[Path, ModuleType] = {}
+
+    def load(folder: Any, name: Any) -> ModuleType:
+        path = Path(folder, name)
+        if path.parent.name != "versions":
+            return read(folder, name)  # `env.py` does its work when it is read
+        if path not in known:
+            known[path] = read(folder, name)
+        return known[path]
+
+    alembic.util.load_python_file = load

@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 import dagster as dg
+import pytest
+from alembic.util import pyfiles
 
 from branchlake_dagster.branching.reaping.origin import instance_id
 from branchlake_dagster_tests.suite.instances import new_instance
@@ -38,3 +40,13 @@ def test_it_is_what_dagster_makes() -> None:
         with copied.run_storage.connect() as one, made.run_storage.connect() as other:
             read = [[tuple(row) for row in at.exec_driver_sql(schema)] for at in (one, other)]
         assert read[0] == read[1]
+
+
+def test_the_revisions_of_databases_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with dg.instance_for_test():
+        pass  # all of them are known from here on
+    read, load = set(), pyfiles.load_module_py
+    monkeypatch.setattr(pyfiles, "load_module_py", lambda name, path: (read.add(name), load(name, path))[1])
+    with dg.instance_for_test():
+        pass
+    assert read == {"env_py"}  # which does its work when it is read
