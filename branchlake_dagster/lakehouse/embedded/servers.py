@@ -303,7 +303,8 @@ class EmbeddedServers:
             options = [f"-Dlog4j2.configurationFile={spark_log.configure(scratch / 'conf').as_uri()}"]
             options += [self._scratch_option(SPARK)]
             options += self._archive_options(_spark_archive(jars, java))
-            if settings.spark_master.startswith("local"):  # its workers are on this machine
+            # Its workers are on this machine, and what has imported libraries can be forked.
+            if settings.spark_master.startswith("local") and sys.platform == "linux":
                 conf["spark.python.daemon.module"] = daemon.__name__
             command += ["--driver-java-options", " ".join(f'"{option}"' for option in options)]
         for key, value in conf.items():
