@@ -8,6 +8,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
+from branchlake_dagster.branching.branch.run_tags import STATUS_TAG, Status
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.running.batch_assets import INGESTION_TAG
 from branchlake_dagster.ingest.running.pausing import pause
@@ -30,6 +31,34 @@ def batch() -> None:
     refused()
 
 
+@dg.op
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+@dg.job(name=JOB)
+def ended_from_outside() -> None:
+    interrupted()
+
+
+@dg.resource
+def absent() -> None:
+    raise RuntimeError("no lake")
+
+
+@dg.op(required_resource_keys={"lakehouse"})
+def reading() -> None:
+    pass
+
+
+@dg.job(name=JOB, resource_defs={"lakehouse": absent})
+def without_resources() -> None:
+    reading()
+
+
+PLAYED = {"failed": live, "interrupted": ended_from_outside, "without resources": without_resources}
+
+
 class Runs:
     """Runs of an ingestion in an instance of its own."""
 
@@ -38,14 +67,22 @@ class Runs:
         table = IngestTable(key="raw/orders", columns={"id": "bigint"})
         self.ingest = Ingest(name="orders", topics=["orders"], tables=[table])
 
-    def ended(self, status: str, *, name: str = "orders", job: dg.JobDefinition = live) -> dg.DagsterRun:
+    def ended(
+        self, status: str, *, name: str = "orders", job: dg.JobDefinition | None = None
+    ) -> dg.DagsterRun:
         tags = {INGESTION_TAG: name}
-        if status == "failed":
-            done = job.execute_in_process(instance=self.instance, tags=tags, raise_on_error=False)
-            return done.dagster_run
+        if status in PLAYED:
+            wanted = job or PLAYED[status]
+            return wanted.execute_in_process(
+                instance=self.instance, tags=tags, raise_on_error=False
+            ).dagster_run
+        job = job or live
         run = self.instance.create_run_for_job(job, tags=tags)
         if status == "killed":
             self.instance.report_run_failed(run)
+        elif status == "blocked":  # by the publication sensor: its steps have all succeeded
+            self.instance.report_run_failed(run)
+            self.instance.add_run_tags(run.run_id, {STATUS_TAG: str(Status.BLOCKED)})
         elif status == "canceled":
             self.instance.report_run_canceled(run)
         else:
@@ -85,16 +122,26 @@ def test_each_further_one_waits_longer_up_to_a_bound(runs: Runs, failures: int, 
     assert runs.pause(wait) is None
 
 
-@pytest.mark.parametrize("between", ["succeeded", "canceled", "killed"])
+@pytest.mark.parametrize("how", ["blocked", "without resources"])
+def test_runs_without_a_failed_step_have_failed_too(runs: Runs, how: str) -> None:
+    """A batch that the gate blocks, and a lake that is not there, were tried again at each tick."""
+    for _ in range(3):
+        runs.ended(how)
+    assert runs.pause(29.9) is not None
+    assert runs.pause(30.0) is None
+
+
+@pytest.mark.parametrize("between", ["succeeded", "canceled", "killed", "interrupted"])
 def test_what_did_not_fail_ends_the_row(runs: Runs, between: str) -> None:
     for one in ("failed", "failed", "failed", between, "failed"):
         runs.ended(one)
     assert runs.pause(0.0) is None
 
 
-def test_runs_that_are_killed_are_followed_by_others_at_once(runs: Runs) -> None:
+@pytest.mark.parametrize("how", ["killed", "interrupted"])
+def test_runs_that_are_ended_from_outside_are_followed_by_others_at_once(runs: Runs, how: str) -> None:
     for _ in range(5):
-        runs.ended("killed")
+        runs.ended(how)
     assert runs.pause(0.0) is None
 
 

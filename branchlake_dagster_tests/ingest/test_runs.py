@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import pandera.pyspark as pa
 import pyspark.sql.types as T  # noqa: N812 - the name every Spark reader expects
 import pytest
 
+from branchlake_dagster.branching.branch.run_tags import NEXT_ATTEMPT_TAG, NONE, SET_ASIDE
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.reporting.topics import topic_key
@@ -38,9 +39,9 @@ class Project:
     ingest: Ingest
     definitions: dg.Definitions
 
-    def run(self, *, ok: bool = True) -> dg.ExecuteInProcessResult:
+    def run(self, *, ok: bool = True, tags: Mapping[str, str] | None = None) -> dg.ExecuteInProcessResult:
         job = self.definitions.resolve_job_def(f"ingest_{self.ingest.name}_job")
-        result = job.execute_in_process(instance=self.instance, raise_on_error=False)
+        result = job.execute_in_process(instance=self.instance, raise_on_error=False, tags=dict(tags or {}))
         assert result.success is ok, [e.message for e in result.all_events if e.is_failure]
         return result
 
@@ -296,6 +297,30 @@ def test_the_sensor_waits_for_records_or_their_age(project: Opened, kafka: Broke
     assert told.skip_message == f"Run {run.run_id[:8]} is at it."
     p.instance.report_run_failed(run)
     assert len(tick().run_requests) == 1
+
+
+def test_no_run_is_started_while_the_one_before_waits_for_its_publication(
+    project: Opened, kafka: Broker
+) -> None:
+    """It would read the same records again, and be refused."""
+    topic = kafka.topic()
+    p = project(two_tables(topic))
+    sensor = batch_sensor(p.ingest, f"ingest_{p.ingest.name}_job", least_records=1)
+
+    def tick() -> Any:
+        resources = {"lakehouse": LakehouseResource.of(p.lake.settings)}
+        with dg.build_sensor_context(instance=p.instance, resources=resources) as context:
+            return sensor.evaluate_tick(context)
+
+    kafka.send(topic, [record(1)])
+    (request,) = tick().run_requests
+    done = p.run(tags=request.tags)
+    assert tick().skip_message == f"Run {done.run_id[:8]} is to be published first."
+    p.instance.add_run_tags(done.run_id, {NEXT_ATTEMPT_TAG: SET_ASIDE})
+    assert len(tick().run_requests) == 1  # nobody knows when somebody takes it up again
+    p.instance.add_run_tags(done.run_id, {NEXT_ATTEMPT_TAG: NONE})
+    assert p.publish(done).published
+    assert tick().skip_message == "Nothing waits."
 
 
 def test_the_live_sensor_keeps_one_run_going_and_tells_the_lag(project: Opened, kafka: Broker) -> None:

@@ -1,7 +1,8 @@
 """How long a sensor leaves an ingestion alone whose runs keep failing.
 
 With wrong credentials a run ends within seconds: its sensor started another one every five seconds, all
-night. A run that was killed is no such run, however often that happens: what it was at goes on at once.
+night. So it did with a batch that the gate blocks, whose steps all succeed. A run that was killed or
+interrupted is no such run, however often that happens: what it was at goes on at once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from itertools import takewhile
 
 import dagster as dg
 
+from branchlake_dagster.branching.branch.run_tags import STATUS_TAG, Status
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.running.batch_assets import INGESTION_TAG
 
@@ -18,6 +20,11 @@ _WAITS_S = (10.0, 30.0, 90.0, 270.0, 600.0)
 """After the second failure in a row (none after the first), the third, …; then always the last of them."""
 _SOON_S = 600.0
 """A run that worked for longer has failed for something new."""
+_REASON_TAG = "dagster/failure_reason"
+_BY_ITSELF = {"STEP_FAILURE", "RUN_EXCEPTION", "JOB_INITIALIZATION_FAILURE", "START_TIMEOUT"}
+"""What Dagster says there of runs that would fail again; of one that was interrupted it says another, of one
+whose process was gone none."""
+_UNPUBLISHED = {Status.BLOCKED, Status.REFUSED}
 
 
 def pause(instance: dg.DagsterInstance, ingest: Ingest, job: str, now: float) -> str | None:
@@ -27,7 +34,7 @@ def pause(instance: dg.DagsterInstance, ingest: Ingest, job: str, now: float) ->
     """
     wanted = dg.RunsFilter(job_name=job, tags={INGESTION_TAG: ingest.name})
     newest = instance.get_run_records(wanted, limit=len(_WAITS_S) + 1)
-    failed = list(takewhile(lambda one: _failed_soon(one) and _by_itself(instance, one), newest))
+    failed = list(takewhile(lambda one: _failed_soon(one) and _by_itself(one.dagster_run), newest))
     if len(failed) < 2:
         return None
     last, next_at = failed[0], _ended(failed[0]) + _WAITS_S[len(failed) - 2]
@@ -52,7 +59,6 @@ def _failed_soon(record: dg.RunRecord) -> bool:
     return ended - (record.start_time if record.start_time is not None else ended) < _SOON_S
 
 
-def _by_itself(instance: dg.DagsterInstance, record: dg.RunRecord) -> bool:
-    """Whether a step of it has failed; of one that was killed no step says so."""
-    run_id, wanted = record.dagster_run.run_id, dg.DagsterEventType.STEP_FAILURE
-    return bool(instance.get_records_for_run(run_id, of_type=wanted, limit=1).records)
+def _by_itself(run: dg.DagsterRun) -> bool:
+    """Whether it has failed by what it did, or by what its publication found."""
+    return run.tags.get(_REASON_TAG) in _BY_ITSELF or run.tags.get(STATUS_TAG) in _UNPUBLISHED

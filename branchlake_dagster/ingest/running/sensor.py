@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import dagster as dg
 
+from branchlake_dagster.branching.branch.run_tags import NEXT_ATTEMPT_TAG, SET_ASIDE, STATUS_TAG, Status
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.ingest.batch.before import Before, look
@@ -38,6 +39,20 @@ def active_runs(instance: dg.DagsterInstance, ingest: Ingest) -> list[dg.Dagster
     return list(instance.get_runs(wanted))
 
 
+def unpublished_run(instance: dg.DagsterInstance, ingest: Ingest, job: str) -> dg.DagsterRun | None:
+    """The newest run of an ingestion's job, if it has succeeded and is yet to be published.
+
+    Another one would read the same records, and be refused. Not one that waits for somebody's word: the
+    records are published without it, and it is refused when it is taken up again.
+    """
+    wanted = dg.RunsFilter(job_name=job, tags={INGESTION_TAG: ingest.name})
+    for run in instance.get_runs(wanted, limit=1):
+        done, tags = run.status is dg.DagsterRunStatus.SUCCESS, run.tags
+        if done and tags.get(STATUS_TAG) == Status.PENDING and tags.get(NEXT_ATTEMPT_TAG) != SET_ASIDE:
+            return run
+    return None
+
+
 def waiting(ingest: Ingest, lake: Lakehouse) -> Before:
     """What waits, by `main`. Raises as `look`."""
     topics, space = source_of(ingest, lake.settings).topics, lake.settings.default_namespace
@@ -56,8 +71,9 @@ def told_and_observations(
     try:
         topics = source_of(ingest, lake.settings).topics
         return at, observations(ingest, waiting(ingest, lake), topics, lake.settings)
-    except BranchlakeError as error:
-        _log.warning("The topics of %s could not be looked at: %s", ingest.name, error)
+    except Exception as error:  # noqa: BLE001 - what cannot be told holds up no batch, which says why itself
+        strange = not isinstance(error, BranchlakeError)
+        _log.warning("The topics of %s could not be looked at: %s", ingest.name, error, exc_info=strange)
         return at, without_brokers(ingest, lake.settings)
 
 
@@ -92,6 +108,11 @@ def batch_sensor(
         told, events = told_and_observations(ingest, resource.lakehouse, held.get("told", 0.0), at)
         if active := active_runs(context.instance, ingest):
             reason = f"Run {active[0].run_id[:8]} is at it."
+        elif done := unpublished_run(context.instance, ingest, job):
+            reason = f"Run {done.run_id[:8]} is to be published first."
+        else:
+            reason = None
+        if reason is not None:
             cursor = json.dumps({**held, "told": told})
             return dg.SensorResult(skip_reason=reason, cursor=cursor, asset_events=events)
         try:
