@@ -15,6 +15,7 @@ from typing import Any
 import dagster as dg
 import pytest
 from pyiceberg.table import Table
+from pyspark.sql import SparkSession
 
 from branchlake_dagster.branching.reaping.origin import INSTANCE
 from branchlake_dagster.branching.reaping.reaper import Reaper
@@ -69,14 +70,19 @@ class Live(LiveIngestion):
 
 
 @contextmanager
-def live(lake: Lakehouse, kafka: Broker, ingest: Ingest) -> Iterator[Live]:
+def live(
+    lake: Lakehouse,
+    kafka: Broker,
+    ingest: Ingest,
+    session_at: Callable[[str], SparkSession] | None = None,
+) -> Iterator[Live]:
     made = Live(
         ingest,
         lake,
         str(uuid.uuid4()),
         KafkaTopics(kafka.cluster),
         KafkaRecords(kafka.cluster),
-        session_at=lake.spark_session,
+        session_at=session_at or lake.spark_session,
         tasks=2,
         properties={},
     )
@@ -91,6 +97,28 @@ def ids(lake: Lakehouse, ingest: Ingest, kind: str) -> list[int]:
 
 def run_branches(lake: Lakehouse) -> set[str]:
     return {one.name for one in lake.nessie.references(filter=RUN_BRANCHES)}
+
+
+def test_spark_bounds_the_bytes_it_sends_to_workers_unless_records_are_small(
+    lakehouse: Lakehouse, spark_session: Any, kafka: Broker
+) -> None:
+    """As large as a broker lets them be, so many records as small ones are sent at once were more than fits."""
+    topic = kafka.topic()
+    ingest = two_tables(topic)
+    sessions: list[SparkSession] = []
+
+    def opened(ref: str) -> SparkSession:
+        sessions.append(lakehouse.spark_session(ref))
+        return sessions[-1]
+
+    bounds = []
+    with live(lakehouse, kafka, ingest, session_at=opened) as one:
+        for kind in ("a" * 10, "a" * 10, "a" * 900_000, "a" * 10):
+            kafka.send(topic, [record(1, "a"), record(1, kind)])
+            assert one.batch() is not None
+            bounds.append(int(sessions[-1].conf.get("spark.sql.execution.arrow.maxBytesPerBatch") or 0))
+    assert len(sessions) == 1
+    assert bounds == [64 << 20, (1 << 31) - 1, (1 << 31) - 1, 64 << 20]
 
 
 def test_each_batch_is_one_publication_with_its_offsets(

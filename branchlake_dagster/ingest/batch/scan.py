@@ -7,7 +7,7 @@ import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from pyiceberg.manifest import DataFile
 from pyspark.sql import DataFrame, SparkSession
@@ -21,11 +21,16 @@ from branchlake_dagster.ingest.declaring.families import Expanded
 from branchlake_dagster.ingest.positions.offsets import Offsets
 
 _ARROW = "spark.sql.execution.arrow"
-_BATCHES = {f"{_ARROW}.maxBytesPerBatch": str((1 << 31) - 1), f"{_ARROW}.maxRecordsPerBatch": "2500"}
-"""How Spark cuts what it sends to its workers. A limit in bytes it holds by adding up all columns after each
-record, which was a sixth of a batch's time; only this number stands for none. So few records bound the
-memory instead: with a broker's usual limit of 1 MB each, 2.5 GB at the very worst."""
-_cut: WeakSet[SparkSession] = WeakSet()
+_MOST_RECORDS, _MOST_BYTES = 2_500, 64 << 20
+"""Of what Spark sends to its workers at once. The bytes it bounds by adding up all columns after each record,
+which was a sixth of a batch's time. So it is asked to only where records may be large: in a session's first
+batch, after one with large records, and after one that failed. Without that bound, 2,500 records of a
+megabyte are more than a vector of Arrow holds."""
+_NO_BOUND = (1 << 31) - 1
+_small: WeakSet[SparkSession] = WeakSet()
+"""Sessions whose last batch had small records."""
+_cut_by: WeakKeyDictionary[SparkSession, int] = WeakKeyDictionary()
+"""What each session bounds the bytes by."""
 
 
 @dataclass
@@ -74,7 +79,9 @@ def scan(
 
     `floors` are by table the offsets before which it takes nothing; `targets` end with the dead letters.
     """
-    _cut_batches(records.sparkSession)
+    session = records.sparkSession
+    _cut_batches(session, _NO_BOUND if session in _small else _MOST_BYTES)
+    _small.discard(session)
     frame = reading.read(records)
     letters = list(zip(work.topics, work.incarnations, strict=True)) if FOR in records.columns else []
     prepared = Prepared(ingest, reading, targets[:-1], floors, floors.get(targets[-1].name), letters)
@@ -90,15 +97,17 @@ def scan(
             found.counts.update(told["counts"])
             for name, at in told["latest"].items():
                 found.latest[name] = max(at, found.latest.get(name, at))
+    if found.counts["bytes"] * _MOST_RECORDS < _MOST_BYTES * found.counts["records"]:
+        _small.add(session)
     return found
 
 
-def _cut_batches(session: SparkSession) -> None:
-    """Let a session cut by records alone; each is asked once."""
-    if session not in _cut:
-        for name, value in _BATCHES.items():
-            session.conf.set(name, value)
-        _cut.add(session)
+def _cut_batches(session: SparkSession, most_bytes: int) -> None:
+    """Let a session bound the bytes by this; it is asked where that is new."""
+    if _cut_by.get(session) != most_bytes:
+        session.conf.set(f"{_ARROW}.maxRecordsPerBatch", str(_MOST_RECORDS))
+        session.conf.set(f"{_ARROW}.maxBytesPerBatch", str(most_bytes))
+        _cut_by[session] = most_bytes
 
 
 def worker_targets(targets: Sequence[Target], staged: Mapping[int, str]) -> list[WorkerTarget]:

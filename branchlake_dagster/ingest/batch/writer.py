@@ -147,8 +147,9 @@ class _Task:
         return attribute
 
     def _count(self, batch: pa.RecordBatch) -> None:
-        """Records, and the latest time of each partition, ms since 1970."""
+        """Records, their bytes, and the latest time of each partition, ms since 1970."""
         self._counts["records"] += batch.num_rows
+        self._counts["bytes"] += batch.nbytes
         found = pa.table(
             # As numbers: a producer may say any time, also one that Python has not got.
             [
