@@ -380,3 +380,15 @@ def bench_receive(as_json: bool, seconds: float, roll_s: float) -> None:
 
     found = measure(seconds=seconds, roll_s=roll_s, say=say)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+
+
+@bench.command(name="live")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--seconds", default=600.0, show_default=True, help="How long the sensors measure.")
+@click.option("--bursts/--steady", default=True, show_default=True, help="Ten times as much for minutes.")
+def bench_live(as_json: bool, seconds: float, bursts: bool) -> None:
+    """Three kinds of simulated sensors at once, over the network, to main."""
+    from branchlake_dagster.cli.bench.receiving.live import measure, show
+
+    found = measure(Settings(), seconds=seconds, bursts=bursts, say=say)
+    click.echo(json.dumps(found, indent=2)) if as_json else show(found)

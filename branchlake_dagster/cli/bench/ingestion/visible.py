@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,17 @@ def delays(
     Of records that were sent at `since` or later, by the wall clock.
     """
     found = []
+    for snapshot, read in added_rows(table, PLACE):
+        rows = packed(read)
+        partitions, offsets = rows >> 40, rows & ((1 << 40) - 1)
+        for partition, sent in enumerate(feed.sent):
+            at = np.array(sent)[offsets[partitions == partition]]
+            found.append(visible(snapshot) - at[at >= since])
+    return np.concatenate(found) if found else np.empty(0)
+
+
+def added_rows(table: Table, columns: Sequence[str]) -> Iterator[tuple[Snapshot, pa.Table]]:
+    """Each file of a table with the snapshot that brought it."""
     for snapshot in table.metadata.snapshots:
         added = [
             entry.data_file.file_path
@@ -43,12 +54,7 @@ def delays(
         ]
         for path in added:
             with table.io.new_input(path).open() as file:
-                rows = packed(pq.read_table(file, columns=[*PLACE]))
-            partitions, offsets = rows >> 40, rows & ((1 << 40) - 1)
-            for partition, sent in enumerate(feed.sent):
-                at = np.array(sent)[offsets[partitions == partition]]
-                found.append(visible(snapshot) - at[at >= since])
-    return np.concatenate(found) if found else np.empty(0)
+                yield snapshot, pq.read_table(file, columns=[*columns])
 
 
 def publications(lake: Lakehouse, identifier: tuple[str, ...]) -> Mapping[int, float]:

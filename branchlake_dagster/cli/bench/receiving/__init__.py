@@ -1,1 +1,1 @@
-"""`branchlake bench receive`."""
+"""`branchlake bench receive` and `branchlake bench live`."""

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from branchlake_dagster.ingest.receiving.landing import LOG, Landing
 
-_COMMAND = "from branchlake_dagster.cli import main; main()"
+COMMAND = "from branchlake_dagster.cli import main; main()"
 _ANYWHERE = "127.0.0.1:0"
 
 
@@ -80,7 +80,7 @@ def receiver(
     """A receiver that writes to `folder`; ended whatever happens."""
     process = subprocess.Popen(
         [
-            *(sys.executable, "-c", _COMMAND, "receive", option, where),
+            *(sys.executable, "-c", COMMAND, "receive", option, where),
             *("--landing", str(folder), "--roll-s", str(roll_s)),
             *("--monitor", _ANYWHERE, "--json"),
         ],
