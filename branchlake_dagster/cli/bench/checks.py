@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
@@ -30,6 +28,7 @@ from branchlake_dagster.checks.constraints.model import SchemaConstraint
 from branchlake_dagster.checks.evaluation.judge import Asked, judge
 from branchlake_dagster.checks.evaluation.rows import FrameRows, Rows
 from branchlake_dagster.checks.proof.stored import TableRows
+from branchlake_dagster.cli.bench.own_lake import own_lake
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
@@ -98,8 +97,7 @@ def measure(settings: Settings, *, rows: int, rounds: int, say: Callable[[str], 
     values in the same columns. `count_rows_s`: `count(*)`, which Iceberg answers from metadata.
     `plain_pandera_s`: pandera's own backend. `step_s`: the whole check step in a Dagster run.
     """
-    with tempfile.TemporaryDirectory(prefix="branchlake-bench-") as folder:
-        bench = settings.model_copy(update={"state_dir": Path(folder) / "state"})
+    with own_lake(settings) as bench:
         lake = Lakehouse(bench, say=say)
         try:
             lake.endpoints()

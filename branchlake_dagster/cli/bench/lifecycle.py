@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -19,6 +17,7 @@ from branchlake_dagster.cli.bench.daemon.backfills import backfill_ratios
 from branchlake_dagster.cli.bench.daemon.floor import floor_seconds
 from branchlake_dagster.cli.bench.daemon.ui import BenchFailed, launch_run
 from branchlake_dagster.cli.bench.materialise import measure as materialise_figures
+from branchlake_dagster.cli.bench.own_lake import own_lake
 from branchlake_dagster.cli.local.dagster_dev import dagster_dev
 from branchlake_dagster.cli.local.demo import plan_for
 from branchlake_dagster.cli.local.home import dagster_home
@@ -47,8 +46,7 @@ def measure(settings: Settings, *, rounds: int, say: Callable[[str], None]) -> d
     first run of the small asset warms the servers and is not counted. Then the floor (Dagster with nothing of
     ours), backfills and single writes beside those of a plain IO manager. Times in seconds.
     """
-    with tempfile.TemporaryDirectory(prefix="branchlake-bench-") as folder:
-        bench = settings.model_copy(update={"state_dir": Path(folder) / "state"})
+    with own_lake(settings) as bench:
         lake = Lakehouse(bench, say=say)
         environment = {"BRANCHLAKE_STATE_DIR": str(bench.state_dir)}
         try:
@@ -72,7 +70,7 @@ def measure(settings: Settings, *, rounds: int, say: Callable[[str], None]) -> d
                     graph.append(stack.timed(plan.job, plan.partition))
                     say(f"{plan.job} {plan.partition}: {graph[-1].total_s:.1f} s")
                 backfills = backfill_ratios(lake, instance, url, say=say)
-            floor_home = Path(folder) / "floor"
+            floor_home = bench.state_dir.parent / "floor"
             floor_home.mkdir()
             floor = floor_seconds(floor_home, rounds=rounds, say=say)
             single = materialise_figures(lake, say=say)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import tempfile
 import threading
 import time
 import uuid
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -25,6 +23,7 @@ from branchlake_dagster.branching.branch.run_branch import RunBranch, main_with_
 from branchlake_dagster.branching.fencing.discard import discard
 from branchlake_dagster.cli.bench.history import ledger_ms, rebase_ms
 from branchlake_dagster.cli.bench.overhead import overhead
+from branchlake_dagster.cli.bench.own_lake import own_lake
 from branchlake_dagster.cli.bench.reconcile import reconcile_seconds
 from branchlake_dagster.cli.bench.waiting import waiting_seconds
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -127,8 +126,8 @@ def measure(
     settings: Settings, *, rounds: int, branches: int, waiting: int, commits: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """All figures, in one run on an embedded stack of its own. Times in the keys' units."""
-    with tempfile.TemporaryDirectory(prefix="branchlake-bench-") as folder:
-        lake = Lakehouse(settings.model_copy(update={"state_dir": Path(folder) / "state"}), say=say)
+    with own_lake(settings) as own:
+        lake = Lakehouse(own, say=say)
         try:
             bench = _Bench(lake)
             samples = _Samples()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from branchlake_dagster.cli.bench.incremental import capture_speed
 from branchlake_dagster.cli.bench.incremental.executor_metrics import ExecutorMetrics, configuration
 from branchlake_dagster.cli.bench.incremental.playback import SIZES, WINDOW, Size
 from branchlake_dagster.cli.bench.incremental.simulation import STAGES, WAYS, Simulation, StageRun
+from branchlake_dagster.cli.bench.own_lake import own_lake
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.settings import Settings
 
@@ -42,14 +42,14 @@ def measure(
     `changelog_view_ms` (the last day's events out of all, by manifests, and by Iceberg's own changelog view
     in Spark), and those of `capture_speed`.
     """
-    with tempfile.TemporaryDirectory(prefix="branchlake-bench-") as folder:
-        bench = settings.model_copy(update={"state_dir": Path(folder) / "state"})
-        with _logging_events(Path(folder)):
+    with own_lake(settings) as bench:
+        folder = bench.state_dir.parent
+        with _logging_events(folder):
             lake = Lakehouse(bench, say=say)
             try:
                 lake.endpoints()
                 main_with_history(lake.nessie)
-                metrics = ExecutorMetrics(Path(folder))
+                metrics = ExecutorMetrics(folder)
                 found = {name: _of_size(lake, SIZES[name], metrics, rounds=rounds, say=say) for name in sizes}
                 return {**_largest(found), "sizes": found, **capture_speed.measure(lake, say=say)}
             finally:

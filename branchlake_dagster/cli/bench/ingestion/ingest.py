@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.cli.bench.ingestion.by_runs import delays_by_runs
 from branchlake_dagster.cli.bench.ingestion.feed import COLUMNS, SITES, Feed, sending
 from branchlake_dagster.cli.bench.ingestion.visible import PLACE, delays, packed, publications
+from branchlake_dagster.cli.bench.own_lake import own_lake
 from branchlake_dagster.ingest.batch.records import KafkaRecords
 from branchlake_dagster.ingest.converting.columns import ddl
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
@@ -46,8 +45,7 @@ def measure(
     its being on `main`, by rate, over `seconds`; `runs_…` with a run for each batch, through a real daemon,
     with the settings of the sensor as they come. `lost` and `doubled`: over all of ours.
     """
-    with tempfile.TemporaryDirectory(prefix="branchlake-bench-") as folder:
-        bench = settings.model_copy(update={"state_dir": Path(folder) / "state", "kafka_bootstrap": None})
+    with own_lake(settings) as bench:
         lake = Lakehouse(bench, say=say)
         kafka = EmbeddedKafka(bench, say=say)
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from branchlake_dagster.branching.branch.run_branch import main_with_history
+from branchlake_dagster.cli.bench.own_lake import own_lake
 from branchlake_dagster.definitions import build_definitions
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.fusion.assets.catalogue import (
@@ -58,14 +58,13 @@ def measure(settings: Settings, *, rows: int, rounds: int, say: Callable[[str], 
     function, written to a table on `main`; `registry_polars_s`, the same by Polars from the table's files to
     a Parquet file.
     """
-    with tempfile.TemporaryDirectory(prefix="branchlake-bench-") as folder:
-        bench = settings.model_copy(update={"state_dir": Path(folder) / "state"})
+    with own_lake(settings) as bench:
         lake = Lakehouse(bench, say=say)
         try:
             lake.endpoints()
             main_with_history(lake.nessie)
             with dg.DagsterInstance.local_temp() as instance:
-                stage = _Stage(lake, bench, instance, Path(folder) / "gp")
+                stage = _Stage(lake, bench, instance, bench.state_dir.parent / "gp")
                 stage.round(0, _WARM_UP_ROWS)
                 found = []
                 for number in range(1, rounds + 1):

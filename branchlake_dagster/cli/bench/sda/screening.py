@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from branchlake_dagster.cli.bench.daemon.ui import BenchFailed
+from branchlake_dagster.cli.bench.own_lake import own_lake
 from branchlake_dagster.definitions import build_definitions
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
 from branchlake_dagster.fusion.assets.conjunctions import CONJUNCTIONS, LIST_THRESHOLD_KM, newest_snapshot
@@ -48,8 +48,7 @@ def measure(
     `incremental_fraction`: over `anew_s`, that of a screening of all pairs then. `equal`: whether both gave
     the same rows. `growth`: seconds of one core for a part of the objects or of the time. Times in seconds.
     """
-    with tempfile.TemporaryDirectory(prefix="branchlake-bench-") as folder:
-        bench = settings.model_copy(update={"state_dir": Path(folder) / "state"})
+    with own_lake(settings) as bench:
         gp = bench.state_dir / "gp"
         gp.mkdir(parents=True)
         snapshots = [_placed(path, gp) for path in files] if files else _simulated(gp)

@@ -1,0 +1,44 @@
+"""Where a benchmark works: a folder of its own, which goes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.settings import Settings
+
+
+@contextmanager
+def own_lake(settings: Settings) -> Iterator[Settings]:
+    """The settings with a state folder, a broker and a Dagster home of the benchmark's own.
+
+    Raises ConfigurationError where they name servers: benchmarks write tables to `main`, some of them with
+    the names that the pipeline's have.
+    """
+    named = {
+        "BRANCHLAKE_NESSIE_URI": not settings.embedded_nessie,
+        "BRANCHLAKE_SPARK_REMOTE": settings.spark_remote is not None,
+        "BRANCHLAKE_WAREHOUSE": not settings.embedded_warehouse,
+        "BRANCHLAKE_KAFKA_SECURITY": settings.kafka_security != "PLAINTEXT",
+    }
+    if given := [name for name, is_named in named.items() if is_named]:
+        raise ConfigurationError(
+            f"A benchmark writes to servers of its own, and {', '.join(given)} names others.",
+            hint=f"For the benchmark: env {' '.join(f'-u {name}' for name in given)} branchlake bench …",
+        )
+    before = os.environ.get("DAGSTER_HOME")
+    with tempfile.TemporaryDirectory(prefix="branchlake-bench-") as folder:
+        os.environ["DAGSTER_HOME"] = str(Path(folder, "dagster"))
+        try:
+            yield settings.model_copy(
+                update={"state_dir": Path(folder, "state"), "kafka_bootstrap": None, "landing": None}
+            )
+        finally:
+            if before is None:
+                del os.environ["DAGSTER_HOME"]
+            else:
+                os.environ["DAGSTER_HOME"] = before
