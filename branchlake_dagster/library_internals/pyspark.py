@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NoReturn, cast
 
 _FIRST_WAIT_MS, _GROWTH, _LONGEST_WAIT_MS = 50, 4.0, 4_000
-__all__ = ["add_session_hook", "daemon_manager", "give_up_within", "handle_errors_by"]
+__all__ = [
+    "add_session_hook",
+    "daemon_manager",
+    "give_up_within",
+    "handle_errors_by",
+    "keep_connect_log_off",
+]
 
 
 def add_session_hook(client: Any, hook: Any) -> None:
@@ -51,6 +59,19 @@ def give_up_within(client: Any, seconds: float) -> None:
         max_backoff=_LONGEST_WAIT_MS,
     )
     client.set_retry_policies([policy])
+
+
+def keep_connect_log_off() -> None:
+    """Let pyspark's log of Spark Connect say nothing unless SPARK_CONNECT_LOG_LEVEL is set, as it means to.
+
+    It switches the log off, and Dagster's configuration of logging switches each one on that there is: a
+    warning of three lines stood in the demo's output, of results that were released after their session.
+    """
+    logging.getLogger("pyspark.sql.connect.logging").addFilter(_wanted)
+
+
+def _wanted(_: logging.LogRecord) -> bool:
+    return "SPARK_CONNECT_LOG_LEVEL" in os.environ
 
 
 def daemon_manager(worker_module: str) -> Callable[[], None]:

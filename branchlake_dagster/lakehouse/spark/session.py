@@ -26,7 +26,11 @@ from branchlake_dagster.lakehouse.embedded.servers import (
 from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized
 from branchlake_dagster.lakehouse.nessie.failures import REFUSED_HINT
 from branchlake_dagster.lakehouse.spark.errors import SparkGone
-from branchlake_dagster.library_internals.pyspark import give_up_within, handle_errors_by
+from branchlake_dagster.library_internals.pyspark import (
+    give_up_within,
+    handle_errors_by,
+    keep_connect_log_off,
+)
 from branchlake_dagster.settings import Settings
 
 if TYPE_CHECKING:
@@ -116,6 +120,7 @@ def _open_connect(settings: Settings, endpoints: Endpoints, conf: dict[str, str]
     remote = named or endpoints.spark_remote
     if remote is None:
         raise ConfigurationError("No Spark Connect server is known.", hint="Set BRANCHLAKE_SPARK_REMOTE.")
+    keep_connect_log_off()
     url = connect_url(remote, endpoints.spark_token)
     session: SparkSession = SparkSession.builder.remote(url).create()
     if settings.embedded_spark and not named:

@@ -1,0 +1,26 @@
+"""pyspark's log of Spark Connect."""
+
+from __future__ import annotations
+
+import logging
+
+import pyspark.sql.connect.logging
+import pytest
+
+from branchlake_dagster.library_internals.pyspark import keep_connect_log_off
+
+
+@pytest.mark.parametrize("level", [None, "WARNING"])
+def test_it_says_something_only_where_it_is_asked_to(
+    level: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It switches itself off; what Dagster does to all logs switched it on again."""
+    monkeypatch.delenv("SPARK_CONNECT_LOG_LEVEL", raising=False)
+    if level is not None:
+        monkeypatch.setenv("SPARK_CONNECT_LOG_LEVEL", level)
+    log = pyspark.sql.connect.logging.logger
+    monkeypatch.setattr(log, "disabled", False)
+    for _ in range(2):
+        keep_connect_log_off()
+    record = log.makeRecord(log.name, logging.WARNING, "", 0, "ReleaseExecute failed", (), None)
+    assert bool(log.filter(record)) is (level is not None)
