@@ -440,6 +440,21 @@ def test_where_snapshots_have_expired_the_property_still_tells() -> None:
         found({"a": lost}, "replay")
 
 
+def test_snapshots_that_expire_after_a_roll_back_do_not_make_it_unseen() -> None:
+    """It stood still as rolled back, until the maintenance of a night took the evidence away."""
+    back = table(at(5), at(9), at(11))
+    back.roll_back(1)
+    back.snapshots = [one for one in back.snapshots if one.snapshot_id == 2]
+    with pytest.raises(PositionLost, match="was rolled back"):
+        found({"a": back})
+    assert found({"a": back}, "replay").replayed == {"a": at(9)}
+    # That of somebody else, put on top of what has expired, says nothing against it.
+    grown = table(at(5), at(9))
+    theirs = {"snapshot_id": 3, "parent_snapshot_id": 2, "sequence_number": 3, "summary": None}
+    grown.snapshots, grown.current = [SimpleNamespace(**theirs)], 3
+    assert found({"a": grown}).start == at(9)
+
+
 def test_a_property_that_cannot_be_read_is_made_up_for_by_the_snapshots_or_is_an_error() -> None:
     damaged = table(at(5))
     damaged.properties[OFFSETS + NAME] = '{"topics": 5}'

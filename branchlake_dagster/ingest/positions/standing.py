@@ -9,10 +9,17 @@ from typing import Literal
 from pyiceberg.table import Table
 from pyiceberg.table.metadata import TableMetadata
 
-from branchlake_dagster.changes.history import holds, line, told
+from branchlake_dagster.changes.history import holds, line, replayed_from, told
 from branchlake_dagster.changes.summary import OFFSETS
 from branchlake_dagster.ingest.errors import AnotherIngestion, PositionLost
-from branchlake_dagster.ingest.positions.offsets import Offsets, Ranges, TopicPartition, ends, merged
+from branchlake_dagster.ingest.positions.offsets import (
+    Offsets,
+    Ranges,
+    TopicPartition,
+    covers,
+    ends,
+    merged,
+)
 from branchlake_dagster.ingest.positions.planning import BatchPlan
 from branchlake_dagster.ingest.positions.recorded import Recorded, ingestions_in
 from branchlake_dagster.ingest.positions.topic import Topic, set_backs, topic_id
@@ -76,7 +83,7 @@ def standing(ingestion: str, tables: Mapping[str, Table | None], *, on_rollback:
             continue
         by_property = _by_property(ingestion, table, name)
         if by_property is not None:
-            if not holds(table.metadata, by_property.at):
+            if not _has(ingestion, table.metadata, by_property):
                 again = _rolled_back(ingestion, name, table.metadata, by_property, on_rollback)
                 if again is not None:
                     behind[name] = again
@@ -151,6 +158,21 @@ def _by_property(ingestion: str, table: Table, name: str) -> Recorded | None:
             table=name,
             hint="Set the property to the offsets that the table holds, as docs/ingestion.md shows.",
         ) from error
+
+
+def _has(ingestion: str, metadata: TableMetadata, known: Recorded) -> bool:
+    """Whether a table still has all that its property says.
+
+    Where the snapshot of that has expired, those that are left say so: had it expired in the line, none from
+    before it could be there. One that is was rolled back to, and then the others expired.
+    """
+    if not holds(metadata, known.at):
+        return False
+    found, _ = line(metadata)
+    if known.at is None or any(known.at in (one.snapshot_id, replayed_from(one)) for one in found):
+        return True
+    held = _by_summary(ingestion, metadata)
+    return held is None or covers(held.offsets, known.offsets)
 
 
 def _by_summary(ingestion: str, metadata: TableMetadata) -> Recorded | None:
