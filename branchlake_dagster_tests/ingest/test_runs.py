@@ -14,9 +14,11 @@ import pytest
 
 from branchlake_dagster.branching.branch.run_tags import NEXT_ATTEMPT_TAG, NONE, SET_ASIDE
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.ingest.batch.reprocess import Chosen
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.reporting.topics import topic_key
 from branchlake_dagster.ingest.running import batch_assets
+from branchlake_dagster.ingest.running.batch_assets import REPROCESS_TAG
 from branchlake_dagster.ingest.running.definitions import ingest_definitions
 from branchlake_dagster.ingest.running.live_job import live_sensor
 from branchlake_dagster.ingest.running.sensor import INGESTION_TAG, batch_sensor
@@ -243,6 +245,33 @@ def test_a_second_attempt_does_not_get_a_bad_batch_through(
     outcome = p.publish(p.run())
     assert outcome.status == "blocked"
     assert "50.00%" in outcome.reasons[0]
+
+
+def test_a_second_attempt_to_put_letters_back_is_judged_by_them_too(
+    project: Opened, kafka: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first one had marked was taken for done: no letter, no verdict."""
+    topic = kafka.topic()
+    p = project(two_tables(topic))
+    kafka.send(topic, [record(1), Message(b"no")])
+    assert p.publish(p.run()).published
+    changed, failures = batch_assets._changed, iter([True])
+
+    def fails(*args: Any, **named: Any) -> Any:
+        if next(failures, False):
+            raise dg.RetryRequested(max_retries=1)
+        return changed(*args, **named)
+
+    monkeypatch.setattr(batch_assets, "_changed", fails)
+    result = p.run(tags={REPROCESS_TAG: Chosen().text()})
+    told = [
+        each.asset_check_evaluation_data.description
+        for each in result.all_events
+        if each.event_type_value == "ASSET_CHECK_EVALUATION"
+    ]
+    assert [one for one in told if one and one.endswith("put back 1 failed again.")]
+    assert p.publish(result).published
+    assert p.dead() == [b"no", b"no"]  # the first is marked, the second is why
 
 
 def test_a_run_that_slept_while_another_published_is_refused(project: Opened, kafka: Broker) -> None:

@@ -90,7 +90,9 @@ def _reprocessed(
     chosen: Chosen,
 ) -> Iterator[dg.MaterializeResult[Any] | dg.AssetCheckResult]:
     """Dead letters put back, what became of the tables that took them, and the verdicts."""
-    done = reprocess_batch(ingest, _place(context, lakehouse, spark), chosen)
+    place = _place(context, lakehouse, spark)
+    _begin_anew(context, ingest, place)
+    done = reprocess_batch(ingest, place, chosen)
     if done is None:
         context.log.info("No dead letter is to be put back.")
         yield from check_results(expanded(ingest, {}), {}, (), again=True)
