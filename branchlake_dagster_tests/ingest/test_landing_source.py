@@ -206,6 +206,18 @@ def test_a_file_that_lost_records_or_is_gone_fails_the_batch_and_changes_nothing
     assert driver.look().standing.position == {}
 
 
+def test_files_at_another_place_than_theirs_fail_the_batch(
+    lakehouse: Lakehouse, spark_session: Any, tmp_path: Path
+) -> None:
+    """Somebody renamed a topic's folder: all records were passed over, and the files removed in the end."""
+    land(tmp_path, "b", values(1, 2))
+    (tmp_path / "b").rename(tmp_path / "a")
+    driver = LandingDriver(lakehouse, tmp_path, an_ingest(), spark_session)
+    with pytest.raises(LandingDamaged, match=r"a\[0\] 0 to 1 have 0 of these 2 records"):
+        driver.batch()
+    assert driver.look().standing.position == {}
+
+
 def test_a_folder_that_was_made_again_is_another_topic(
     lakehouse: Lakehouse, spark_session: Any, tmp_path: Path
 ) -> None:

@@ -95,7 +95,7 @@ def ingest_batch(
 
     With tables whose rows are merged there is one commit for each of them before it. Nothing of it is on
     `main`. Where records want other columns, or tables that are not known, those are made and the batch is
-    read again: each of the two once.
+    read again. Raises LandingDamaged where files had other records than their names say.
     """
     batch = commit_id or str(uuid.uuid4())
     opened = tables or IcebergTables(place.catalog)
@@ -108,7 +108,7 @@ def ingest_batch(
         targets = targets_of(before.known, place, frame, reading)
     if frame is None:
         return _committed(before, place, targets, Scanned(), {}, batch, opened)
-    renamed = grown = False
+    renamed, grown = False, 0
     while True:
         staged = {
             number: staging_table(place.catalog, one)
@@ -136,15 +136,20 @@ def ingest_batch(
                 before = replace(before, known=known)
                 targets = targets_of(known, place, frame, reading)
                 continue
-        # But for fields that are always null.
-        if not grown and (
+        # Of many new fields the first records may have only some. Fields that are always null stay out.
+        if grown < _MOST_TURNS and (
             evolved_targets := _evolved(frame, before.ingest, reading, targets, scanned.evolving())
         ):
-            grown, targets = True, evolved_targets
+            grown, targets = grown + 1, evolved_targets
             continue
         break
+    records.require(before.plan.ranges, scanned.counts["records"])
     identifiers_of_staged = {number: identifier for number, (identifier, _) in staged.items()}
     return _committed(before, place, targets, scanned, identifiers_of_staged, batch, opened)
+
+
+_MOST_TURNS = 8
+"""So often the tables are evolved within a batch; each turn adds a column or more, or is the last."""
 
 
 def targets_of(known: KnownTables, place: Place, frame: DataFrame | None, reading: Format) -> list[Target]:

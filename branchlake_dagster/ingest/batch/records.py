@@ -15,7 +15,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.converting.expressions import any_of
 from branchlake_dagster.ingest.kafka.cluster import Cluster
 from branchlake_dagster.ingest.kafka.reading import reading
-from branchlake_dagster.ingest.positions.offsets import Ranges
+from branchlake_dagster.ingest.positions.offsets import Ranges, in_words, records
 from branchlake_dagster.ingest.receiving.landing import Landing, LandingDamaged
 
 COLUMNS = ("topic", "partition", "offset", "timestamp", "key", "value", "headers")
@@ -39,6 +39,9 @@ class Records(Protocol):
 
     def reading(self) -> AbstractContextManager[None]:
         """Around what reads them: its failures as errors of ours, where they are the source's."""
+
+    def require(self, ranges: Ranges, count: int) -> None:
+        """Look whether so many records may be those of the ranges, after they were read."""
 
 
 class KafkaRecords:
@@ -69,6 +72,9 @@ class KafkaRecords:
     def reading(self) -> AbstractContextManager[None]:
         """Raises KafkaUnavailable or KafkaRefused."""
         return reading(self._cluster)
+
+    def require(self, ranges: Ranges, count: int) -> None:
+        """Nothing to see: transactions and compaction leave out offsets."""
 
 
 class LandingRecords:
@@ -109,6 +115,15 @@ class LandingRecords:
     def reading(self) -> AbstractContextManager[None]:
         """Nothing is told otherwise."""
         return nullcontext()
+
+    def require(self, ranges: Ranges, count: int) -> None:
+        """Each offset is there. Raises LandingDamaged: of files at another place than theirs none is read."""
+        if count != (wanted := records(ranges)):
+            raise LandingDamaged(
+                f"The files of {in_words(ranges)} have {count} of these {wanted} records: what they hold says"
+                " another topic, partition or offset than their place.",
+                hint="Put files and folders back to where their receiver wrote them.",
+            )
 
 
 def _by_topic(ranges: Ranges, end: str) -> dict[str, dict[str, int]]:

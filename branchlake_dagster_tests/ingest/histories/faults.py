@@ -162,3 +162,6 @@ class FaultyRecords:
 
     def reading(self) -> AbstractContextManager[None]:
         return self.records.reading()
+
+    def require(self, ranges: Ranges, count: int) -> None:
+        self.records.require(ranges, count)
