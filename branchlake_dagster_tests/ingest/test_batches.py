@@ -154,6 +154,56 @@ def test_a_record_without_a_route_is_a_dead_letter_or_is_left_out(
     assert (drive.batch().records, len(drive.dead())) == (1, 3)
 
 
+def test_what_cannot_be_read_is_skipped_by_no_setting(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    """Its route stands in it, and nobody could say that it was not meant for a table."""
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "t"], columns={"id": "int"}, route="a")
+    ingest = Ingest(name=namespace, topics=[topic], tables=[table], route_by="to", on_unrouted="skip")
+    drive = driving(ingest)
+    kafka.send(topic, [_json(id=1, to="a"), _json(id=2, to="b"), b'{"id": 3, "to": "a', b"\xff"])
+    drive.batch()
+    assert [row["id"] for row in drive.rows()] == [1]
+    assert [(row["offset"], row["error_kind"]) for row in drive.dead()] == [(2, "syntax"), (3, "encoding")]
+
+
+def test_times_that_there_are_not_stop_nothing(driving: Driving, kafka: Broker, namespace: str) -> None:
+    """A producer sent microseconds as milliseconds: each batch failed in the partition of that day."""
+    topic = kafka.topic(message_timestamp_after_max_ms=str((1 << 63) - 1), retention_ms="-1")
+    table = IngestTable(
+        key=[namespace, "t"],
+        columns={"id": "int"},
+        attributes={"at": "timestamp"},
+        layout=["day(at)"],
+    )
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table]))
+    moment = int(datetime(2026, 9, 1, tzinfo=UTC).timestamp() * 1_000)
+    kafka.send(
+        topic,
+        [
+            Message(_json(id=1), at=1_000 * moment),
+            Message(b"nonsense", at=1_000 * moment),
+            Message(_json(id=2), at=moment),
+        ],
+    )
+    result = drive.batch()
+    assert {row["id"]: row["at"] and row["at"].year for row in drive.rows()} == {1: None, 2: 2026}
+    assert [row["timestamp"] for row in drive.dead()] == [None]
+    assert result.recorded.valid_through_ms == moment
+
+
+def test_every_new_field_of_a_batch_becomes_a_column(driving: Driving, kafka: Broker, namespace: str) -> None:
+    """Types are found in the first ten thousand records with a new field: of those none had the second."""
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "t"], columns={"id": "int"})
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], evolve=["add"]))
+    kafka.send(topic, [_json(id=n, often=n) for n in range(10_500)] + [_json(id=-1, seldom="s", none=None)])
+    drive.batch()
+    (row,) = [row for row in drive.rows() if row["id"] == -1]
+    assert row == {"id": -1, "often": None, "seldom": "s"}
+
+
 def test_tables_are_made_from_what_the_records_have_and_grow_with_them(
     driving: Driving, kafka: Broker, namespace: str
 ) -> None:

@@ -105,7 +105,7 @@ class Prepared:
         meant = any_of(F.col(f"__meant{number}") for number in range(len(self._targets)))
         lost = ~meant & ~self._dead_before() & ~self._says_no_more()
         if self._ingest.on_unrouted == "skip":
-            lost = F.lit(False)
+            lost = lost & self._kept_anyway(next(iter(shapes), None))
         frame = frame.withColumn("__lost", lost)
         unfit = any_of(F.col(f"{row}{WHY}").isNotNull() for row in shapes) | F.col("__lost")
         rest = F.struct(
@@ -136,6 +136,17 @@ class Prepared:
             bits = [F.when(F.col(f"__{what}{number}"), 1 << number - group).otherwise(0) for number in here]
             found.append(balanced(add, bits, F.lit(0)).cast("bigint").alias(f"__{what}_{group // SET}"))
         return found
+
+    def _kept_anyway(self, row: str | None) -> Expression:
+        """Of records that no table takes those that are not skipped: nobody knows where they were to go.
+
+        What cannot be read has no route. A dead letter had one; gone on without, it would be marked and gone.
+        """
+        if self._letters:
+            return F.col(FOR).isNotNull()
+        if row is None:
+            return F.lit(False)
+        return F.coalesce(F.col(f"{row}{WHY}").getField("kind").isin(*_UNREADABLE), F.lit(False))
 
     def _lost_because(self, row: str | None) -> Expression:
         """Why no table takes a record: it has no route, or it cannot be read at all."""

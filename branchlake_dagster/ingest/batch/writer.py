@@ -83,6 +83,28 @@ def writing(work: Work) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.Reco
     return write
 
 
+_FIRST_US, _LAST_US = -62_135_596_800_000_000, 253_402_300_799_999_999
+"""The years 1 to 9999, which is what Python and PyIceberg's partitions have of times."""
+
+
+def _with_times(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch without times that there are not: who sends microseconds as milliseconds says some.
+
+    One of them in a table by days would fail each batch that reads it, for ever.
+    """
+    place = batch.schema.get_field_index("__timestamp")
+    times = batch.column(place)
+    numbers = times.cast(pa.int64())
+    known = pc.min_max(numbers)
+    if known["min"].as_py() is None or (
+        known["min"].as_py() >= _FIRST_US and known["max"].as_py() <= _LAST_US
+    ):
+        return batch
+    there = pc.and_(pc.greater_equal(numbers, _FIRST_US), pc.less_equal(numbers, _LAST_US))
+    kept = pc.if_else(there, times, pa.scalar(None, times.type))
+    return batch.set_column(place, batch.schema.field(place), kept)
+
+
 def _among(batch: pa.RecordBatch, what: str, number: int) -> pa.BooleanArray:
     """Of which records the table with this number is one of those that `what` holds of."""
     found = batch.column(f"__{what}_{number // SET}")
@@ -109,6 +131,7 @@ class _Task:
         """Divide a batch of records among the tables."""
         if not batch.num_rows:
             return
+        batch = _with_times(batch)
         self._count(batch)
         self._new_names(batch)
         for number, table in enumerate(self._tables[:-1]):
@@ -151,7 +174,6 @@ class _Task:
         self._counts["records"] += batch.num_rows
         self._counts["bytes"] += batch.nbytes
         found = pa.table(
-            # As numbers: a producer may say any time, also one that Python has not got.
             [
                 batch.column("__topic"),
                 batch.column("__partition"),
