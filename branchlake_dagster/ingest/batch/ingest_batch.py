@@ -31,6 +31,9 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.model import Reference
 from branchlake_dagster.publication.rebase.replay import IcebergTables
 
+_MOST_TURNS = 8
+"""So often the tables are evolved within a batch; each turn adds a column or more, or is the last."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -146,10 +149,6 @@ def ingest_batch(
     records.require(before.plan.ranges, scanned.counts["records"])
     identifiers_of_staged = {number: identifier for number, (identifier, _) in staged.items()}
     return _committed(before, place, targets, scanned, identifiers_of_staged, batch, opened)
-
-
-_MOST_TURNS = 8
-"""So often the tables are evolved within a batch; each turn adds a column or more, or is the last."""
 
 
 def targets_of(known: KnownTables, place: Place, frame: DataFrame | None, reading: Format) -> list[Target]:

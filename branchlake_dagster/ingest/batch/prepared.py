@@ -140,10 +140,11 @@ class Prepared:
     def _kept_anyway(self, row: str | None) -> Expression:
         """Of records that no table takes those that are not skipped: nobody knows where they were to go.
 
-        What cannot be read has no route. A dead letter had one; gone on without, it would be marked and gone.
+        What cannot be read has no route. A dead letter that is read again stays one: left out here, it would
+        be marked as put back, and be nowhere.
         """
         if self._letters:
-            return F.col(FOR).isNotNull()
+            return F.lit(True)
         if row is None:
             return F.lit(False)
         return F.coalesce(F.col(f"{row}{WHY}").getField("kind").isin(*_UNREADABLE), F.lit(False))
