@@ -207,16 +207,16 @@ def test_a_table_that_a_failed_attempt_made_is_taken_back(
     assert (p.ids("a"), p.ids("b"), p.dead()) == ([1], [2], [])
 
 
-def _fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fails_once(monkeypatch: pytest.MonkeyPatch, told_by: str = "_materialised") -> None:
     """The step fails after its commit, before anybody is told."""
-    materialised, failures = batch_assets._materialised, iter([True])
+    tell, failures = getattr(batch_assets, told_by), iter([True])
 
     def fails(*args: Any, **named: Any) -> Any:
         if next(failures, False):
             raise dg.RetryRequested(max_retries=1)
-        return materialised(*args, **named)
+        return tell(*args, **named)
 
-    monkeypatch.setattr(batch_assets, "_materialised", fails)
+    monkeypatch.setattr(batch_assets, told_by, fails)
 
 
 def test_a_step_that_failed_after_its_commit_is_done_anew(
@@ -255,14 +255,7 @@ def test_a_second_attempt_to_put_letters_back_is_judged_by_them_too(
     p = project(two_tables(topic))
     kafka.send(topic, [record(1), Message(b"no")])
     assert p.publish(p.run()).published
-    changed, failures = batch_assets._changed, iter([True])
-
-    def fails(*args: Any, **named: Any) -> Any:
-        if next(failures, False):
-            raise dg.RetryRequested(max_retries=1)
-        return changed(*args, **named)
-
-    monkeypatch.setattr(batch_assets, "_changed", fails)
+    _fails_once(monkeypatch, "_changed")
     result = p.run(tags={REPROCESS_TAG: Chosen().text()})
     told = [
         each.asset_check_evaluation_data.description
