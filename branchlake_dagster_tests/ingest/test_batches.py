@@ -14,9 +14,9 @@ import pytest
 from pyiceberg.schema import Schema
 from pyiceberg.types import DecimalType, FloatType, IntegerType, LongType, NestedField, StringType
 
-from branchlake_dagster.ingest.batch.writer import SET
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import PositionLost, TopicChanged
+from branchlake_dagster.ingest.scanning.writer import SET
 from branchlake_dagster.lakehouse.catalog.options import NAMESPACE_CREATE
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.kafka import Broker, Message

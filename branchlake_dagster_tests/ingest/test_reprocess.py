@@ -18,8 +18,8 @@ from branchlake_dagster.cli.main import main
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.batch.ingest_batch import Place
 from branchlake_dagster.ingest.batch.reprocess import Chosen, reprocess_batch, waiting_letters
-from branchlake_dagster.ingest.batch.scan import Scanned
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.scanning.scan import Scanned
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.suite.kafka import Broker

@@ -1,1 +1,1 @@
-"""One batch: its pass over the records on Spark, and its one commit on a branch."""
+"""One batch: what is known before it, its passes over the records, and its one commit on a branch."""

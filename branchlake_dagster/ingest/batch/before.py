@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pyiceberg.table import Table
 
 from branchlake_dagster.changes.summary import OFFSETS, TABLES
-from branchlake_dagster.ingest.batch.targets import Identifier, identifiers, load
 from branchlake_dagster.ingest.declaring.declaration import ROUTE, Ingest
 from branchlake_dagster.ingest.declaring.families import (
     Expanded,
@@ -25,6 +24,7 @@ from branchlake_dagster.ingest.positions.offsets import Offsets
 from branchlake_dagster.ingest.positions.planning import BatchPlan, plan_batch
 from branchlake_dagster.ingest.positions.standing import Standing, require_alone, require_replayable, standing
 from branchlake_dagster.ingest.positions.topic import Topic
+from branchlake_dagster.ingest.scanning.targets import Identifier, identifiers, load
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable

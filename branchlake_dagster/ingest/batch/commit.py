@@ -14,8 +14,8 @@ from pyiceberg.table.update import AddSnapshotUpdate, RemoveSnapshotsUpdate, Set
 from branchlake_dagster.changes.history import line
 from branchlake_dagster.changes.summary import OFFSETS
 from branchlake_dagster.errors import OutcomeUnknown
-from branchlake_dagster.ingest.batch.targets import Identifier
 from branchlake_dagster.ingest.positions.recorded import Recorded
+from branchlake_dagster.ingest.scanning.targets import Identifier
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import (

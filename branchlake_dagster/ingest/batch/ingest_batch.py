@@ -13,9 +13,6 @@ from branchlake_dagster.ingest.batch.before import Before, KnownTables, with_new
 from branchlake_dagster.ingest.batch.commit import TableChange, commit_tables
 from branchlake_dagster.ingest.batch.merge import merge, staging_table
 from branchlake_dagster.ingest.batch.records import Records
-from branchlake_dagster.ingest.batch.scan import Scanned, scan, worker_targets
-from branchlake_dagster.ingest.batch.targets import Evolving, Identifier, Target, evolved, prepare
-from branchlake_dagster.ingest.batch.writer import Work
 from branchlake_dagster.ingest.converting.avro import RegistryAvro
 from branchlake_dagster.ingest.converting.columns import ddl
 from branchlake_dagster.ingest.converting.formats import Format
@@ -26,6 +23,9 @@ from branchlake_dagster.ingest.declaring.routing import route, taken
 from branchlake_dagster.ingest.positions.offsets import TopicPartition, in_words
 from branchlake_dagster.ingest.positions.planning import BatchPlan
 from branchlake_dagster.ingest.positions.recorded import Recorded
+from branchlake_dagster.ingest.scanning.scan import Scanned, scan, worker_targets
+from branchlake_dagster.ingest.scanning.targets import Evolving, Identifier, Target, evolved, prepare
+from branchlake_dagster.ingest.scanning.writer import Work
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.model import Reference

@@ -11,7 +11,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 from branchlake_dagster.branching.frames.spark_frames import session_properties
 from branchlake_dagster.branching.table.schema import arrow_schema
 from branchlake_dagster.branching.table.types import iceberg_schema
-from branchlake_dagster.ingest.batch.targets import Identifier, Target
+from branchlake_dagster.ingest.scanning.targets import Identifier, Target
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.spark.quoting import dotted, quoted
 

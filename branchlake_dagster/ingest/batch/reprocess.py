@@ -23,15 +23,15 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.batch.before import KnownTables, known_tables
 from branchlake_dagster.ingest.batch.commit import TableChange, commit_tables
 from branchlake_dagster.ingest.batch.ingest_batch import Place, targets_of
-from branchlake_dagster.ingest.batch.prepared import FOR
-from branchlake_dagster.ingest.batch.scan import Scanned, scan, worker_targets
-from branchlake_dagster.ingest.batch.targets import Target
-from branchlake_dagster.ingest.batch.writer import Work
 from branchlake_dagster.ingest.converting.avro import RegistryAvro
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.declaring.families import Expanded
 from branchlake_dagster.ingest.errors import PositionLost
 from branchlake_dagster.ingest.positions.standing import standing
+from branchlake_dagster.ingest.scanning.prepared import FOR
+from branchlake_dagster.ingest.scanning.scan import Scanned, scan, worker_targets
+from branchlake_dagster.ingest.scanning.targets import Target
+from branchlake_dagster.ingest.scanning.writer import Work
 from branchlake_dagster.lakehouse.spark.quoting import dotted
 from branchlake_dagster.publication.rebase.replay import IcebergTables
 

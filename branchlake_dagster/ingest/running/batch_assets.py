@@ -14,7 +14,6 @@ from branchlake_dagster.checks.asset_checks.columns import column_metadata
 from branchlake_dagster.ingest.batch.before import known_tables, look
 from branchlake_dagster.ingest.batch.ingest_batch import BatchResult, Place, ingest_batch
 from branchlake_dagster.ingest.batch.reprocess import Chosen, reprocess_batch
-from branchlake_dagster.ingest.batch.targets import Target
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.declaring.families import Expanded, expanded
 from branchlake_dagster.ingest.reporting.report import (
@@ -27,6 +26,7 @@ from branchlake_dagster.ingest.reporting.report import (
 from branchlake_dagster.ingest.reporting.topics import topic_key
 from branchlake_dagster.ingest.running.earlier_attempts import take_back
 from branchlake_dagster.ingest.running.source import source_of
+from branchlake_dagster.ingest.scanning.targets import Target
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 
 INGESTION_TAG = "branchlake/ingestion"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from branchlake_dagster.ingest.batch.targets import Identifier
+from branchlake_dagster.ingest.scanning.targets import Identifier
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, Delete, Operation, Put

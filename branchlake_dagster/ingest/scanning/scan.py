@@ -13,12 +13,12 @@ from pyiceberg.manifest import DataFile
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from branchlake_dagster.ingest.batch.prepared import FOR, Prepared, fields_taken, row_columns
-from branchlake_dagster.ingest.batch.targets import Evolving, Target
-from branchlake_dagster.ingest.batch.writer import SENT_BACK, Work, WorkerTarget, writing
 from branchlake_dagster.ingest.converting.formats import Format
 from branchlake_dagster.ingest.declaring.families import Expanded
 from branchlake_dagster.ingest.positions.offsets import Offsets
+from branchlake_dagster.ingest.scanning.prepared import FOR, Prepared, fields_taken, row_columns
+from branchlake_dagster.ingest.scanning.targets import Evolving, Target
+from branchlake_dagster.ingest.scanning.writer import SENT_BACK, Work, WorkerTarget, writing
 
 _ARROW = "spark.sql.execution.arrow"
 _MOST_RECORDS, _MOST_BYTES = 2_500, 64 << 20

@@ -12,8 +12,6 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 from branchlake_dagster.checks.constraints.compiler import compile_schema
 from branchlake_dagster.checks.constraints.model import RowConstraint, SchemaConstraint
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.ingest.batch.targets import Target
-from branchlake_dagster.ingest.batch.writer import SET
 from branchlake_dagster.ingest.converting.expressions import (
     any_of,
     balanced,
@@ -29,6 +27,8 @@ from branchlake_dagster.ingest.declaring.families import Expanded
 from branchlake_dagster.ingest.declaring.routing import field as field_of
 from branchlake_dagster.ingest.declaring.routing import route, table_named, taken
 from branchlake_dagster.ingest.positions.offsets import Offsets
+from branchlake_dagster.ingest.scanning.targets import Target
+from branchlake_dagster.ingest.scanning.writer import SET
 from branchlake_dagster.lakehouse.spark.quoting import quoted
 
 FOR = "__for"
