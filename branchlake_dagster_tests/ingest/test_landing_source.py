@@ -276,7 +276,7 @@ def test_runs_read_the_folder_and_remove_what_main_has(
         assert observed.metadata["branchlake/oldest_waiting_s"].value == 0.0
         assert observed.metadata["branchlake/valid_through"].value == 1_002.0
         topics = source_of(ingest, lake.settings).topics
-        (later,) = observations(ingest, waiting(ingest, lake), topics, lake.settings, now=lambda: 1_062.5)
+        (later,) = observations(ingest, waiting(ingest, lake), topics, [], now=lambda: 1_062.5)
         assert later.metadata["branchlake/valid_through_age_s"].value == 60.5
         removing = next(one for one in definitions.jobs if one.name.startswith("landing_files_"))
         assert isinstance(removing, dg.JobDefinition)

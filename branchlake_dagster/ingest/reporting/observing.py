@@ -16,26 +16,24 @@ from branchlake_dagster.ingest.kafka.topics import Topics
 from branchlake_dagster.ingest.positions.offsets import TopicPartition
 from branchlake_dagster.ingest.positions.recorded import Recorded
 from branchlake_dagster.ingest.positions.topic import Topic
-from branchlake_dagster.ingest.receiving.scrape import TopicCounts, scrape, together
+from branchlake_dagster.ingest.receiving.scrape import Monitored, TopicCounts, together
 from branchlake_dagster.ingest.reporting.receivers import counted, receiver_observations
 from branchlake_dagster.ingest.reporting.report import LAG, VALID_THROUGH, moment
 from branchlake_dagster.ingest.reporting.topics import topic_key
-from branchlake_dagster.settings import Settings
 
 
 def observations(
     ingest: Ingest,
     before: Before,
     topics: Topics,
-    settings: Settings,
+    monitors: Sequence[Monitored],
     *,
     now: Callable[[], float] = time.time,
 ) -> list[dg.AssetObservation]:
     """One for each topic of an ingestion, on the topic's asset, and for each receiver of one of them.
 
-    Raises what `topics` raises.
+    `monitors` are what the receivers have told. Raises what `topics` raises.
     """
-    monitors = scrape(settings.receiver_monitors)
     counts, silent = together(monitors), [one.address for one in monitors if one.silent]
     found = []
     for name, topic in sorted(before.topics.items()):
@@ -52,9 +50,8 @@ def observations(
     return [*found, *receiver_observations(monitors, ingest.topics)]
 
 
-def without_brokers(ingest: Ingest, settings: Settings) -> list[dg.AssetObservation]:
+def without_brokers(ingest: Ingest, monitors: Sequence[Monitored]) -> list[dg.AssetObservation]:
     """What receivers have counted of the topics, without a look at these: they fill when brokers are away."""
-    monitors = scrape(settings.receiver_monitors)
     counts, silent = together(monitors), [one.address for one in monitors if one.silent]
     told = {name: _received(counts.get(name), silent) for name in sorted(ingest.topics)}
     of_topics = [
@@ -91,12 +88,13 @@ def _valid_through(ingest: Ingest, before: Before, now: float) -> Mapping[str, A
     text = anchor.metadata.properties.get(OFFSETS + ingest.name) if anchor is not None else None
     try:
         at = Recorded.from_text(text).valid_through_ms if text else None
-    except (ValueError, KeyError, TypeError):
+        valid = None if at is None else moment(at)
+    except (ValueError, KeyError, TypeError, OverflowError):
         return {}  # the next batch says so
-    if at is None:
+    if at is None or valid is None:
         return {}
     return {
-        VALID_THROUGH: dg.MetadataValue.timestamp(moment(at)),
+        VALID_THROUGH: dg.MetadataValue.timestamp(valid),
         f"{VALID_THROUGH}_age_s": dg.MetadataValue.float(round(max(now - at / 1000, 0.0), 3)),
     }
 

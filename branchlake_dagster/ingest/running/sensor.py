@@ -15,6 +15,7 @@ from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.ingest.batch.before import Before, look
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.positions.offsets import records
+from branchlake_dagster.ingest.receiving.scrape import Monitored, scrape
 from branchlake_dagster.ingest.reporting.observing import observations, without_brokers
 from branchlake_dagster.ingest.running.batch_assets import INGESTION_TAG
 from branchlake_dagster.ingest.running.pausing import pause
@@ -68,13 +69,15 @@ def told_and_observations(
     """
     if at - told < _OBSERVED_EVERY_S:
         return told, []
+    monitors: list[Monitored] = []
     try:
+        monitors = scrape(lake.settings.receiver_monitors)
         topics = source_of(ingest, lake.settings).topics
-        return at, observations(ingest, waiting(ingest, lake), topics, lake.settings)
+        return at, observations(ingest, waiting(ingest, lake), topics, monitors)
     except Exception as error:  # noqa: BLE001 - what cannot be told holds up no batch, which says why itself
         strange = not isinstance(error, BranchlakeError)
         _log.warning("The topics of %s could not be looked at: %s", ingest.name, error, exc_info=strange)
-        return at, without_brokers(ingest, lake.settings)
+        return at, without_brokers(ingest, monitors)
 
 
 def batch_sensor(
