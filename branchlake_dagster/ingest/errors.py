@@ -36,6 +36,28 @@ class AnotherIngestion(IngestError, Terminal):  # noqa: N818 - named like the ot
     """A table is filled from the same topic by another ingestion: its rows would be there twice."""
 
 
+class TopicReplaced(IngestError, Transient):  # noqa: N818 - named like the other outcomes
+    """A topic was deleted and made again while a batch read it. Nothing of the batch is kept.
+
+    The next look sees the new one, and the ingestion's rules say what becomes of it.
+    """
+
+
+class EarlierAttemptLate(IngestError, Transient):  # noqa: N818 - named like the other outcomes
+    """What an earlier attempt of the step had sent has arrived meanwhile: its records would be there twice.
+
+    The next attempt takes it back and begins anew.
+    """
+
+
+class TableTooNarrow(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
+    """Records fit a table not even after it was evolved for them; nothing of the batch is kept."""
+
+
+class LettersLeftOut(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
+    """Dead letters that were to be put back gave neither a row nor a dead letter; nothing was changed."""
+
+
 class TooManyDeadLetters(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
     """More of a batch's records cannot be converted than the ingestion tolerates."""
 

@@ -11,7 +11,8 @@ from pyiceberg.table import Table
 from pyspark.sql import SparkSession
 
 from branchlake_dagster.ingest.batch.before import Before, KnownTables, known_tables, look
-from branchlake_dagster.ingest.batch.ingest_batch import BatchResult, Place, ingest_batch
+from branchlake_dagster.ingest.batch.ingest_batch import BatchResult, ingest_batch
+from branchlake_dagster.ingest.batch.place import Place
 from branchlake_dagster.ingest.batch.records import KafkaRecords, Records
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.kafka.topics import KafkaTopics
@@ -30,7 +31,7 @@ class Driver:
         self._own: list[SparkSession] = []
         self.ingest = ingest
         self.topics = KafkaTopics(kafka.cluster)
-        self.records: Records = KafkaRecords(kafka.cluster)
+        self.records: Records = KafkaRecords(kafka.cluster, self.topics)
 
     def look(self, ref: str = "main") -> Before:
         return look(self.ingest, self.lake.nessie, self.lake.catalog(ref), self.topics, namespace="lake")

@@ -14,8 +14,9 @@ import pytest
 from pyiceberg.schema import Schema
 from pyiceberg.types import DecimalType, FloatType, IntegerType, LongType, NestedField, StringType
 
+from branchlake_dagster.ingest.batch.ingest_batch import ingest_batch
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.errors import PositionLost, TopicChanged
+from branchlake_dagster.ingest.errors import EarlierAttemptLate, PositionLost, TopicChanged, TopicReplaced
 from branchlake_dagster.ingest.scanning.writer import SET
 from branchlake_dagster.lakehouse.catalog.options import NAMESPACE_CREATE
 from branchlake_dagster_tests.ingest.conftest import Driving
@@ -194,14 +195,19 @@ def test_times_that_there_are_not_stop_nothing(driving: Driving, kafka: Broker, 
 
 
 def test_every_new_field_of_a_batch_becomes_a_column(driving: Driving, kafka: Broker, namespace: str) -> None:
-    """Types are found in the first ten thousand records with a new field: of those none had the second."""
+    """Types are found in the first ten thousand records with a new field, and then in all.
+
+    Of those none had the second one, and the third one without a value.
+    """
     topic = kafka.topic()
     table = IngestTable(key=[namespace, "t"], columns={"id": "int"})
     drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], evolve=["add"]))
-    kafka.send(topic, [_json(id=n, often=n) for n in range(10_500)] + [_json(id=-1, seldom="s", none=None)])
-    drive.batch()
+    last = _json(id=-1, seldom="s", none=None, late=1.5, empty=[])
+    kafka.send(topic, [_json(id=n, often=n, late=None) for n in range(10_500)] + [last])
+    assert drive.batch().records == 10_501
     (row,) = [row for row in drive.rows() if row["id"] == -1]
-    assert row == {"id": -1, "often": None, "seldom": "s"}
+    assert row == {"id": -1, "often": None, "seldom": "s", "late": 1.5}
+    assert drive.dead() == []
 
 
 def test_tables_are_made_from_what_the_records_have_and_grow_with_them(
@@ -358,6 +364,47 @@ def test_a_topic_that_loses_records_or_is_made_again_stops_and_goes_on_by_the_ru
     drive.ingest = replace(drive.ingest, on_recreated="start_over")
     drive.batch()
     assert [row["id"] for row in drive.rows(0, "id")] == [3, 4]
+
+
+def test_a_topic_that_is_made_again_while_a_batch_reads_it_gives_nothing(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    """Spark's source knows a topic by its name: it reads the new one as the one that was planned."""
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "t"], columns={"id": "int"})
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], on_recreated="start_over"))
+    kafka.send(topic, [_json(id=1)])
+    place = drive.place()
+    before = drive.look(place.branch)
+    kafka.delete(topic)
+    kafka.create(topic)
+    kafka.send(topic, [_json(id=2)])
+    with pytest.raises(TopicReplaced, match=f"Topic {topic} was deleted and made again"):
+        ingest_batch(before, place, drive.records, tasks=2)
+    drive.batch()
+    kafka.send(topic, [_json(id=3)])
+    drive.batch()
+    assert [row["id"] for row in drive.rows(0, "id")] == [2, 3]
+
+
+def test_what_an_earlier_attempt_sends_late_is_not_built_on(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    """Its commit arrives after the next attempt of the step has looked, and before that one commits."""
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "t"], columns={"id": "int"})
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table]))
+    kafka.send(topic, [_json(id=1)])
+    drive.batch()
+    kafka.send(topic, [_json(id=2)])
+    place = drive.place()
+    before = drive.look(place.branch)
+    ingest_batch(drive.look(place.branch), place, drive.records, tasks=2)
+    with pytest.raises(EarlierAttemptLate) as caught:
+        ingest_batch(before, place, drive.records, tasks=2)
+    assert caught.value.branch == place.branch
+    held = drive.lake.catalog(place.branch).load_table((namespace, "t")).scan().to_arrow()
+    assert sorted(held["id"].to_pylist()) == [1, 2]
 
 
 def test_a_table_that_is_rolled_back_is_filled_again_alone(

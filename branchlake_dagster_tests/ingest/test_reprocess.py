@@ -11,18 +11,24 @@ from typing import Any
 import dagster as dg
 import pytest
 from click.testing import CliRunner
-from pyiceberg.types import LongType
+from pyiceberg.schema import Schema
+from pyiceberg.types import IntegerType, LongType, NestedField, StringType
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
 from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.ingest.batch.ingest_batch import Place
+from branchlake_dagster.ingest.batch.place import Place
 from branchlake_dagster.ingest.batch.reprocess import Chosen, reprocess_batch, waiting_letters
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.errors import EarlierAttemptLate, LettersLeftOut
+from branchlake_dagster.ingest.scanning.prepared import Prepared
 from branchlake_dagster.ingest.scanning.scan import Scanned
+from branchlake_dagster.lakehouse.catalog.options import NAMESPACE_CREATE
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver
-from branchlake_dagster_tests.suite.kafka import Broker
+from branchlake_dagster_tests.suite.kafka import Broker, Message
 
 
 def _json(**told: Any) -> bytes:
@@ -52,6 +58,11 @@ def _publish(drive: Driver, place: Place) -> bool:
         properties={},
     )
     return merged.applied
+
+
+def _letters(drive: Driver) -> list[tuple[int, str | None, str]]:
+    """Those that wait: offset, table, kind."""
+    return [(r["offset"], r["table"], r["error_kind"]) for r in drive.dead() if r["reprocessed_in"] is None]
 
 
 def test_what_is_chosen_comes_through_a_tag() -> None:
@@ -181,3 +192,113 @@ def test_dead_letters_are_put_back_once(driving: Driving, kafka: Broker, namespa
     drive.ingest = replace(drive.ingest, tables=tables)
     with pytest.raises(ConfigurationError, match="cannot be put back"):
         Chosen(table=f"{namespace}.m").condition(drive.known)
+
+
+def test_a_letter_that_only_a_wider_table_takes_widens_it(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    """Marked and in no table, it was lost: rows that want a wider type are written when there is one."""
+    topic = kafka.topic()
+    tables = [IngestTable(key=[namespace, "t"])]
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=tables))
+    fields = NestedField(1, "id", IntegerType()), NestedField(2, "must", StringType(), required=True)
+    catalog = drive.lake.catalog("main", properties={NAMESPACE_CREATE: "true"})
+    catalog.create_table((namespace, "t"), Schema(*fields))
+    kafka.send(topic, [_json(id=3_000_000_000, must="x", new=1.5), _json(id=2), _json(id="x", must="x")])
+    drive.batch()
+    assert _letters(drive) == [(0, f"{namespace}.t", "conversion"), *_letters(drive)[1:]]
+
+    drive.ingest = replace(drive.ingest, evolve=["add", "widen", "relax"])
+    place, found = _run(drive, Chosen(), "run-1")
+    assert found is not None
+    assert (found.counts["records"], found.rows(0), found.counts["dead"]) == (3, 2, 1)
+    assert _publish(drive, place)
+    assert drive.rows(0, "id") == [
+        {"id": 2, "must": None, "new": None},
+        {"id": 3_000_000_000, "must": "x", "new": 1.5},
+    ]
+    assert _letters(drive) == [(2, f"{namespace}.t", "conversion")]
+
+
+def test_a_letter_that_finds_no_table_stays_its_tables(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    """The record is in the other table already: as anybody's letter it was put there a second time."""
+    topic = kafka.topic()
+    both = [
+        IngestTable(key=[namespace, "a"], columns={"id": "int"}, route="x"),
+        IngestTable(key=[namespace, "b"], columns={"id": "bigint"}, route="x|y"),
+    ]
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=both, route_by="to"))
+    kafka.send(topic, [_json(id=3_000_000_000, to="x")])
+    drive.batch()
+    waits = [(0, f"{namespace}.a", "conversion")]
+    assert (_letters(drive), len(drive.rows(1))) == (waits, 1)
+
+    drive.ingest = replace(drive.ingest, tables=[replace(both[0], route="y"), both[1]])
+    assert _publish(drive, _run(drive, Chosen(), "run-1")[0])
+    assert _letters(drive) == [(0, f"{namespace}.a", "route")]
+    assert _publish(drive, _run(drive, Chosen(), "run-2")[0])
+    with drive.table(0).update_schema() as update:
+        update.update_column("id", field_type=LongType())
+    drive.ingest = replace(drive.ingest, tables=both)
+    assert _publish(drive, _run(drive, Chosen(), "run-3")[0])
+    assert (_letters(drive), len(drive.rows(0)), len(drive.rows(1))) == ([], 1, 1)
+
+
+def test_a_letter_without_a_value_stays_one_beside_merged_tables(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    """Of records without a value merged tables take nothing. A letter that is put back is kept."""
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "a"], columns={"id": "int"}, route="x")
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], route_by="to"))
+    kafka.send(topic, [Message(None, b"k")])
+    drive.batch()
+    merged = replace(table, key=[namespace, "m"], mode="upsert", keys=["id"])
+    drive.ingest = replace(drive.ingest, tables=[table, merged])
+    place, found = _run(drive, Chosen(), "run-1")
+    assert found is not None
+    assert (found.counts["records"], found.counts["dead"]) == (1, 1)
+    assert _publish(drive, place)
+    assert _letters(drive) == [(0, None, "empty")]
+
+
+def test_letters_that_would_give_nothing_are_not_put_back(
+    driving: Driving, kafka: Broker, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever mistake of ours leaves one out: what topics have may be left out by choice, letters never."""
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "a"], columns={"id": "int"}, route="x")
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], route_by="to"))
+    kafka.send(topic, [_json(id=1, to="y"), _json(id="x", to="x")])
+    drive.batch()
+    monkeypatch.setattr(Prepared, "_says_no_more", lambda _: F.expr("true"))
+    with pytest.raises(LettersLeftOut, match="Of 2 dead letters 1 would give neither"):
+        _run(drive, Chosen(), "run-1")
+    assert len(_letters(drive)) == 2
+
+
+def test_what_an_earlier_attempt_sends_late_is_not_put_back_twice(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "a"], columns={"id": "int"}, route="x")
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], route_by="to"))
+    kafka.send(topic, [_json(id=1, to="y")])
+    drive.batch()
+    drive.ingest = replace(drive.ingest, tables=[replace(table, route="y")])
+    place = drive.place()
+    late: list[Scanned | None] = []
+    session = drive.lake.spark_session(place.branch)
+
+    def open_session() -> SparkSession:
+        if not late:
+            late.append(_run(drive, Chosen(), "run-1", place)[1])
+        return session
+
+    with pytest.raises(EarlierAttemptLate):
+        reprocess_batch(drive.ingest, replace(place, run_id="run-1", session=open_session), Chosen())
+    session.stop()
+    assert late[0] is not None
+    assert drive.lake.catalog(place.branch).load_table((namespace, "a")).scan().to_arrow().num_rows == 1

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyiceberg.catalog.memory import InMemoryCatalog
 
-from branchlake_dagster.ingest.batch import writer
+from branchlake_dagster.ingest.scanning import writer
 from branchlake_dagster.ingest.scanning.targets import DEAD_LETTERS
 from branchlake_dagster.ingest.scanning.writer import Work, WorkerTarget, writing
 from branchlake_dagster_tests.changes.tables import catalogue

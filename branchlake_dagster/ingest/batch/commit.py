@@ -11,9 +11,11 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Operation
 from pyiceberg.table.update import AddSnapshotUpdate, RemoveSnapshotsUpdate, SetPropertiesUpdate, TableUpdate
 
+from branchlake_dagster.branching.table.spec import table_name
 from branchlake_dagster.changes.history import line
 from branchlake_dagster.changes.summary import OFFSETS
 from branchlake_dagster.errors import OutcomeUnknown
+from branchlake_dagster.ingest.errors import EarlierAttemptLate
 from branchlake_dagster.ingest.positions.recorded import Recorded
 from branchlake_dagster.ingest.scanning.targets import Identifier
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
@@ -62,8 +64,9 @@ def commit_tables(
     """Commit the files and offsets of all tables at once, and forget the tables that are `dropped`.
 
     Of tables without files the offsets alone; with `keep` so many snapshots stay of one that has a quarter
-    more. The branch as it is then. Nessie's errors pass through; nothing is left of a commit that certainly
-    did not happen but data files.
+    more. The branch as it is then. Raises EarlierAttemptLate where the branch has, since a table was loaded,
+    come to say something else of what is set on it here. Nessie's errors pass through; nothing is left of a
+    commit that certainly did not happen but data files.
     """
     keys = [ContentKey(one.identifier) for one in changes]
     gone = [ContentKey(one) for one in dropped]
@@ -77,6 +80,7 @@ def commit_tables(
             table = change.table
             if content.metadata_location != table.metadata_location:
                 table = catalog.table_of(key, content)
+                _require_unsaid(change, table, ingestion, branch)
             one = _staged(table, change, ingestion, keep)
             staged.append(one)
             operations.append(Put(key, tables.write(one, content.content_id)))
@@ -93,6 +97,22 @@ def commit_tables(
                 tables.discard(one)
         raise
     return replace(seen.reference, hash=result.hash)
+
+
+def _require_unsaid(change: TableChange, now: Table, ingestion: str, branch: str) -> None:
+    """Raise EarlierAttemptLate where an attempt that was given up has committed since: no other one may.
+
+    Its rows would stay under ours, which has read the same records.
+    """
+    told = [*change.properties, *([OFFSETS + ingestion] if change.recorded else [])]
+    if any(now.metadata.properties.get(one) != change.table.metadata.properties.get(one) for one in told):
+        raise EarlierAttemptLate(
+            f"An earlier attempt of ingestion {ingestion} has committed its batch after this one had begun.",
+            table=table_name(change.identifier),
+            branch=branch,
+            hint="Nothing of this attempt was committed. The next attempt of the step takes the earlier one's"
+            " back and begins anew; where the step has no retry, retry the run from its failure.",
+        )
 
 
 def _outgrown(metadata: TableMetadata, keep: int) -> list[int]:

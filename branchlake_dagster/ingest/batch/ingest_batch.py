@@ -7,57 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from pyspark.sql import DataFrame, SparkSession
-
-from branchlake_dagster.ingest.batch.before import Before, KnownTables, with_new_names
+from branchlake_dagster.ingest.batch.before import Before, KnownTables
 from branchlake_dagster.ingest.batch.commit import TableChange, commit_tables
 from branchlake_dagster.ingest.batch.merge import merge, staging_table
+from branchlake_dagster.ingest.batch.place import Place
 from branchlake_dagster.ingest.batch.records import Records
+from branchlake_dagster.ingest.batch.settle import settle, targets_of
 from branchlake_dagster.ingest.converting.avro import RegistryAvro
-from branchlake_dagster.ingest.converting.columns import ddl
-from branchlake_dagster.ingest.converting.formats import Format
-from branchlake_dagster.ingest.converting.types import found_types
-from branchlake_dagster.ingest.declaring.declaration import Ingest
-from branchlake_dagster.ingest.declaring.families import Expanded, Names
-from branchlake_dagster.ingest.declaring.routing import route, taken
+from branchlake_dagster.ingest.declaring.families import Expanded
 from branchlake_dagster.ingest.positions.offsets import TopicPartition, in_words
 from branchlake_dagster.ingest.positions.planning import BatchPlan
 from branchlake_dagster.ingest.positions.recorded import Recorded
 from branchlake_dagster.ingest.scanning.scan import Scanned, scan, worker_targets
-from branchlake_dagster.ingest.scanning.targets import Evolving, Identifier, Target, evolved, prepare
+from branchlake_dagster.ingest.scanning.targets import Identifier, Target
 from branchlake_dagster.ingest.scanning.writer import Work
-from branchlake_dagster.lakehouse.catalog import NessieCatalog
-from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.model import Reference
 from branchlake_dagster.publication.rebase.replay import IcebergTables
-
-_MOST_TURNS = 8
-"""So often the tables are evolved within a batch; each turn adds a column or more, or is the last."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a batch works: a branch, its catalogue and sessions, and who it is.
-
-    `origin` goes into the summary of each snapshot, `properties` into each commit.
-    """
-
-    lake: Lakehouse
-    branch: str
-    catalog: NessieCatalog
-    session: Callable[[], SparkSession]
-    run_id: str
-    origin: Mapping[str, str]
-    properties: Mapping[str, str]
-    trims: bool = False
-    """Whether old snapshots are taken out of tables that have many. A replay would not carry that."""
-
-    def with_new_names(
-        self, known: KnownTables, names: Names, incarnations: Mapping[str, str], tables: IcebergTables
-    ) -> KnownTables:
-        """`with_new_names` on this branch."""
-        space = self.lake.settings.default_namespace
-        return with_new_names(known, names, incarnations, self.lake.nessie, self.catalog, space, tables)
 
 
 @dataclass(frozen=True)
@@ -98,7 +63,8 @@ def ingest_batch(
 
     With tables whose rows are merged there is one commit for each of them before it. Nothing of it is on
     `main`. Where records want other columns, or tables that are not known, those are made and the batch is
-    read again. Raises LandingDamaged where files had other records than their names say.
+    read again. Raises what `settle` raises; LandingDamaged where files had other records than their names
+    say; TopicReplaced and EarlierAttemptLate where the world has changed meanwhile.
     """
     batch = commit_id or str(uuid.uuid4())
     opened = tables or IcebergTables(place.catalog)
@@ -107,12 +73,13 @@ def ingest_batch(
     frame = None
     if before.plan.ranges:
         frame = records.frame(place.session(), before.plan.ranges, tasks=tasks)
-    with records.reading():
-        targets = targets_of(before.known, place, frame, reading)
     if frame is None:
+        targets = targets_of(before.known, place, None, reading)
         return _committed(before, place, targets, Scanned(), {}, batch, opened)
-    renamed, grown = False, 0
-    while True:
+    staged: dict[int, tuple[Identifier, str]] = {}
+
+    def read(known: KnownTables, targets: Sequence[Target]) -> Scanned:
+        nonlocal staged
         staged = {
             number: staging_table(place.catalog, one)
             for number, one in enumerate(targets[:-1])
@@ -129,44 +96,14 @@ def ingest_batch(
             ingest.most_tables,
         )
         floors = before.standing.floors([one.name for one in targets], before.plan.ranges)
-        with records.reading():
-            scanned = scan(frame, before.ingest, reading, targets, floors, work)
-        if not renamed and (names := scanned.names(list(ingest.families))):
-            renamed = True
-            topics = {name: topic.incarnation for name, topic in before.topics.items()}
-            known = place.with_new_names(before.known, names, topics, opened)
-            if len(known.wanted) > len(before.wanted):
-                before = replace(before, known=known)
-                targets = targets_of(known, place, frame, reading)
-                continue
-        # Of many new fields the first records may have only some. Fields that are always null stay out.
-        if grown < _MOST_TURNS and (
-            evolved_targets := _evolved(frame, before.ingest, reading, targets, scanned.evolving())
-        ):
-            grown, targets = grown + 1, evolved_targets
-            continue
-        break
-    records.require(before.plan.ranges, scanned.counts["records"])
-    identifiers_of_staged = {number: identifier for number, (identifier, _) in staged.items()}
-    return _committed(before, place, targets, scanned, identifiers_of_staged, batch, opened)
+        return scan(frame, known.ingest, reading, targets, floors, work)
 
-
-def targets_of(known: KnownTables, place: Place, frame: DataFrame | None, reading: Format) -> list[Target]:
-    """The targets; tables that are not there are made, of the types that the records of `frame` have."""
-    ingest, found = known.ingest, {}
-    for name, declared in zip(known.wanted, ingest.tables, strict=False):
-        if known.there[name] is None and ingest.create:
-            found[name] = (
-                place.session().createDataFrame([], ddl(list(declared.columns.items()))).schema
-                if declared.columns or frame is None
-                else found_types(
-                    frame,
-                    reading,
-                    envelope=ingest.envelope is not None,
-                    of=taken(declared, route(ingest, reading)),
-                )
-            )
-    return prepare(ingest, place.catalog, known.there, known.wanted, found)
+    incarnations = {name: topic.incarnation for name, topic in before.topics.items()}
+    with records.reading():
+        settled = settle(before.known, place, frame, reading, read, incarnations, opened)
+    records.require(before.plan.ranges, settled.scanned.counts["records"])
+    before, waiting = replace(before, known=settled.known), {n: one for n, (one, _) in staged.items()}
+    return _committed(before, place, settled.targets, settled.scanned, waiting, batch, opened)
 
 
 def _committed(
@@ -183,25 +120,6 @@ def _committed(
     )
     head = _commit(before, place, targets, scanned, recorded, staged, tables)
     return BatchResult(batch, before.ingest, before.plan, targets, scanned, recorded, head, before.plan.notes)
-
-
-def _evolved(
-    frame: DataFrame,
-    ingest: Ingest,
-    reading: Format,
-    targets: Sequence[Target],
-    evolving: Mapping[int, Evolving],
-) -> list[Target]:
-    """The targets as the records want them; none where that changes nothing."""
-    found = list(targets)
-    for number, wants in evolving.items():
-        declared = targets[number].declared
-        assert declared is not None  # noqa: S101 - dead letters take everything
-        of = taken(declared, route(ingest, reading))
-        new = found_types(frame, reading, envelope=False, only=wants.add, of=of)
-        if new.fields or wants.widen or wants.relax:
-            found[number] = evolved(targets[number], wants, new)
-    return found if any(one is not other for one, other in zip(found, targets, strict=True)) else []
 
 
 def _commit(

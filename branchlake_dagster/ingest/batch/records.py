@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
@@ -13,9 +14,12 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.converting.expressions import any_of
+from branchlake_dagster.ingest.errors import TopicReplaced
 from branchlake_dagster.ingest.kafka.cluster import Cluster
 from branchlake_dagster.ingest.kafka.reading import reading
+from branchlake_dagster.ingest.kafka.topics import KafkaTopics
 from branchlake_dagster.ingest.positions.offsets import Ranges, in_words, records
+from branchlake_dagster.ingest.positions.topic import topic_id
 from branchlake_dagster.ingest.receiving.landing import Landing, LandingDamaged
 
 COLUMNS = ("topic", "partition", "offset", "timestamp", "key", "value", "headers")
@@ -41,14 +45,18 @@ class Records(Protocol):
         """Around what reads them: its failures as errors of ours, where they are the source's."""
 
     def require(self, ranges: Ranges, count: int) -> None:
-        """Look whether so many records may be those of the ranges, after they were read."""
+        """Look whether so many records may be those of the ranges, after they were read.
+
+        Raises TopicReplaced where a topic is not the one any more whose ranges they are.
+        """
 
 
 class KafkaRecords:
     """`Records` of a cluster, read by Spark's source."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, topics: KafkaTopics) -> None:
         self._cluster = cluster
+        self._topics = topics
 
     def frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> DataFrame:
         """See `Records`. A record that is gone meanwhile fails the batch."""
@@ -73,8 +81,9 @@ class KafkaRecords:
         """Raises KafkaUnavailable or KafkaRefused."""
         return reading(self._cluster)
 
-    def require(self, ranges: Ranges, count: int) -> None:
-        """Nothing to see: transactions and compaction leave out offsets."""
+    def require(self, ranges: Ranges, count: int) -> None:  # noqa: ARG002 - see its first sentence
+        """See `Records`. Their number says nothing: transactions and compaction leave out offsets."""
+        _require_same(ranges, self._topics.ids({one.topic for one in ranges}))
 
 
 class LandingRecords:
@@ -118,12 +127,24 @@ class LandingRecords:
 
     def require(self, ranges: Ranges, count: int) -> None:
         """Each offset is there. Raises LandingDamaged: of files at another place than theirs none is read."""
+        _require_same(ranges, {one.topic: self._landing.topic_id(one.topic) for one in ranges})
         if count != (wanted := records(ranges)):
             raise LandingDamaged(
                 f"The files of {in_words(ranges)} have {count} of these {wanted} records: what they hold says"
                 " another topic, partition or offset than their place.",
                 hint="Put files and folders back to where their receiver wrote them.",
             )
+
+
+def _require_same(ranges: Ranges, ids: Mapping[str, str]) -> None:
+    """Raise TopicReplaced: Spark's source and file names know a topic by its name alone."""
+    replaced = sorted({one.topic for one in ranges if ids[one.topic] != topic_id(one.incarnation)})
+    if replaced:
+        raise TopicReplaced(
+            f"Topic {', '.join(replaced)} was deleted and made again while a batch read it.",
+            hint="Nothing of the batch is kept. The next one begins with what the rules of the ingestion say"
+            " of a topic that was made again.",
+        )
 
 
 def _by_topic(ranges: Ranges, end: str) -> dict[str, dict[str, int]]:

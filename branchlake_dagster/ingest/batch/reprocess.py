@@ -22,11 +22,12 @@ from branchlake_dagster.changes.summary import PREFIX
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.batch.before import KnownTables, known_tables
 from branchlake_dagster.ingest.batch.commit import TableChange, commit_tables
-from branchlake_dagster.ingest.batch.ingest_batch import Place, targets_of
+from branchlake_dagster.ingest.batch.place import Place
+from branchlake_dagster.ingest.batch.settle import Settled, settle
 from branchlake_dagster.ingest.converting.avro import RegistryAvro
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.declaring.families import Expanded
-from branchlake_dagster.ingest.errors import PositionLost
+from branchlake_dagster.ingest.errors import LettersLeftOut, PositionLost
 from branchlake_dagster.ingest.positions.standing import standing
 from branchlake_dagster.ingest.scanning.prepared import FOR
 from branchlake_dagster.ingest.scanning.scan import Scanned, scan, worker_targets
@@ -132,7 +133,8 @@ def reprocess_batch(
     """Put the chosen dead letters into their tables on the branch; what fails again is a new dead letter.
 
     None: the branch has it from an earlier attempt, or there are none. Raises PositionLost while a table is
-    rolled back or filled again, which would add the same records.
+    rolled back or filled again, which would add the same records; LettersLeftOut; what `settle` raises; and
+    EarlierAttemptLate.
     """
     tables, space = IcebergTables(place.catalog), place.lake.settings.default_namespace
     known = known_tables(ingest, place.lake.nessie, place.catalog, space, tables)
@@ -151,9 +153,8 @@ def reprocess_batch(
     if not pairs:
         return None
     reading = ingest.format.fresh() if isinstance(ingest.format, RegistryAvro) else ingest.format
-    targets = targets_of(known, place, frame, reading)
-    renamed = False
-    while True:
+
+    def read(known: KnownTables, targets: Sequence[Target]) -> Scanned:
         work = Work(
             place.run_id,
             [topic for topic, _ in pairs],
@@ -163,17 +164,21 @@ def reprocess_batch(
             int(now().timestamp() * 1_000_000),
             len(known.ingest.families),
             ingest.most_tables,
+            letters=True,
         )
-        scanned = scan(frame, known.ingest, reading, targets, {}, work)
-        if renamed or not (names := scanned.names(list(known.ingest.families))):
-            break
-        renamed = True
-        wider = place.with_new_names(known, names, {}, tables)
-        if len(wider.wanted) == len(known.wanted):
-            break
-        known, targets = wider, targets_of(wider, place, frame, reading)
-    _commit(known, place, targets, scanned, mark, tables)
-    return Reprocessed(known.ingest, targets, scanned)
+        return scan(frame, known.ingest, reading, targets, {}, work)
+
+    settled = settle(known, place, frame, reading, read, {}, tables)
+    if left_out := settled.scanned.counts["left_out"]:
+        raise LettersLeftOut(
+            f"Of {settled.scanned.counts['records']} dead letters {left_out} would give neither a row nor a"
+            f" dead letter; ingestion {ingest.name} puts none back.",
+            branch=place.branch,
+            run_id=place.run_id,
+            hint="Choose others with --table, --error-kind or --since, and report this one with its record.",
+        )
+    _commit(settled, place, mark, tables)
+    return Reprocessed(settled.known.ingest, settled.targets, settled.scanned)
 
 
 def _taken_up(session: SparkSession, known: KnownTables, place: Place, chosen: Chosen) -> DataFrame:
@@ -190,30 +195,23 @@ def _taken_up(session: SparkSession, known: KnownTables, place: Place, chosen: C
     return letters.select(*(F.col(one).alias(f"__{one}") for one in named), F.col("table").alias(FOR))
 
 
-def _commit(
-    known: KnownTables,
-    place: Place,
-    targets: Sequence[Target],
-    scanned: Scanned,
-    mark: str,
-    tables: IcebergTables,
-) -> None:
-    changes = []
-    for number, one in enumerate(targets):
-        files, last = scanned.files.get(number, []), one is targets[-1]
+def _commit(settled: Settled, place: Place, mark: str, tables: IcebergTables) -> None:
+    changes, ingest = [], settled.known.ingest
+    for number, one in enumerate(settled.targets):
+        files, last = settled.scanned.files.get(number, []), one is settled.targets[-1]
         if files or last:
-            table = place.catalog.load_table(one.identifier)
             mode = {"branchlake.write_mode": "append", "branchlake.asset": "/".join(one.identifier)}
-            origin = {**place.origin, **mode}
-            told = {mark: place.run_id, **known.told} if last else {}
-            changes.append(TableChange(one.identifier, table, files, None, origin, told))
+            told = {mark: place.run_id, **settled.known.told} if last else {}
+            changes.append(
+                TableChange(one.identifier, one.table, files, None, {**place.origin, **mode}, told)
+            )
     commit_tables(
         place.lake.nessie,
         place.catalog,
         place.branch,
         changes,
-        ingestion=known.ingest.name,
-        message=f"Reprocess dead letters of {known.ingest.name}",
+        ingestion=ingest.name,
+        message=f"Reprocess dead letters of {ingest.name}",
         properties=place.properties,
         tables=tables,
     )

@@ -55,9 +55,8 @@ class Avro:
         """See `Format`."""
         return _text(F.col("__avro"), self.schema, field)
 
-    def names(self) -> Expression | None:
+    def names(self, *, given: bool = False) -> None:
         """See `Format`: the schema says them."""
-        return None
 
     def own_text(self, gone: Expression | None) -> None:
         """See `Format`: there is a schema."""
@@ -146,9 +145,8 @@ class RegistryAvro:
         found = [_text(F.col(f"__avro_{one}"), schema, field) for one, schema in self._known().items()]
         return F.coalesce(*found, F.lit(None).cast("string"))
 
-    def names(self) -> Expression | None:
+    def names(self, *, given: bool = False) -> None:
         """See `Format`: the schemas say them."""
-        return None
 
     def own_text(self, gone: Expression | None) -> None:
         """See `Format`: there are schemas."""

@@ -51,8 +51,11 @@ class Format(Protocol):
     def text(self, field: str) -> Expression:
         """A field as text; null where it is not there."""
 
-    def names(self) -> Expression | None:
-        """The names of the fields that a record has, as an array; None: they are not told."""
+    def names(self, *, given: bool = False) -> Expression | None:
+        """The names of the fields that a record has, as an array; None: they are not told.
+
+        With `given` those that have a value, which costs more.
+        """
 
     def own_text(self, gone: Expression | None) -> Expression | None:
         """The row as JSON, `gone` as for `fit`; None: its schema is known, and `struct` has it."""
@@ -159,9 +162,14 @@ class Json:
         path = ".".join(f"['{part}']" for part in field.split(".")).replace(".[", "[")
         return F.get_json_object(F.col("__text"), f"${path}")
 
-    def names(self) -> Expression | None:
+    def names(self, *, given: bool = False) -> Expression | None:
         """See `Format`: those of the outermost object."""
-        return F.json_object_keys(F.col("__text"))
+        if not given:
+            return F.json_object_keys(F.col("__text"))
+        values = F.from_json(F.col("__text"), "map<string, string>")
+        # What is empty has no type of its own either.
+        there = F.map_filter(values, lambda _, value: value.isNotNull() & ~value.isin("[]", "{}"))
+        return F.map_keys(there)
 
     def struct(self) -> Expression:
         """See `Format`: it has no schema."""
@@ -324,9 +332,8 @@ class Decoded:
             found = found.getField(part)
         return found.cast("string")
 
-    def names(self) -> Expression | None:
+    def names(self, *, given: bool = False) -> None:
         """See `Format`: the schema says them."""
-        return None
 
     def own_text(self, gone: Expression | None) -> None:
         """See `Format`: there is a schema."""

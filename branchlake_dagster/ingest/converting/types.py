@@ -35,12 +35,13 @@ def found_types(
     envelope: bool,
     only: Collection[str] | None = None,
     of: Expression | None = None,
+    whole: bool = False,
 ) -> StructType:
     """The types of the fields of the records, or of those `of` which something holds; or of some fields.
 
-    Of JSON those of the first records: whole numbers are bigint, others double, and what is sometimes this
-    and sometimes that is text. A field that is null in all of them has no type, and is not among them.
-    Raises ConfigurationError where nothing is found of a table's fields.
+    Of JSON those of the first records, or of all with `whole`: whole numbers are bigint, others double, and
+    what is sometimes this and sometimes that is text. A field that is null in all of them has no type, and
+    is not among them. Raises ConfigurationError where nothing is found of a table's fields.
     """
     if only is not None and not only:
         return StructType([])
@@ -52,7 +53,11 @@ def found_types(
         wanted = F.array(*(F.lit(name) for name in sorted(only)))
         frame = frame.filter(F.coalesce(F.arrays_overlap(names, wanted), F.lit(False)))
     text = reading.own_text(F.lit(False) if envelope else None)
-    found = _schema_of(frame, reading, envelope) if text is None else _of_json(frame, text)
+    found = (
+        _schema_of(frame, reading, envelope)
+        if text is None
+        else _of_json(frame if whole else frame.limit(_SAMPLE), text)
+    )
     fields = [one for one in found.fields if only is None or one.name in only]
     if not fields and only is None:
         raise ConfigurationError(
@@ -72,7 +77,7 @@ def _schema_of(frame: DataFrame, reading: Format, envelope: bool) -> StructType:
 
 
 def _of_json(frame: DataFrame, text: Expression) -> StructType:
-    variants = frame.limit(_SAMPLE).select(F.try_parse_json(text).alias("v"))
+    variants = frame.select(F.try_parse_json(text).alias("v"))
     # Anything else is a dead letter, and would make the whole no object.
     objects = variants.filter(F.schema_of_variant("v").startswith("OBJECT"))
     told = objects.agg(F.schema_of_variant_agg("v")).collect()[0][0]

@@ -12,7 +12,8 @@ from branchlake_dagster.branching.table.provenance import PREFIX, materialisatio
 from branchlake_dagster.branching.table.spec import table_metadata, table_spec
 from branchlake_dagster.checks.asset_checks.columns import column_metadata
 from branchlake_dagster.ingest.batch.before import known_tables, look
-from branchlake_dagster.ingest.batch.ingest_batch import BatchResult, Place, ingest_batch
+from branchlake_dagster.ingest.batch.ingest_batch import BatchResult, ingest_batch
+from branchlake_dagster.ingest.batch.place import Place
 from branchlake_dagster.ingest.batch.reprocess import Chosen, reprocess_batch
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.declaring.families import Expanded, expanded

@@ -24,7 +24,8 @@ from branchlake_dagster.branching.reaping.origin import INSTANCE
 from branchlake_dagster.branching.table.provenance import PREFIX
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Transient
 from branchlake_dagster.ingest.batch.before import look
-from branchlake_dagster.ingest.batch.ingest_batch import BatchResult, Place, ingest_batch
+from branchlake_dagster.ingest.batch.ingest_batch import BatchResult, ingest_batch
+from branchlake_dagster.ingest.batch.place import Place
 from branchlake_dagster.ingest.batch.records import Records
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.errors import Superseded, TooManyDeadLetters

@@ -26,4 +26,5 @@ def source_of(ingest: Ingest, settings: Settings) -> Source:
         folder = settings.landing_folder
         return Source(LandingTopics(folder), LandingRecords(folder))
     cluster = cluster_of(settings)
-    return Source(KafkaTopics(cluster), KafkaRecords(cluster))
+    topics = KafkaTopics(cluster)
+    return Source(topics, KafkaRecords(cluster, topics))

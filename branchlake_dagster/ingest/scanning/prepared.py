@@ -111,6 +111,7 @@ class Prepared:
         rest = F.struct(
             *(F.col(f"__{name}").alias(name) for name in _RECORD),
             F.to_json("__headers").alias("headers"),
+            *([F.col(FOR).alias("table")] if self._letters else []),
             F.when(F.col("__lost"), self._lost_because(next(iter(shapes), None))).alias("lost"),
         )
         unknown = self._unknown()
@@ -217,15 +218,16 @@ class Prepared:
 
     def _unknown(self) -> Expression | None:
         """The names of fields that some table has no column for, as JSON; None: nobody asks."""
-        names = self._reading.names() if "add" in self._ingest.evolve else None
-        if names is None or self._ingest.envelope is not None:
+        wanted = "add" in self._ingest.evolve
+        names, given = (self._reading.names(given=one) if wanted else None for one in (False, True))
+        if names is None or given is None or self._ingest.envelope is not None:
             return None
         if not self._targets:
             return None
         known = set.intersection(*(fields_taken(one) for one in self._targets))
         others = {name for name in (self._ingest.route_by, self._ingest.operation) if name} - {"topic"}
         rest = F.array_except(names, F.array(*(F.lit(name) for name in sorted(known | others))))
-        return F.when(F.size(rest) > 0, F.to_json(rest))
+        return F.when(F.size(rest) > 0, F.to_json(F.array_intersect(rest, given)))
 
     @property
     def _changes_types(self) -> bool:
@@ -325,6 +327,8 @@ class Prepared:
         return F.coalesce(meant, F.lit(False))
 
     def _says_no_more(self) -> Expression:
+        if self._letters:
+            return F.lit(False)  # it was kept, so it stays
         merged = any(one.declared and one.declared.mode != "append" for one in self._targets)
         return F.col("__value").isNull() if merged else F.lit(False)
 

@@ -69,6 +69,8 @@ class Work:
     families: int = 0
     most_tables: int = 0
     """How many families of tables that records name there are, and tables of each."""
+    letters: bool = False
+    """The records are dead letters that are put back: each must give something."""
 
 
 def writing(work: Work) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
@@ -134,12 +136,15 @@ class _Task:
         batch = _with_times(batch)
         self._count(batch)
         self._new_names(batch)
+        placed = pa.repeat(pa.scalar(value=False), batch.num_rows)
         for number, table in enumerate(self._tables[:-1]):
             mine, why = _among(batch, "mine", number), batch.column(f"{table.row}_why")
             good = pc.and_(mine, pc.is_null(why)) if why.null_count < len(why) else mine
             if f"{table.row}_evolve" in batch.schema.names:
                 # What does not fit yet is not written; the batch is read again when it does.
                 good = pc.and_(good, pc.is_null(batch.column(f"{table.row}_evolve")))
+            if self._work.letters:
+                placed = pc.or_(placed, mine)
             if count := good.true_count:
                 # All of it without a copy, which is the usual case of one table and no bad record.
                 rows = None if count == batch.num_rows else pc.indices_nonzero(good)
@@ -155,10 +160,13 @@ class _Task:
                     self._bad(batch, bad, table.name, said.field("kind"), said.field("detail"))
         if batch.column("__rest").null_count < batch.num_rows:
             lost = pc.struct_field(batch.column("__rest"), "lost")
+            placed = pc.or_(placed, pc.is_valid(lost))
             rows = pc.indices_nonzero(pc.is_valid(lost))
             if len(rows):
                 said = lost.take(rows)
                 self._bad(batch, rows, None, said.field("kind"), said.field("detail"))
+        if self._work.letters:
+            self._counts["left_out"] += batch.num_rows - placed.true_count
 
     def _record(self, batch: pa.RecordBatch) -> Callable[[str], pa.Array]:
         """What rows take of the record itself, by attribute."""
@@ -223,7 +231,7 @@ class _Task:
             **{one: record(one).take(rows) for one in _OF_RECORD},
             **{one: rest.field(one) for one in _OF_BAD},
             "headers": _headers(rest.field("headers")),
-            "table": pa.repeat(pa.scalar(name, pa.string()), count),
+            "table": self._table_of(rest, name),
             "error_kind": kinds,
             "error": details,
             "batch": pa.repeat(self._work.batch, count),
@@ -238,6 +246,13 @@ class _Task:
             tallied.field("values").to_pylist(), tallied.field("counts").to_pylist(), strict=True
         ):
             self._counts[f"dead/{kind}"] += times
+
+    def _table_of(self, rest: pa.StructArray, name: str | None) -> pa.Array:
+        """The table that the records were meant for; one that is put back and finds none keeps its own."""
+        if name is None and self._work.letters:
+            # Without it, it was anybody's when it was put back once more, and twice in a table that has it.
+            return rest.field("table")
+        return pa.repeat(pa.scalar(name, pa.string()), len(rest))
 
     def _keep(self, number: int, table: _TableWriter, rows: pa.RecordBatch) -> None:
         table.keep(rows)

@@ -79,7 +79,7 @@ class History:
             FaultyLake(self.lake.settings, fate),
             str(uuid.UUID(int=self.random.getrandbits(128))),
             self._topics,
-            FaultyRecords(KafkaRecords(self.kafka.cluster), fate),
+            FaultyRecords(KafkaRecords(self.kafka.cluster, self._topics), fate),
             session_at=lambda _: self.session(),
             tasks=2,
             properties={},

@@ -34,6 +34,7 @@ from branchlake_dagster.ingest.receiving.sinks.kafka import BrokerUnreachable, K
 from branchlake_dagster.ingest.reporting.report import moment
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.waiting import holds_within
 from branchlake_dagster_tests.cli.test_receive import ANYWHERE, framed, receiving
 from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.ingest.secured.broker import PASSWORD, SECRET, SecuredBroker
@@ -184,10 +185,21 @@ def test_a_receiver_whose_broker_stands_still_is_seen_on_the_topic(
         assert running.end()[topic]["handed_over"] == 510
 
 
+def _state(thread: Path) -> str:
+    """As the kernel tells it: T is stopped."""
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 @contextmanager
 def standing_still(pid: int) -> Iterator[None]:
+    """A process in which nothing runs: a thread that does when the signal comes goes on for a moment.
+
+    Under load that moment sufficed a broker to take what came after it.
+    """
     os.kill(pid, signal.SIGSTOP)
     try:
+        threads = Path(f"/proc/{pid}/task")
+        assert holds_within(30, lambda: all(_state(one) in "TZX" for one in threads.iterdir()), every_s=0.01)
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -239,13 +251,13 @@ def test_what_spark_alone_cannot_reach(
     ]
     for kind, wrong, text in cases:
         others = cluster_of(configure("SASL_SSL", SCRAM, **wrong))
-        drive.records = KafkaRecords(others)
+        drive.records = KafkaRecords(others, drive.topics)
         with pytest.raises(kind, match="Spark could not read from Kafka at") as caught:
             drive.batch()
         assert others.bootstrap in caught.value.message
         assert text in caught.value.message
         assert SECRET not in "".join(traceback.format_exception(caught.value))
-    drive.records = KafkaRecords(kafka.cluster)
+    drive.records = KafkaRecords(kafka.cluster, drive.topics)
     drive.batch()
     assert [row["id"] for row in drive.rows(0)] == [1]
 

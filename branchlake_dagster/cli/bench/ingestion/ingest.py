@@ -124,12 +124,13 @@ class _Stack:
         )
         by = "topic" if tables == 1 else "site"
         ingest = Ingest(name=name, topics=[topic], tables=made, route_by=by, most_records=most)
+        topics = KafkaTopics(self.cluster)
         live = LiveIngestion(
             ingest,
             self.lake,
             "00000000-0000-0000-0000-000000000000",
-            KafkaTopics(self.cluster),
-            KafkaRecords(self.cluster),
+            topics,
+            KafkaRecords(self.cluster, topics),
             session_at=self.lake.spark_session,
             tasks=tasks_of(self.lake),
             properties={},
