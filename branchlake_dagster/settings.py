@@ -87,6 +87,9 @@ class Settings(BaseSettings):
     kafka_username: str | None = Field(None, description="User name for Kafka's SASL.")
     kafka_password: SecretStr | None = Field(None, description="Password for Kafka's SASL.")
     kafka_ca: Path | None = Field(None, description="PEM certificates that Kafka's brokers are trusted by.")
+    kafka_certificate: Path | None = Field(
+        None, description="PEM file with the key and certificates by which Kafka's brokers know us."
+    )
     kafka_port: int = Field(
         0, ge=0, le=65535, description="Port of the embedded Kafka broker; 0: any free one."
     )

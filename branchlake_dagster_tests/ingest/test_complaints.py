@@ -18,6 +18,11 @@ UNTRUSTED = KafkaError(
     "ssl://b:9092/bootstrap: SSL handshake failed: certificate verify failed: broker certificate could not be"
     " verified, verify that ssl.ca.location is correctly configured (after 5ms in state SSL_HANDSHAKE)",
 )
+ALERT = KafkaError(
+    KafkaError._TRANSPORT,
+    "ssl://b:9092/bootstrap: Receive failed: tlsv13 alert certificate required: SSL alert number 116"
+    " (after 2ms in state APIVERSION_QUERY)",
+)
 WRONG = KafkaError(
     KafkaError._AUTHENTICATION, "sasl_ssl://b:9092/2: SASL authentication error: no (after 3ms in state AUTH)"
 )
@@ -48,6 +53,12 @@ WRONG = KafkaError(
             [REFUSED, WRONG, UNTRUSTED, DOWN],
             Cause.CREDENTIALS,
             "Kafka at b:9092 refused the credentials for topic t: SASL authentication error: no.",
+        ),
+        (
+            [REFUSED, ALERT, DOWN],
+            Cause.CERTIFICATE,
+            "Kafka at b:9092 refused the connection over TLS for topic t: Receive failed: tlsv13 alert"
+            " certificate required: SSL alert number 116.",
         ),
         (
             [KafkaError(KafkaError._SSL, "no place")],

@@ -102,6 +102,7 @@ class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
     kafka_username: str | None = _field("kafka_username")
     kafka_password: str | None = _field("kafka_password")
     kafka_ca: str | None = _field("kafka_ca")
+    kafka_certificate: str | None = _field("kafka_certificate")
     kafka_port: int | None = _field("kafka_port")
     landing: str | None = _field("landing")
     landing_keep_h: float | None = _field("landing_keep_h")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.ingest.kafka.pem import certificates, own_certificate
 from branchlake_dagster.settings import Settings
 
 _LOGIN_MODULES = {
@@ -21,7 +22,7 @@ class Cluster:
     """Addresses and credentials of a Kafka cluster.
 
     `bootstrap` is `host:port,…`; `security` is Kafka's `security.protocol`; `ca` is a file of PEM
-    certificates.
+    certificates, `certificate` one with a key and the certificates by which we are known.
     """
 
     bootstrap: str
@@ -30,6 +31,7 @@ class Cluster:
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     ca: Path | None = None
+    certificate: Path | None = None
 
     @classmethod
     def of(cls, settings: Settings, bootstrap: str) -> Cluster:
@@ -42,9 +44,15 @@ class Cluster:
             settings.kafka_username,
             password,
             settings.kafka_ca,
+            settings.kafka_certificate,
         )
 
     def __post_init__(self) -> None:
+        if self.certificate is not None and "SSL" not in self.security:
+            raise ConfigurationError(
+                f"A certificate of one's own is shown over TLS only, not with {self.security}.",
+                hint="Set BRANCHLAKE_KAFKA_SECURITY to SSL or SASL_SSL, or no BRANCHLAKE_KAFKA_CERTIFICATE.",
+            )
         if not self.security.startswith("SASL"):
             return
         if self.mechanism not in _LOGIN_MODULES:
@@ -68,8 +76,12 @@ class Cluster:
                 "sasl.password": self.password,
             }
         if self.ca is not None:
-            _certificates(self.ca)
+            certificates(self.ca)
             found["ssl.ca.location"] = str(self.ca)
+        if self.certificate is not None:
+            own_certificate(self.certificate)
+            place = str(self.certificate)
+            found |= {"ssl.certificate.location": place, "ssl.key.location": place}
         return found
 
     def spark_options(self) -> dict[str, str]:
@@ -82,6 +94,7 @@ class Cluster:
             "security.protocol": self.security,
             **self._java_sasl(),
             **self._java_trust(),
+            **self._java_certificate(),
         }
         return {f"kafka.{name}": value for name, value in found.items()}
 
@@ -97,21 +110,18 @@ class Cluster:
     def _java_trust(self) -> dict[str, str]:
         if self.ca is None:
             return {}
-        certificates = _certificates(self.ca)
         # By value: the executors need not have the file.
-        return {"ssl.truststore.type": "PEM", "ssl.truststore.certificates": certificates}
+        return {"ssl.truststore.type": "PEM", "ssl.truststore.certificates": certificates(self.ca)}
 
-
-def _certificates(file: Path) -> str:
-    hint = "BRANCHLAKE_KAFKA_CA is a file of PEM certificates."
-    try:
-        found = file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigurationError(f"The certificates {file} cannot be read: {why}.", hint=hint) from error
-    if "-----BEGIN CERTIFICATE-----" not in found:
-        raise ConfigurationError(f"{file} holds no certificate.", hint=hint)
-    return found
+    def _java_certificate(self) -> dict[str, str]:
+        if self.certificate is None:
+            return {}
+        key, chain = own_certificate(self.certificate)
+        return {
+            "ssl.keystore.type": "PEM",
+            "ssl.keystore.key": key,
+            "ssl.keystore.certificate.chain": chain,
+        }
 
 
 def _escaped(text: str) -> str:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 _SENTENCE = re.compile(r"(?:\w+://)?([^\s/]+)/\w+: (.*?)(?: \(after .*)?", re.DOTALL)
 """`sasl_ssl://host:9092/bootstrap: what is wrong (after 5ms in state …)`."""
+_ALERT = "SSL alert"
+"""The broker has refused us over TLS. Since TLS 1.3 it may do so when the connection stands, and librdkafka
+takes that for one that broke."""
 _ADVICE = ", verify that ssl.ca.location"
 """It names an option of librdkafka; our hints say what to set."""
 
@@ -24,6 +27,7 @@ class Cause(Enum):
 
     CREDENTIALS = "refused the credentials"
     TRUST = "could not be trusted"
+    CERTIFICATE = "refused the connection over TLS"
     ADDRESS = "did not answer"
     PROTOCOL = "did not answer, and closed the connection,"
 
@@ -62,7 +66,8 @@ class Complaints:
         from confluent_kafka import KafkaError
 
         refused = self._told.keys() & {KafkaError._AUTHENTICATION, KafkaError._SSL}
-        return bool(refused) and KafkaError._ALL_BROKERS_DOWN in self._told
+        alert = _ALERT in self._told.get(KafkaError._TRANSPORT, "")
+        return (bool(refused) or alert) and KafkaError._ALL_BROKERS_DOWN in self._told
 
     def worst(self, what: str, otherwise: str) -> Complaint:
         """Why nobody has answered for `what`; `otherwise` is said where nothing was complained of."""
@@ -79,7 +84,7 @@ class Complaints:
         if found is not None:
             parted = _SENTENCE.fullmatch(self._told[found])
             place, told = parted.groups() if parted else (place, self._told[found])
-            cause = causes[found]
+            cause = Cause.CERTIFICATE if _ALERT in told else causes[found]
         elif KafkaError._ALL_BROKERS_DOWN in self._told:
             cause = Cause.PROTOCOL
         told = told.partition(_ADVICE)[0].rstrip(". ")

@@ -29,6 +29,8 @@ _HINTS = {
     " listener expects BRANCHLAKE_KAFKA_SECURITY.",
     Cause.TRUST: "BRANCHLAKE_KAFKA_CA is the PEM file of the authority that signed the broker's certificate."
     " That must be for the host that BRANCHLAKE_KAFKA_BOOTSTRAP and the broker's listeners name.",
+    Cause.CERTIFICATE: "A broker that knows its clients by certificates wants BRANCHLAKE_KAFKA_CERTIFICATE,"
+    " from an authority that it trusts.",
     Cause.ADDRESS: "Does a broker run there, and is BRANCHLAKE_KAFKA_BOOTSTRAP the address of a listener for"
     " BRANCHLAKE_KAFKA_SECURITY?",
     Cause.PROTOCOL: "Set BRANCHLAKE_KAFKA_SECURITY to what the listener expects: PLAINTEXT, SSL,"

@@ -35,10 +35,10 @@ class Authority:
         path.write_text("".join(f"# An authority\n{one.pem}\n" for one in (*others, self)))
         return path
 
-    def server(self, name: str, address: str) -> Path:
-        """A file with a key, and a certificate for this address that the authority has signed."""
+    def signed(self, name: str, common: str, address: str = "127.0.0.1") -> Path:
+        """A file with a key, and a certificate for this common name and address that the authority signed."""
         key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, common)])
         at = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
         built = _certificate(subject, self._name, key.public_key()).add_extension(at, critical=False)
         secret = key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())

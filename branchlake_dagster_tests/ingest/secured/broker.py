@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 
 from confluent_kafka.admin import (
+    AclBinding,
+    AclOperation,
+    AclPermissionType,
     AdminClient,
+    ResourcePatternType,
+    ResourceType,
     ScramCredentialInfo,
     ScramMechanism,
     UserScramCredentialUpsertion,
@@ -22,23 +28,30 @@ PASSWORD = 'never-shown "\\;= word'
 SECRET = "never-shown"
 """The part of it that is looked for: whatever quotes the password may escape the rest."""
 _MODULE = "org.apache.kafka.common.security"
-_LISTENERS = {"SECURED": "SASL_SSL", "ENCRYPTED": "SSL", "NAMED": "SASL_PLAINTEXT"}
+_LISTENERS = {"SECURED": "SASL_SSL", "ENCRYPTED": "SSL", "NAMED": "SASL_PLAINTEXT", "MUTUAL": "SSL"}
+READER = "reader"
+"""May do what it is allowed; its password is the same."""
 _SCRAM = {"SCRAM-SHA-256": ScramMechanism.SCRAM_SHA_256, "SCRAM-SHA-512": ScramMechanism.SCRAM_SHA_512}
 
 
 class SecuredBroker:
-    """Starts in `settings.state_dir`; `certificate` is a PEM file with key and certificate."""
+    """Starts in `settings.state_dir`; `certificate` is a PEM file with key and certificate.
 
-    def __init__(self, settings: Settings, certificate: Path) -> None:
+    Its listener MUTUAL knows clients by certificates of the authorities in `trusted`.
+    """
+
+    def __init__(self, settings: Settings, certificate: Path, trusted: Path) -> None:
         self._ports = {name: choose_port(0, setting=f"the port of {name}") for name in _LISTENERS}
-        self._kafka = EmbeddedKafka(settings, more=_properties(self._ports, certificate))
+        self._kafka = EmbeddedKafka(settings, more=_properties(self._ports, certificate, trusted))
 
     def up(self) -> str:
         """Start it, and make the user known; the address that asks for nothing."""
         address = self._kafka.up()
         admin = AdminClient({"bootstrap.servers": address})
-        for mechanism in _SCRAM.values():  # one at a time, as the broker wants it
-            told = UserScramCredentialUpsertion(USER, ScramCredentialInfo(mechanism, 4096), PASSWORD.encode())
+        for user, mechanism in product(
+            (USER, READER), _SCRAM.values()
+        ):  # one at a time, as the broker wants it
+            told = UserScramCredentialUpsertion(user, ScramCredentialInfo(mechanism, 4096), PASSWORD.encode())
             for future in admin.alter_user_scram_credentials([told]).values():
                 future.result(60)
         return address
@@ -56,13 +69,23 @@ class SecuredBroker:
     def log(self) -> Path:
         return self._kafka.log_path
 
+    def allow(self, who: str, *wanted: tuple[ResourceType, str, AclOperation]) -> None:
+        """Let somebody do this to topics and groups of these names."""
+        admin = AdminClient({"bootstrap.servers": self._kafka.up()})
+        rules = [
+            AclBinding(kind, name, ResourcePatternType.LITERAL, who, "*", operation, AclPermissionType.ALLOW)
+            for kind, name, operation in wanted
+        ]
+        for future in admin.create_acls(rules).values():
+            future.result(60)
+
     def address(self, security: str) -> str:
-        """Where it is reached with this `security.protocol`."""
-        (name,) = [name for name, protocol in _LISTENERS.items() if protocol == security]
+        """Where it is reached with this `security.protocol`, or at a listener of this name."""
+        name = next(name for name, protocol in _LISTENERS.items() if security in (name, protocol))
         return f"{LOOPBACK}:{self._ports[name]}"
 
 
-def _properties(ports: Mapping[str, int], certificate: Path) -> dict[str, str]:
+def _properties(ports: Mapping[str, int], certificate: Path, trusted: Path) -> dict[str, str]:
     places = ",".join(f"{name}://{LOOPBACK}:{port}" for name, port in ports.items())
     quoted = PASSWORD.replace("\\", "\\\\").replace('"', '\\"')
     found = {
@@ -72,6 +95,11 @@ def _properties(ports: Mapping[str, int], certificate: Path) -> dict[str, str]:
         "ssl.keystore.type": "PEM",
         "ssl.keystore.location": str(certificate),
         "sasl.enabled.mechanisms": ",".join(["PLAIN", *_SCRAM]),
+        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+        "super.users": f"User:ANONYMOUS;User:{USER}",
+        "listener.name.mutual.ssl.client.auth": "required",
+        "listener.name.mutual.ssl.truststore.type": "PEM",
+        "listener.name.mutual.ssl.truststore.location": str(trusted),
     }
     for listener in ("secured", "named"):
         prefix = f"listener.name.{listener}"

@@ -42,7 +42,9 @@ def secured(
     home = tmp_path_factory.mktemp("secured")
     if (state_dir / BROKER_JARS).is_dir():
         shutil.copytree(state_dir / BROKER_JARS, home / BROKER_JARS)
-    broker = SecuredBroker(Settings(state_dir=home), authorities[0].server("server.pem", "127.0.0.1"))
+    ours = authorities[0]
+    certificate = ours.signed("server.pem", "server.pem")
+    broker = SecuredBroker(Settings(state_dir=home), certificate, ours.file("trusted.pem"))
     try:
         broker.up()
         yield broker

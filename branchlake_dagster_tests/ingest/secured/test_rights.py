@@ -1,0 +1,116 @@
+"""A broker that knows its clients by certificates, and one that does not let everybody read everything."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka.admin import AclOperation, ResourceType
+
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.ingest.errors import KafkaRefused
+from branchlake_dagster.ingest.kafka.broker import cluster_of
+from branchlake_dagster.ingest.kafka.topics import KafkaTopics
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster_tests.ingest.driving import Driver
+from branchlake_dagster_tests.ingest.secured.authority import Authority
+from branchlake_dagster_tests.ingest.secured.broker import READER, SecuredBroker
+from branchlake_dagster_tests.ingest.secured.conftest import Configure
+from branchlake_dagster_tests.ingest.secured.project import one_table, value
+from branchlake_dagster_tests.suite.kafka import Broker
+
+pytestmark = pytest.mark.spark
+SCRAM = "SCRAM-SHA-512"
+
+
+@pytest.fixture
+def all_of_it(configure: Configure) -> Broker:
+    """The broker as somebody who may do everything."""
+    return Broker(cluster_of(configure("SASL_SSL", SCRAM)))
+
+
+def test_a_client_is_known_by_its_certificate(
+    all_of_it: Broker,
+    configure: Configure,
+    secured: SecuredBroker,
+    authorities: tuple[Authority, Authority],
+    lakehouse: Lakehouse,
+    spark_session: Any,
+) -> None:
+    topic = all_of_it.topic()
+    all_of_it.send(topic, [value(1)])
+    mine = authorities[0].signed("mine.pem", "ingest")
+    at = secured.address("MUTUAL")
+    cluster = cluster_of(configure("SSL", bootstrap=at, certificate=mine))
+    drive = Driver(lakehouse, Broker(cluster), spark_session, one_table(topic))
+    # It is known, and may do nothing yet.
+    with pytest.raises(KafkaRefused, match=f"Kafka refused to tell of topic {topic}"):
+        drive.batch()
+    secured.allow("User:CN=ingest", (ResourceType.TOPIC, topic, AclOperation.READ))
+    drive.batch()
+    assert [row["id"] for row in drive.rows(0)] == [1]
+    key = next(line for line in mine.read_text().splitlines() if not line.startswith("-"))
+    logs = [secured.log, *Path(lakehouse.settings.state_dir, "logs").glob("*.log")]
+    assert [log for log in logs if key in log.read_text(errors="replace")] == []
+    assert key not in repr(cluster)
+
+    nobody = KafkaTopics(cluster_of(configure("SSL", bootstrap=at, certificate=None)))
+    strange = authorities[1].signed("strange.pem", "ingest")
+    stranger = KafkaTopics(cluster_of(configure("SSL", bootstrap=at, certificate=strange)))
+    for one in (nobody, stranger):
+        with pytest.raises(KafkaRefused, match=f"Kafka at {at} refused the connection over TLS") as caught:
+            one.describe([topic])
+        assert "BRANCHLAKE_KAFKA_CERTIFICATE" in str(caught.value.hint)
+
+
+def test_who_may_only_describe_a_topic_does_not_read_it(
+    all_of_it: Broker,
+    configure: Configure,
+    secured: SecuredBroker,
+    lakehouse: Lakehouse,
+    spark_session: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    topic = all_of_it.topic()
+    all_of_it.send(topic, [value(1)])
+    cluster = cluster_of(configure("SASL_SSL", SCRAM, username=READER))
+    drive = Driver(lakehouse, Broker(cluster), spark_session, one_table(topic))
+    with pytest.raises(KafkaRefused, match=f"Kafka refused to tell of topic {topic}") as caught:
+        drive.look()
+    assert "permissions of BRANCHLAKE_KAFKA_USERNAME" in str(caught.value.hint)
+    secured.allow(f"User:{READER}", (ResourceType.TOPIC, topic, AclOperation.DESCRIBE))
+    with pytest.raises(KafkaRefused, match=f"TopicAuthorizationException.*{topic}"):
+        drive.batch()
+    assert drive.known.anchor is None
+
+    # To read a topic is all that it needs: no group says how far the tables are.
+    secured.allow(f"User:{READER}", (ResourceType.TOPIC, topic, AclOperation.READ))
+    result = drive.batch()
+    assert [row["id"] for row in drive.rows(0)] == [1]
+    with caplog.at_level(logging.WARNING):
+        drive.topics.report(drive.ingest.group, result.recorded.offsets)
+    assert f"Consumer group {drive.ingest.group} was not told" in caplog.text
+
+
+def test_a_certificate_that_java_cannot_read_is_refused_at_once(
+    configure: Configure, authorities: tuple[Authority, Authority], tmp_path: Path
+) -> None:
+    whole = authorities[0].signed("own.pem", "ingest").read_text()
+    key, _, chain = whole.partition("-----BEGIN CERTIFICATE-----")
+    wrong = {
+        "no private key": f"-----BEGIN CERTIFICATE-----{chain}",
+        "no certificate": key,
+        "encrypted, or in a form": whole.replace("PRIVATE KEY", "EC PRIVATE KEY"),
+    }
+    for told, text in wrong.items():
+        file = tmp_path / "wrong.pem"
+        file.write_text(text)
+        cluster = cluster_of(configure("SSL", certificate=file))
+        for side in (cluster.client_options, cluster.spark_options):
+            with pytest.raises(ConfigurationError, match=told) as caught:
+                side()
+            assert key.splitlines()[1] not in str(caught.value)
+    with pytest.raises(ConfigurationError, match="over TLS only"):
+        cluster_of(configure("SASL_PLAINTEXT", "PLAIN", certificate=tmp_path / "wrong.pem", ca=None))
