@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import uuid
 from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -11,8 +13,21 @@ from typing import Any
 import pandera.pyspark as pa
 import pyspark.sql.types as T  # noqa: N812 - the name every Spark reader expects
 import pytest
+from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
-from pyiceberg.types import DecimalType, FloatType, IntegerType, LongType, NestedField, StringType
+from pyiceberg.transforms import IdentityTransform
+from pyiceberg.types import (
+    DateType,
+    DecimalType,
+    DoubleType,
+    FixedType,
+    FloatType,
+    IntegerType,
+    LongType,
+    NestedField,
+    StringType,
+    UUIDType,
+)
 
 from branchlake_dagster.ingest.batch.ingest_batch import ingest_batch
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
@@ -208,6 +223,99 @@ def test_every_new_field_of_a_batch_becomes_a_column(driving: Driving, kafka: Br
     (row,) = [row for row in drive.rows() if row["id"] == -1]
     assert row == {"id": -1, "often": None, "seldom": "s", "late": 1.5}
     assert drive.dead() == []
+
+
+def test_fields_that_can_be_no_columns_are_left_out_and_told(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    """Each of them has stopped an ingestion for good: the update of the schema, or the next pass, failed."""
+    topic = kafka.topic()
+    table = IngestTable(
+        key=[namespace, "t"],
+        columns={"id": "int", "at": "timestamp", "s": "struct<b: int>"},
+        layout=["day(at)"],
+    )
+    other = IngestTable(key=[namespace, "made"])
+    ingest = Ingest(name=namespace, topics=[topic], tables=[table, other], evolve=["add"], most_columns=6)
+    drive = driving(ingest)
+    strange: dict[str, Any] = {
+        "ID": 2,
+        "at_day": "x",
+        "s.b": 1,
+        "empty": {"x": None},
+        "many": [{}],
+        "in": {"a": 1, "A": 2},
+        "new": 1.5,
+        "New": 2,
+    }
+    kafka.send(topic, [_json(id=1, at="2026-01-02T00:00:00Z", **strange)])
+    result = drive.batch()
+    assert result.dead == 0
+    assert [field.name for field in drive.table(0).schema().fields] == ["id", "at", "s", "New"]
+    assert drive.rows(0)[0]["New"] == 2
+    assert [field.name for field in drive.table(1).schema().fields] == ["ID", "New", "at", "at_day", "s.b"]
+    assert result.notes == (
+        f"3 fields became no column of {namespace}.made, which has as many as it may, or their names in another"
+        " case or for something else: id, in, new.",
+        f"5 fields became no column of {namespace}.t, which has as many as it may, or their names in another case"
+        " or for something else: ID, at_day, in, new, s.b.",
+    )
+
+    # Of names that are ids only so many become columns.
+    kafka.send(topic, [_json(**{f"u-{n}": n for n in range(at, at + 40)}) for at in range(0, 400, 40)])
+    result = drive.batch()
+    assert len(drive.table(0).schema().fields) == 6
+    assert len(result.notes) == 2
+
+
+def test_values_that_nobody_can_write_are_dead_letters(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    """Spark has them of the column's type. One in a batch failed it, and each one after it."""
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "t"], attributes={"k": "key"})
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], evolve=["relax"]))
+    schema = Schema(
+        NestedField(1, "id", IntegerType(), required=True),
+        NestedField(2, "u", UUIDType()),
+        NestedField(3, "f", FixedType(2)),
+        NestedField(4, "part", DoubleType()),
+        NestedField(5, "day", DateType()),
+        NestedField(6, "k", StringType()),
+        NestedField(7, "price", DecimalType(10, 2)),
+        identifier_field_ids=[1],
+    )
+    spec = PartitionSpec(PartitionField(4, 1000, IdentityTransform(), "part"))
+    catalog = drive.lake.catalog("main", properties={NAMESPACE_CREATE: "true"})
+    catalog.create_table((namespace, "t"), schema, partition_spec=spec)
+    one = uuid.uuid4()
+    values = [
+        Message(_json(id=1, u=str(one), f="aGk=", part=1.5, day="2026-01-02"), b"key"),
+        Message(_json(id=2, u=one.hex.upper())),
+        Message(_json(id=3, u="none")),
+        Message(_json(id=4, f="aGkh")),
+        Message(_json(id=5, part=math.nan)),
+        Message(_json(id=6, day="0000-12-31")),
+        Message(_json(id=7), b"\xff"),
+        Message(_json(u=str(one))),
+        Message(b'{"id":9,"price":1e30000000}'),
+        Message(b'{"id":"10","price":1e-30000000}'),
+    ]
+    kafka.send(topic, values)
+    drive.batch()
+    first, second, small = drive.rows(0, "id")
+    assert (small["id"], small["price"]) == (10, 0)
+    assert (first["u"], first["f"], first["part"], first["k"]) == (one, b"hi", 1.5, "key")
+    assert (second["u"], second["k"]) == (one, None)
+    assert [(row["offset"], row["error_kind"], row["error"]) for row in drive.dead()] == [
+        (2, "conversion", "u is no uuid."),
+        (3, "conversion", "f is no fixed[2]."),
+        (4, "conversion", "part is no number, and its table is partitioned by it."),
+        (5, "conversion", "day is no date."),
+        (6, "conversion", "The key is no text for k."),
+        (7, "required", "id is null."),
+        (8, "conversion", "price is no decimal(10,2)."),
+    ]
 
 
 def test_tables_are_made_from_what_the_records_have_and_grow_with_them(

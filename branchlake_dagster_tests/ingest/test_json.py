@@ -26,7 +26,9 @@ COLUMNS = {
     "in-side": "struct<a: int, b: string>",
     "many": "array<int>",
     "by": "map<string,int>",
+    "cost": "struct<of: decimal(10,2)>",
 }
+_DIGITS = "A number in it has more digits than any decimal."
 _AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 _SYNTAX, _OBJECT = ("syntax", "The value is no JSON."), ("syntax", "The value is JSON, but no object.")
 _TEXT = ("encoding", "The value is no UTF-8.")
@@ -99,6 +101,25 @@ CASES: list[tuple[bytes | None, Row | tuple[str, str]]] = [
     (b'{"local":"2026-01-02T05:04:05+02:00"}', {"local": _AT.replace(tzinfo=None)}),
     (b'{"day":"2026-02-30"}', ("conversion", "day is no date.")),
     (b'{"day":20000}', ("conversion", "day is no date.")),
+    # what Spark has and nobody can write, or what it takes for another day
+    (b'{"day":"20260102"}', ("conversion", "day is no date.")),
+    (b'{"day":"12"}', ("conversion", "day is no date.")),
+    (b'{"day":"45000"}', ("conversion", "day is no date.")),
+    (b'{"day":"+45000-01-01"}', ("conversion", "day is no date.")),
+    (b'{"day":"0000-01-01"}', ("conversion", "day is no date.")),
+    (b'{"at":"9999-12-31T23:59:59-05:00"}', ("conversion", "at is no timestamp.")),
+    (b'{"at":"+45000-01-01T00:00:00Z"}', ("conversion", "at is no timestamp.")),
+    (b'{"local":"9999-12-31T23:59:59-05:00"}', ("conversion", "local is no timestamp_ntz.")),
+    # numbers that would be written out for minutes
+    (b'{"price":1e2}', {"price": Decimal("100.00")}),
+    (b'{"price":1e30000000}', ("conversion", _DIGITS)),
+    (b'{"price":1e-30000000}', ("conversion", _DIGITS)),
+    (b'{"price":"1e-30000000"}', ("conversion", "price is no decimal(10,2).")),
+    (b'{"id":"1","price":1e-30000000}', ("conversion", _DIGITS)),
+    (b'{"cost":{"of":1.5}}', {"cost": {"of": Decimal("1.50")}}),
+    (b'{"cost":{"of":1e-30000000}}', ("conversion", _DIGITS)),
+    (b'{"cost":{"of": 1e30000000}}', ("conversion", _DIGITS)),
+    (b'{"text":"1e30000000"}', {"text": "1e30000000"}),
     # text and bytes
     (b'{"text":5}', {"text": "5"}),
     (b'{"text":12345678901234567890123}', {"text": "12345678901234567890123"}),

@@ -21,7 +21,7 @@ from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseR
 from branchlake_dagster.errors import ConfigurationError, Transient
 from branchlake_dagster.ingest.batch.records import LandingRecords
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.errors import LandingUnavailable, TopicChanged
+from branchlake_dagster.ingest.errors import LandingUnavailable, TopicChanged, TopicReplaced
 from branchlake_dagster.ingest.landing.retention import least, remove_read
 from branchlake_dagster.ingest.landing.topics import LandingTopics
 from branchlake_dagster.ingest.positions.offsets import OffsetRange, TopicPartition
@@ -108,6 +108,19 @@ def test_a_listing_that_missed_a_file_is_made_again(tmp_path: Path, monkeypatch:
 def test_a_folder_that_spark_would_take_for_a_pattern_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"\[ \] in it"):
         LandingRecords(tmp_path / "of [today]")
+
+
+def test_a_folder_that_goes_or_is_made_again_while_it_is_read_gives_nothing(tmp_path: Path) -> None:
+    land(tmp_path, "a", [b"1"])
+    (one,) = LandingTopics(tmp_path).describe(["a"])["a"].partitions()
+    ranges, records = {one: OffsetRange(0, 1)}, LandingRecords(tmp_path)
+    records.require(ranges, 1)
+    (tmp_path / "a" / "topic-id").write_text(str(uuid.uuid4()))
+    with pytest.raises(TopicReplaced, match="Topic a was deleted and made again"):
+        records.require(ranges, 1)
+    (tmp_path / "a" / "topic-id").unlink()
+    with pytest.raises(LandingUnavailable, match=r"a\[0\] 0 to 0 has gone"):
+        records.require(ranges, 1)
 
 
 # -- what may be removed -------------------------------------------------------------------------------

@@ -94,6 +94,7 @@ def ingest_batch(
             int(now().timestamp() * 1_000_000),
             len(ingest.families),
             ingest.most_tables,
+            ingest.most_columns,
         )
         floors = before.standing.floors([one.name for one in targets], before.plan.ranges)
         return scan(frame, known.ingest, reading, targets, floors, work)
@@ -103,7 +104,9 @@ def ingest_batch(
         settled = settle(before.known, place, frame, reading, read, incarnations, opened)
     records.require(before.plan.ranges, settled.scanned.counts["records"])
     before, waiting = replace(before, known=settled.known), {n: one for n, (one, _) in staged.items()}
-    return _committed(before, place, settled.targets, settled.scanned, waiting, batch, opened)
+    return _committed(
+        before, place, settled.targets, settled.scanned, waiting, batch, opened, settled.left_out
+    )
 
 
 def _committed(
@@ -114,12 +117,14 @@ def _committed(
     staged: Mapping[int, Identifier],
     batch: str,
     tables: IcebergTables,
+    left_out: Sequence[str] = (),
 ) -> BatchResult:
+    notes = (*before.plan.notes, *left_out)
     recorded = Recorded(
         before.standing.after(before.plan), batch, place.run_id, _valid_through(before, scanned)
     )
     head = _commit(before, place, targets, scanned, recorded, staged, tables)
-    return BatchResult(batch, before.ingest, before.plan, targets, scanned, recorded, head, before.plan.notes)
+    return BatchResult(batch, before.ingest, before.plan, targets, scanned, recorded, head, notes)
 
 
 def _commit(

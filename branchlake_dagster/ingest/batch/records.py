@@ -14,7 +14,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.converting.expressions import any_of
-from branchlake_dagster.ingest.errors import TopicReplaced
+from branchlake_dagster.ingest.errors import LandingUnavailable, TopicReplaced
 from branchlake_dagster.ingest.kafka.cluster import Cluster
 from branchlake_dagster.ingest.kafka.reading import reading
 from branchlake_dagster.ingest.kafka.topics import KafkaTopics
@@ -98,7 +98,11 @@ class LandingRecords:
         self._landing = Landing(folder)
 
     def frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> DataFrame:
-        """See `Records`. Raises LandingDamaged or OffsetsGone; a file that goes meanwhile fails the batch."""
+        """See `Records`. Raises LandingDamaged or OffsetsGone, LandingUnavailable or TopicReplaced.
+
+        A file that goes meanwhile fails the batch.
+        """
+        _require_same(ranges, self._ids(ranges))
         held = [
             file
             for one, span in sorted(ranges.items())
@@ -121,13 +125,23 @@ class LandingRecords:
         frame = frame.where(any_of(wanted)).coalesce(tasks)
         return frame.select(*(F.col(name).alias(f"__{name}") for name in COLUMNS))
 
+    def _ids(self, ranges: Ranges) -> dict[str, str]:
+        """Ids by topic. Raises LandingUnavailable for a folder that has gone meanwhile."""
+        try:
+            return {one.topic: self._landing.topic_id(one.topic) for one in ranges}
+        except (ConfigurationError, OSError) as error:
+            raise LandingUnavailable(
+                f"The landing folder of {in_words(ranges)} has gone while a batch read it: {error}",
+                hint="Is it still mounted? Nothing of the batch is kept; the next one looks again.",
+            ) from error
+
     def reading(self) -> AbstractContextManager[None]:
         """Nothing is told otherwise."""
         return nullcontext()
 
     def require(self, ranges: Ranges, count: int) -> None:
         """Each offset is there. Raises LandingDamaged: of files at another place than theirs none is read."""
-        _require_same(ranges, {one.topic: self._landing.topic_id(one.topic) for one in ranges})
+        _require_same(ranges, self._ids(ranges))
         if count != (wanted := records(ranges)):
             raise LandingDamaged(
                 f"The files of {in_words(ranges)} have {count} of these {wanted} records: what they hold says"

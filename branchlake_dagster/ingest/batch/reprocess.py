@@ -164,6 +164,7 @@ def reprocess_batch(
             int(now().timestamp() * 1_000_000),
             len(known.ingest.families),
             ingest.most_tables,
+            ingest.most_columns,
             letters=True,
         )
         return scan(frame, known.ingest, reading, targets, {}, work)

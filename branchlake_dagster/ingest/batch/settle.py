@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pyspark.sql import DataFrame
+from pyspark.sql.types import StructType
 
 from branchlake_dagster.ingest.batch.before import KnownTables
 from branchlake_dagster.ingest.batch.place import Place
@@ -15,12 +16,16 @@ from branchlake_dagster.ingest.converting.types import found_types
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.declaring.routing import route, taken
 from branchlake_dagster.ingest.errors import TableTooNarrow
+from branchlake_dagster.ingest.scanning.new_columns import possible, room, taken_names
 from branchlake_dagster.ingest.scanning.scan import Scanned
 from branchlake_dagster.ingest.scanning.targets import Evolving, Target, evolved, prepare
 from branchlake_dagster.publication.rebase.replay import IcebergTables
+from branchlake_dagster.wording import counted
 
 _MOST_TURNS = 8
 """So often tables are evolved for the same records. Two do: for the fields of a sample, for all others."""
+
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class Settled:
     known: KnownTables
     targets: Sequence[Target]
     scanned: Scanned
+    left_out: tuple[str, ...] = ()
+    """A sentence for each table of the fields that could be no columns of it."""
 
 
 def settle(
@@ -46,42 +53,54 @@ def settle(
     `read` is one pass; `incarnations` are Kafka's topic ids by name. Raises TableTooNarrow where records
     still want a wider table in the end, and what `with_new_names` raises.
     """
-    renamed, turns, targets = False, 0, targets_of(known, place, frame, reading)
+    left_out: dict[str, set[str]] = {}
+    renamed, turns, targets = False, 0, targets_of(known, place, frame, reading, left_out)
     while True:
         scanned = read(known, targets)
         if not renamed and (names := scanned.names(list(known.ingest.families))):
             renamed = True
             wider = place.with_new_names(known, names, incarnations, tables)
             if len(wider.wanted) > len(known.wanted):
-                known, targets = wider, targets_of(wider, place, frame, reading)
+                known, targets = wider, targets_of(wider, place, frame, reading, left_out)
                 continue
         wants = scanned.evolving()
         if wants and turns < _MOST_TURNS:
             # Of many new fields the first records may have only some, or have them without a value.
             looks = (False, True) if not turns else (True,)
-            evolving = (_evolved(frame, known.ingest, reading, targets, wants, whole=one) for one in looks)
+            evolving = (
+                _evolved(frame, known.ingest, reading, targets, wants, left_out, whole=one) for one in looks
+            )
             if grown := next(filter(None, evolving), None):
                 turns, targets = turns + 1, grown
                 continue
         _require_wide_enough(targets, wants)
-        return Settled(known, targets, scanned)
+        return Settled(known, targets, scanned, _told(left_out))
 
 
-def targets_of(known: KnownTables, place: Place, frame: DataFrame | None, reading: Format) -> list[Target]:
-    """The targets; tables that are not there are made, of the types that the records of `frame` have."""
+def targets_of(
+    known: KnownTables,
+    place: Place,
+    frame: DataFrame | None,
+    reading: Format,
+    left_out: dict[str, set[str]] | None = None,
+) -> list[Target]:
+    """The targets; tables that are not there are made, of the types that the records of `frame` have.
+
+    `left_out` gets by table the fields that could be no columns.
+    """
     ingest, found = known.ingest, {}
     for name, declared in zip(known.wanted, ingest.tables, strict=False):
-        if known.there[name] is None and ingest.create:
-            found[name] = (
-                place.session().createDataFrame([], ddl(list(declared.columns.items()))).schema
-                if declared.columns or frame is None
-                else found_types(
-                    frame,
-                    reading,
-                    envelope=ingest.envelope is not None,
-                    of=taken(declared, route(ingest, reading)),
-                )
-            )
+        if known.there[name] is not None or not ingest.create:
+            continue
+        if declared.columns or frame is None:
+            found[name] = place.session().createDataFrame([], ddl(list(declared.columns.items()))).schema
+            continue
+        envelope, of = ingest.envelope is not None, taken(declared, route(ingest, reading))
+        types = found_types(frame, reading, envelope=envelope, of=of)
+        kept, others = possible(types.fields, declared.attributes, ingest.most_columns)
+        found[name] = StructType(kept)
+        if left_out is not None:
+            left_out.setdefault(name, set()).update(others)
     return prepare(ingest, place.catalog, known.there, known.wanted, found)
 
 
@@ -91,19 +110,38 @@ def _evolved(
     reading: Format,
     targets: Sequence[Target],
     evolving: Mapping[int, Evolving],
+    left_out: dict[str, set[str]],
     *,
     whole: bool,
 ) -> list[Target]:
     """The targets as the records want them; none where that changes nothing. `whole`: by all records."""
     found = list(targets)
     for number, wants in evolving.items():
-        declared = targets[number].declared
-        assert declared is not None  # noqa: S101 - dead letters take everything
-        of = taken(declared, route(ingest, reading))
-        new = found_types(frame, reading, envelope=False, only=wants.add, of=of, whole=whole)
-        if new.fields or wants.widen or wants.relax:
-            found[number] = evolved(targets[number], wants, new)
+        one = targets[number]
+        assert one.declared is not None  # noqa: S101 - dead letters take everything
+        of = taken(one.declared, route(ingest, reading))
+        names, most = taken_names(one.table), room(one.table, ingest.most_columns)
+        used = {name.casefold() for name in names}
+        only = {name for name in wants.add if most and name.casefold() not in used}
+        new = found_types(frame, reading, envelope=False, only=only, of=of, whole=whole)
+        kept, others = possible(new.fields, names, most)
+        left_out.setdefault(one.name, set()).update({*others} | (wants.add - only))
+        if kept or wants.widen or wants.relax:
+            found[number] = evolved(one, wants, StructType(kept))
     return found if any(one is not other for one, other in zip(found, targets, strict=True)) else []
+
+
+def _told(left_out: Mapping[str, set[str]]) -> tuple[str, ...]:
+    """A sentence for each table, with a few of the names."""
+    told = []
+    for table, names in sorted(left_out.items()):
+        if names:
+            shown = ", ".join([*sorted(names)[:_SHOWN], *(["…"] if len(names) > _SHOWN else [])])
+            told.append(
+                f"{counted(len(names), 'field')} became no column of {table}, which has as many as it may, or"
+                f" their names in another case or for something else: {shown}."
+            )
+    return tuple(told)
 
 
 def _require_wide_enough(targets: Sequence[Target], wants: Mapping[int, Evolving]) -> None:

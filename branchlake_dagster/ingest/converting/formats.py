@@ -107,34 +107,39 @@ class Json:
         inside = ", ".join(f"{quoted(name)}: {_read_as(kind)}" for name, kind in fields.items())
         schema = f"v struct<{inside}>, {_CORRUPT} string"
         options = {"columnNameOfCorruptRecord": _CORRUPT, "allowSingleQuotes": "false"}
-        frame = frame.withColumn(text, F.concat(F.lit('{"v":'), self.own_text(gone), F.lit("}")))
+        own = self.own_text(gone)
+        if any(kind.startswith(_NESTED) and "decimal" in kind for kind in fields.values()):
+            own = F.when(~own.rlike(_LONG_NUMBER), own)
+        frame = frame.withColumn(text, F.concat(F.lit('{"v":'), own, F.lit("}")))
         frame = frame.withColumn(read, F.from_json(F.col(text), schema, options))
         values = F.col(read).getField("v")
         good_values = F.col(read).getField(_CORRUPT).isNull() & values.isNotNull()
-        moments = [name for name, kind in fields.items() if kind in _TIMES]
-        if moments:
-            found = (_time(values.getField(name), fields[name]).alias(name) for name in moments)
+        texts = [name for name, kind in fields.items() if _read_as(kind) != kind]
+        if texts:
+            found = (_of_text(values.getField(name), fields[name]).alias(name) for name in texts)
             frame = frame.withColumn(times, F.struct(*found))
-            for name in moments:
+            for name in texts:
                 fits = values.getField(name).isNull() | F.col(times).getField(name).isNotNull()
                 good_values = good_values & fits
 
-        def exact(name: str, kind: str) -> Expression:
-            return (F.col(times) if kind in _TIMES else values).getField(name)
+        def exact(name: str) -> Expression:
+            return (F.col(times) if name in texts else values).getField(name)
 
         frame = frame.withColumn(good, F.coalesce(good_values, F.lit(False)))
 
         def fitted(name: str, kind: str, variant: Expression) -> Expression:
             cast = _cast(variant, F.col(text), name, kind)
             # Of what fits no whole record the reader keeps parts, also the parts of something nested.
-            return cast if kind.startswith(_NESTED) else F.coalesce(exact(name, kind), cast)
+            return cast if kind.startswith(_NESTED) else F.coalesce(exact(name), cast)
 
         def otherwise(variant: Expression) -> Expression:
             cast = _struct(columns, lambda name, kind: fitted(name, kind, variant))
             return bound(cast, lambda mine: F.struct(mine.alias("row"), self._why(variant, mine, columns)))
 
         frame = frame.withColumn(rest, seldom(~F.col(good), F.try_parse_json(F.col(text)), otherwise))
-        mine = F.when(F.col(good), _struct(columns, exact)).otherwise(F.col(rest).getField("row"))
+        mine = F.when(F.col(good), _struct(columns, lambda name, _: exact(name))).otherwise(
+            F.col(rest).getField("row")
+        )
         frame = frame.withColumn(row, mine).withColumn(f"{row}{WHY}", F.col(rest).getField("why"))
         return frame.drop(text, read, times, good, rest)
 
@@ -151,6 +156,10 @@ class Json:
         root = F.schema_of_variant(F.try_variant_get(variant, "$.v", "variant"))
         return (
             F.when(F.col("__not_text"), because("encoding", "The value is no UTF-8."))
+            .when(
+                variant.isNull() & F.col("__text").rlike(_LONG_NUMBER),
+                because("conversion", "A number in it has more digits than any decimal."),
+            )
             .when(variant.isNull(), because("syntax", "The value is no JSON."))
             .when(~root.startswith("OBJECT"), because("syntax", "The value is JSON, but no object."))
             .otherwise(F.when(lost.isNotNull(), because("conversion", lost)))
@@ -179,13 +188,34 @@ class Json:
 _TIMES = ("timestamp", "timestamp_ntz")
 _WHOLE = ("tinyint", "smallint", "int", "bigint")
 _NESTED = ("struct<", "array<", "map<")
+_MOST_DIGITS = 400
+"""A decimal has 38; zeros may come before and behind. A double has up to 309 before its point."""
+_LONG_NUMBER = r"[:,\[]\s*-?[0-9][0-9.]*[eE][+-]?0*[0-9]{5}"
+"""Of those Spark's reader makes no decimal in bearable time."""
 _SHORTEST_TIME = 8
 """Of what has fewer characters Spark would make a year, and a number means seconds."""
 
 
 def _read_as(kind: str) -> str:
-    """The type as which a field is read first: of numbers Spark's reader makes times that overflow."""
-    return "string" if kind in _TIMES else kind
+    """The type as which a field is read first.
+
+    Of numbers Spark's reader makes times that overflow, of "12" the date of the twelfth day since 1970, and
+    for a decimal of `1e30000000` it counts for minutes, which nothing can stop.
+    """
+    return "string" if kind in (*_TIMES, "date") or kind.startswith("decimal") else kind
+
+
+def _of_text(text: Expression, kind: str) -> Expression:
+    if kind.startswith("decimal"):
+        return F.when(~_too_long(text), text.try_cast(kind))
+    if kind == "date":
+        return F.when(F.length(text) >= _SHORTEST_TIME, text.try_cast("date"))
+    return _time(text, kind)
+
+
+def _too_long(text: Expression) -> Expression:
+    """Whether a number has more digits than any decimal, written out or not."""
+    return (F.length(text) > _MOST_DIGITS) | text.rlike("[eE][+-]?0*[0-9]{3}")
 
 
 def _time(text: Expression, kind: str) -> Expression:
@@ -224,6 +254,8 @@ def _cast(variant: Expression, text: Expression, name: str, kind: str) -> Expres
         moment = F.try_variant_get(variant, path, "timestamp")
         return F.when(F.year(moment).between(1, 9999), moment).cast(kind)
     found = F.try_variant_get(variant, path, kind)
+    if kind.startswith("decimal"):
+        return F.when(~_too_long(F.try_variant_get(variant, path, "string")), found)
     if kind not in _WHOLE:
         return found
     fraction = F.lit(False)

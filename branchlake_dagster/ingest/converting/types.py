@@ -85,15 +85,15 @@ def _of_json(frame: DataFrame, text: Expression) -> StructType:
         return StructType([])
     kind = DataType.fromDDL(str(told).replace("OBJECT<", "STRUCT<"))
     stored = _stored(kind)
-    assert isinstance(stored, StructType)  # noqa: S101 - an object
-    return stored
+    return stored if isinstance(stored, StructType) else StructType([])
 
 
 def _stored(kind: DataType) -> DataType | None:
     """A type that a table may have; None: nothing is known of it."""
     if isinstance(kind, StructType):
         fields = [(one.name, _stored(one.dataType)) for one in kind.fields]
-        return StructType([StructField(name, found) for name, found in fields if found is not None])
+        there = [StructField(name, found) for name, found in fields if found is not None]
+        return StructType(there) if there else None
     if isinstance(kind, ArrayType):
         element = _stored(kind.elementType)
         return None if element is None else ArrayType(element)

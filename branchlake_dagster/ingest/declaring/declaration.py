@@ -160,6 +160,8 @@ class Ingest:
         create (bool): Whether tables that are not there are made.
         most_tables (int): Most tables that records name, for each key with `{route}`. A record of one more
             is a dead letter.
+        most_columns (int): Most columns that `evolve=["add"]`, or what the records of a new table have, may
+            bring a table to. Fields beyond them are left out, with a note on the batch.
         keep_snapshots (int): So many stay of a table that has a quarter more, in the live mode: metadata that
             grows with every batch takes longer with every batch. Files stay. Consumers of its changes must
             come by within as many batches.
@@ -205,6 +207,7 @@ class Ingest:
     keep_snapshots: int = 2_000
     create: bool = True
     most_tables: int = 50
+    most_columns: int = 1_000
     evolve: Sequence[Evolution] = ()
 
     def __post_init__(self) -> None:

@@ -73,6 +73,8 @@ def batch_assets(ingest: Ingest) -> dg.AssetsDefinition:
             yield from check_results(expanded(ingest, {}), {}, before.wanted)
             return
         result = ingest_batch(before, place, source.records, tasks=tasks_of(lake))
+        for note in result.notes[len(before.plan.notes) :]:
+            context.log.warning(note)
         context.log.info(sentence(result))
         again = context.op_execution_context.retry_number > 0
         found = _materialised(result, lakehouse, again, known=before.tables.get)

@@ -28,6 +28,7 @@ from branchlake_dagster.ingest.declaring.routing import field as field_of
 from branchlake_dagster.ingest.declaring.routing import route, table_named, taken
 from branchlake_dagster.ingest.positions.offsets import Offsets
 from branchlake_dagster.ingest.scanning.targets import Target
+from branchlake_dagster.ingest.scanning.writable import beyond, bounds_of
 from branchlake_dagster.ingest.scanning.writer import SET
 from branchlake_dagster.lakehouse.spark.quoting import quoted
 
@@ -53,8 +54,13 @@ def row_columns(targets: Sequence[Target]) -> list[str]:
 def _shape(target: Target) -> object:
     declared = target.declared
     assert declared is not None  # noqa: S101 - dead letters have no rows of this kind
-    needed = tuple(declared.keys), tuple(declared.required)
-    return target.columns, declared.contract, *needed, declared.mode == "changes"
+    needed = tuple(declared.keys), tuple(declared.required), frozenset(_identifiers(target))
+    return target.columns, declared.contract, *needed, declared.mode == "changes", bounds_of(target)
+
+
+def _identifiers(target: Target) -> set[str]:
+    """Columns that Iceberg lets nobody relax."""
+    return set(target.table.schema().identifier_field_names())
 
 
 class Prepared:
@@ -247,7 +253,8 @@ class Prepared:
         why = F.col(f"{row}{WHY}")
         # What is deleted needs no more than its keys.
         whole = ~deleted if declared.mode == "changes" else F.lit(True)
-        must = [one.name for one in target.columns if one.required and "relax" not in self._ingest.evolve]
+        fixed, relaxed = _identifiers(target), "relax" in self._ingest.evolve
+        must = [one.name for one in target.columns if one.required and (not relaxed or one.name in fixed)]
         absent = [
             (F.col(row).getField(column).isNull(), f"{column} is null.")
             for column in dict.fromkeys(declared.keys)
@@ -264,7 +271,7 @@ class Prepared:
         none = mute, because("operation", "The record tells no operation.")
         changes = declared.mode == "changes"
         reasons = [empty, *([strange] if changes else []), (why.isNotNull(), why)]
-        reasons += first_of("required", absent)
+        reasons += [*first_of("conversion", beyond(bounds_of(target), row)), *first_of("required", absent)]
         why = case([*reasons, *([none] if changes else [])], no_reason())
         frame = frame.withColumn(f"{row}{WHY}", why)
         if self._changes_types:
@@ -275,7 +282,7 @@ class Prepared:
         """The frame with a column of what the row wants of its table, and the row in the table's types."""
         held, wants, narrow = F.col(row), [], []
         relaxed = "relax" in self._ingest.evolve
-        keys = target.declared.keys if target.declared else ()
+        keys = {*(target.declared.keys if target.declared else ()), *_identifiers(target)}
         for one in target.columns:
             value = held.getField(one.name)
             fits = value if one.wider == one else value.try_cast(one.kind)

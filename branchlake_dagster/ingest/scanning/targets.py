@@ -178,8 +178,11 @@ class Evolving:
 
 
 def evolved(target: Target, wanted: Evolving, new: StructType) -> Target:
-    """The target with a table that takes what did not fit; `new` are the types of the fields to add."""
-    table = target.table
+    """The target with a table that takes what did not fit; `new` are the types of the fields to add.
+
+    The same target where that changes nothing.
+    """
+    table, before = target.table, target.table.schema()
     now = arrow_schema(table.schema(), name=target.name)
     fields = [one for one in to_arrow_schema(new) if one.name not in now.names]
     if fields:
@@ -191,6 +194,8 @@ def evolved(target: Target, wanted: Evolving, new: StructType) -> Target:
                 update.update_column(column.name, field_type=_iceberg_type(column.wider.kind))
             if column.name in wanted.relax:
                 update.make_column_optional(column.name)
+    if table.schema() == before:
+        return target
     return Target(target.declared, target.identifier, table, _columns(table, target.name, target.declared))
 
 

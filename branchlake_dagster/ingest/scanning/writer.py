@@ -31,6 +31,8 @@ SCHEMA_VERSION = 1
 _OF_RECORD, _OF_BAD = ("topic", "incarnation", "partition", "timestamp"), ("offset", "key", "value")
 SET = 62
 """So many tables have a bit in one number."""
+_MORE_NAMES = 100
+"""Than a table may have columns: of some names none can be made."""
 _FLUSH_BYTES = 128 << 20
 """Of Arrow memory, before a file is written: about a tenth of that in Parquet."""
 
@@ -69,6 +71,8 @@ class Work:
     families: int = 0
     most_tables: int = 0
     """How many families of tables that records name there are, and tables of each."""
+    most_columns: int = 0
+    """Of new fields so many are told, whatever records have."""
     letters: bool = False
     """The records are dead letters that are put back: each must give something."""
 
@@ -126,6 +130,7 @@ class _Task:
         }
         self._counts: Counter[str] = Counter()
         self._seen: dict[int, set[str]] = {}
+        self._fields: dict[int, set[str]] = {}
         self._latest: dict[str, int] = {}
         self._sent: list[tuple[str, int, bytes]] = []
 
@@ -214,12 +219,19 @@ class _Task:
             for text in pc.unique(batch.column("__unknown").filter(mine).drop_null()).to_pylist():
                 for name in json.loads(text):
                     if name not in table.known:
-                        self._counts[f"evolve/{number}/add/{name}"] += 1
+                        self._new_field(number, name)
         told = f"{table.row}_evolve"
         if told in batch.schema.names:
             for text in pc.unique(batch.column(told).filter(mine).drop_null()).to_pylist():
                 for wanted in text.splitlines():
                     self._counts[f"evolve/{number}/{wanted}"] += 1
+
+    def _new_field(self, number: int, name: str) -> None:
+        """Some put ids into names: what is sent back is bounded."""
+        seen = self._fields.setdefault(number, set())
+        if name in seen or len(seen) < self._work.most_columns + _MORE_NAMES:
+            seen.add(name)
+            self._counts[f"evolve/{number}/add/{name}"] += 1
 
     def _bad(
         self, batch: pa.RecordBatch, rows: pa.Array, name: str | None, kinds: pa.Array, details: pa.Array
@@ -364,4 +376,18 @@ class _TableWriter:
 
 
 def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    return column if column.type == kind else column.cast(kind)
+    if column.type == kind:
+        return column
+    if isinstance(kind, pa.UuidType) and pa.types.is_string(column.type):
+        return pa.ExtensionArray.from_storage(kind, _bytes_of(column))
+    return column.cast(kind)
+
+
+def _bytes_of(uuids: pa.StringArray) -> pa.FixedSizeBinaryArray:
+    """UUIDs in hexadecimal, with or without dashes, as 16 bytes each."""
+    digits = pc.fill_null(pc.replace_substring(uuids, "-", ""), "0" * 32)
+    one = pa.ListArray.from_arrays(pa.array([0, len(digits)], pa.int32()), digits)
+    joined = bytes.fromhex(pc.binary_join(one, "")[0].as_py())
+    kind = pa.binary(16)
+    made = pa.FixedSizeBinaryArray.from_buffers(kind, len(digits), [None, pa.py_buffer(joined)])
+    return pc.if_else(pc.is_valid(uuids), made, pa.scalar(None, kind))
