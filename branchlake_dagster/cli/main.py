@@ -280,7 +280,7 @@ def lifecycle(as_json: bool, rounds: int) -> None:
     "--rounds", default=5, show_default=True, help="Times that each way is timed; the median counts."
 )
 def checks(as_json: bool, rows: int, rounds: int) -> None:
-    """A contract of twenty promises: from metadata, in one job, and by pandera itself."""
+    """Twenty promises from metadata, in one job, and by pandera itself; one, two and five SQL checks."""
     from branchlake_dagster.cli.bench.checks import measure, show
 
     found = measure(Settings(), rows=rows, rounds=rounds, say=say)

@@ -1,4 +1,4 @@
-"""`branchlake bench checks`: a contract of twenty promises on a clean partition, however it is judged."""
+"""`branchlake bench checks`: twenty promises and five SQL checks on a clean partition, however judged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from branchlake_dagster.branching.table.selection import Selection, Values
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.checks.asset_checks.contract import pandera_checks
 from branchlake_dagster.checks.constraints.compiler import compile_schema
-from branchlake_dagster.checks.constraints.model import SchemaConstraint
+from branchlake_dagster.checks.constraints.model import SchemaConstraint, SqlConstraint
+from branchlake_dagster.checks.evaluation.counting import collect_rows
 from branchlake_dagster.checks.evaluation.judge import Asked, judge
 from branchlake_dagster.checks.evaluation.rows import FrameRows, Rows
 from branchlake_dagster.checks.proof.stored import TableRows
@@ -39,6 +40,14 @@ _PARTITION = "radar"
 _NAME = ("bench", "sightings")
 _TABLE = "nessie.bench.sightings"
 _SELECTION = Selection(((Values("kind", (_PARTITION,)),),))
+_WRONG = {
+    "azimuth_deg": "abs(azimuth_deg) > 360",
+    "track": "length(track) > 20",
+    "elevation_deg": "elevation_deg * 2 > 181",
+    "range_km": "sqrt(range_km) > 400",
+    "sensor": "sensor + 1 < 1",
+}
+"""Conditions that no row meets, by the one column that each reads: none is told by a file's bounds."""
 
 
 if TYPE_CHECKING:
@@ -95,6 +104,8 @@ def measure(settings: Settings, *, rows: int, rounds: int, say: Callable[[str], 
     `metadata_only_s`: all twenty promises from metadata, table loaded anew. `one_job_s`: the same twenty
     counted in one Spark job. `mixed_s`: nineteen from metadata and one counted. `count_s`: a count of the
     values in the same columns. `count_rows_s`: `count(*)`, which Iceberg answers from metadata.
+    `sql_1_s`, `sql_2_s`, `sql_5_s`: so many SQL checks in one job, each on a column of its own. For
+    comparison the five as one aggregation, `sql_5_scan_s`, and on a frame cached for them, `sql_5_cached_s`.
     `plain_pandera_s`: pandera's own backend. `step_s`: the whole check step in a Dagster run.
     """
     with own_lake(settings) as bench:
@@ -169,6 +180,11 @@ def _timed(stage: _Stage, rounds: int, say: Callable[[str], None]) -> dict[str, 
         "one_job_s": lambda: _judged(FrameRows(stage.frame()), _Sightings, proved=0),
         "mixed_s": lambda: _judged(TableRows(stage.stored()), _Mixed, proved=19),
         "count_rows_s": lambda: stage.frame().count(),
+        "sql_1_s": lambda: _asked_in_sql(stage.frame(), 1),
+        "sql_2_s": lambda: _asked_in_sql(stage.frame(), 2),
+        "sql_5_s": lambda: _asked_in_sql(stage.frame(), 5),
+        "sql_5_scan_s": lambda: _scanned_once(stage.frame()),
+        "sql_5_cached_s": lambda: _cached(stage.frame()),
     }
     took: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
@@ -205,6 +221,33 @@ def _judged(rows: Rows, model: type[DataFrameModel[Any]], *, proved: int) -> Non
         )
 
 
+def _asked_in_sql(frame: DataFrame, number: int) -> None:
+    texts = {column: f"SELECT * FROM {{this}} WHERE {wrong}" for column, wrong in _WRONG.items()}  # noqa: S608
+    checks = [SqlConstraint(name=name, columns=(), text=text, sql=text) for name, text in texts.items()]
+    verdicts = judge(FrameRows(frame), [Asked(None, checks[:number], 5)], view="branchlake_bench")
+    if len(verdicts.outcomes) != number or not all(one.passed for one in verdicts.outcomes.values()):
+        raise ChecksFailed(f"{number} SQL checks did not all hold: {verdicts}.")
+
+
+def _scanned_once(frame: DataFrame) -> None:
+    """The five as they would be if statements were taken apart and their conditions counted together."""
+    flags = frame.select(*[F.expr(wrong).alias(column) for column, wrong in _WRONG.items()])
+    # The filter is what lets files be left out that none of them could find a row in.
+    some = flags.where(" OR ".join(_WRONG))
+    counts = [F.coalesce(F.sum(F.bit_count(column)), F.lit(0)).alias(column) for column in _WRONG]
+    (found,) = collect_rows(some.agg(*counts))
+    if set(found) != {0}:
+        raise ChecksFailed(f"{found} rows met the conditions, not none.")
+
+
+def _cached(frame: DataFrame) -> None:
+    held = frame.select(*_WRONG).persist()
+    try:
+        _asked_in_sql(held, len(_WRONG))
+    finally:
+        held.unpersist(blocking=True)
+
+
 def _counted(stage: _Stage) -> None:
     """The values of each column, which have to be read for it: not from Iceberg's metadata."""
     conf = "spark.sql.iceberg.aggregate-push-down.enabled"
@@ -220,13 +263,18 @@ def _counted(stage: _Stage) -> None:
 
 def show(found: dict[str, Any]) -> None:
     """The ways side by side."""
-    table = Table("way", "s", title=f"{found['promises']} promises on {found['rows']:,} rows")
+    table = Table("way", "s", title=f"{found['promises']} promises, and SQL, on {found['rows']:,} rows")
     for name, what in {
         "metadata_only_s": "all from metadata",
         "mixed_s": "19 from metadata, one counted",
         "one_job_s": "all counted in one job",
         "count_s": "for comparison: a count of the same columns",
         "count_rows_s": "for comparison: count(*)",
+        "sql_1_s": "one SQL check",
+        "sql_2_s": "two SQL checks, in one job",
+        "sql_5_s": "five SQL checks, in one job",
+        "sql_5_scan_s": "for comparison: the five as one aggregation",
+        "sql_5_cached_s": "for comparison: the five on a cached frame",
         "plain_pandera_s": "for comparison: pandera's own backend",
         "step_s": "the check step in a Dagster run, first time",
     }.items():
