@@ -20,7 +20,7 @@ class _Group:
 
 
 def join_checks(checks: Iterable[dg.AssetChecksDefinition]) -> list[dg.AssetChecksDefinition]:
-    """Put the contracts and SQL checks of each asset into one step: read once, counted in one Spark job.
+    """Put the contracts and SQL checks of each asset into one step: opened once, counted in one Spark job.
 
     Each check keeps its name, severity, scope and verdict: it can be run alone, and one that fails or cannot
     be evaluated leaves the others theirs. Joined are checks of `pandera_checks` and `sql_check` on the same

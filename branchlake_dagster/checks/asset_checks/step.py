@@ -1,4 +1,4 @@
-"""One Dagster step for several declarations on the same rows: read once, counted in one job."""
+"""One Dagster step for several declarations on the same rows: opened once, counted in one job."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute function.
 from collections.abc import Iterable, Iterator, Sequence
