@@ -200,18 +200,34 @@ def test_protobuf_and_functions_of_batches(driving: Driving, kafka: Broker, name
             struct.unpack("<Ih", value.as_py()) if ok else None
             for value, ok in zip(values, whole, strict=True)
         ]
-        rows = [None if one is None else {"tick": one[0], "level": one[1]} for one in read]
-        kind = pa.struct([("tick", pa.int64()), ("level", pa.int32())])
+        rows = [
+            None if one is None else {"tick": one[0], "level": one[1], "at": one[1] * 200_000_000_000_000_000}
+            for one in read
+        ]
+        kind = pa.struct([("tick", pa.int64()), ("level", pa.int32()), ("at", pa.timestamp("us", "UTC"))])
         return pa.array(rows, kind), pa.array(
             [None if ok else "It has not 6 bytes." for ok in whole], pa.string()
         )
 
-    schema = pa.schema([("tick", pa.int64()), ("level", pa.int32())])
-    frames = IngestTable(
-        key=[namespace, "frames"], columns={"tick": "bigint", "level": "int"}, required=["tick"]
-    )
+    schema = pa.schema([("tick", pa.int64()), ("level", pa.int32()), ("at", pa.timestamp("us", "UTC"))])
+    columns = {"tick": "bigint", "level": "int", "at": "timestamp"}
+    frames = IngestTable(key=[namespace, "frames"], columns=columns, required=["tick"])
     drive = driving(Ingest(name=namespace, topics=[own], tables=[frames], format=Decoded(decode, schema)))
-    kafka.send(own, [struct.pack("<Ih", 4_000_000_000, -5), b"short", struct.pack("<Ih", 1, 2)])
+    values = [
+        struct.pack("<Ih", 4_000_000_000, 0),
+        b"short",
+        struct.pack("<Ih", 1, 1),
+        struct.pack("<Ih", 2, 2),
+    ]
+    kafka.send(own, [*values, struct.pack("<Ih", 3, -1)])
     drive.batch()
-    assert drive.rows(0, "tick") == [{"tick": 1, "level": 2}, {"tick": 4_000_000_000, "level": -5}]
-    assert [(row["offset"], row["error"]) for row in drive.dead()] == [(1, "It has not 6 bytes.")]
+    assert [(row["tick"], row["level"], row["at"].year) for row in drive.rows(0, "tick")] == [
+        (1, 1, 8307),
+        (4_000_000_000, 0, 1970),
+    ]
+    # A time of the year 14645, and one before the first, which Spark has and nobody writes.
+    assert [(row["offset"], row["error"]) for row in drive.dead()] == [
+        (1, "It has not 6 bytes."),
+        (3, "at is no timestamp."),
+        (4, "at is no timestamp."),
+    ]
