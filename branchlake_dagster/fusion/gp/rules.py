@@ -6,7 +6,7 @@ they prove, and the first broken one names the reason and the field.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -90,22 +90,30 @@ def split(frame: pl.DataFrame, rules: Sequence[Rule]) -> tuple[pl.DataFrame, pl.
 
     ``frame`` has ``line_number``, ``raw_text`` and what the rules ask for.
     """
-
-    def of_first_broken(values: Sequence[pl.Expr]) -> pl.Expr:
-        return pl.coalesce(
-            pl.when(rule.broken).then(value) for rule, value in zip(rules, values, strict=True)
-        )
-
-    # One pass to find the broken rows; the words are made for these alone.
-    first = of_first_broken([pl.lit(number, dtype=pl.Int32) for number in range(len(rules))])
+    # One pass to find the broken rows; the words are made for these alone, and of what they broke first.
+    first = pl.coalesce(
+        pl.when(rule.broken).then(pl.lit(number, dtype=pl.Int32)) for number, rule in enumerate(rules)
+    )
     numbered = frame.with_columns(first.alias("_rule"))
     good = numbered.filter(pl.col("_rule").is_null()).drop("_rule")
     bad = numbered.filter(pl.col("_rule").is_not_null())
+    broken = {number: rules[number] for number in bad["_rule"].unique().sort()}
+
+    def of_first_broken(value: Callable[[Rule], str | pl.Expr | None]) -> pl.Expr:
+        # Null stands for none: a frame without broken rows has no words, and coalesce wants something.
+        return pl.coalesce(
+            *(
+                pl.when(pl.col("_rule") == number).then(_expression(value(rule)).cast(pl.String))
+                for number, rule in broken.items()
+            ),
+            pl.lit(None, dtype=pl.String),
+        )
+
     rejected = rejections(
         bad,
-        reason=of_first_broken([pl.lit(str(rule.reason)) for rule in rules]),
-        field=of_first_broken([_expression(rule.field).cast(pl.String) for rule in rules]),
-        message=of_first_broken([_expression(rule.message) for rule in rules]),
+        reason=of_first_broken(lambda rule: str(rule.reason)),
+        field=of_first_broken(lambda rule: rule.field),
+        message=of_first_broken(lambda rule: rule.message),
     )
     return good, rejected
 
