@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.expressions import AlwaysTrue, BooleanExpression
 from pyiceberg.manifest import DataFile
 from pyiceberg.partitioning import PartitionSpec
+from pyiceberg.table import Table
 from pyiceberg.types import NestedField
 
 from branchlake_dagster.branching.io.stored_rows import StoredRows
@@ -37,10 +37,26 @@ def _no_spark() -> Any:
     raise AssertionError("Spark was asked for")
 
 
-def found_wrong(made: SqlCatalog, seed: int) -> tuple[list[str], Counter[str]]:
+class RandomTables:
+    """The random tables, each written once: the tests only read them, and writing is what takes long."""
+
+    def __init__(self, made: SqlCatalog) -> None:
+        self._made = made
+        self._known: dict[int, tuple[Table, Any]] = {}
+
+    def table(self, seed: int) -> tuple[Table, random.Random]:
+        """The table of this seed, and chance as it was when the table had been written."""
+        rng = random.Random(f"table {seed}")
+        if seed not in self._known:
+            self._known[seed] = random_table(self._made, rng, f"t{seed}"), rng.getstate()
+        table, state = self._known[seed]
+        rng.setstate(state)
+        return table, rng
+
+
+def found_wrong(made: RandomTables, seed: int) -> tuple[list[str], Counter[str]]:
     """What is proved of a random table and not true of a row, and how often each kind was proved."""
-    rng = random.Random(f"table {seed}")
-    table = random_table(made, rng, f"t{seed}")
+    table, rng = made.table(seed)
     wrong: list[str] = []
     proved: Counter[str] = Counter()
     for selection in rng.sample(SELECTIONS, 2):
@@ -79,14 +95,14 @@ def found_wrong(made: SqlCatalog, seed: int) -> tuple[list[str], Counter[str]]:
     return wrong, proved
 
 
-@pytest.fixture
-def made(tmp_path: Path) -> SqlCatalog:
-    return catalog(tmp_path)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> RandomTables:
+    return RandomTables(catalog(tmp_path_factory.mktemp("tables")))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("few_rows", [stored_module.SMALL_ROWS, 0], ids=["whole rows", "column by column"])
-def test_what_is_proved_is_true(made: SqlCatalog, monkeypatch: pytest.MonkeyPatch, few_rows: int) -> None:
+def test_what_is_proved_is_true(made: RandomTables, monkeypatch: pytest.MonkeyPatch, few_rows: int) -> None:
     monkeypatch.setattr(stored_module, "SMALL_ROWS", few_rows)
     proved: Counter[str] = Counter()
     for seed in range(30):
@@ -116,7 +132,7 @@ def _whole_bounds(file: DataFile, field: NestedField, spec: PartitionSpec, *_: A
 @pytest.mark.parametrize("planted", [_without_nan, _missing_is_none, _whole_bounds])
 @pytest.mark.filterwarnings("ignore")
 def test_the_property_finds_what_is_easily_forgotten(
-    made: SqlCatalog, monkeypatch: pytest.MonkeyPatch, planted: Callable[..., Facts]
+    made: RandomTables, monkeypatch: pytest.MonkeyPatch, planted: Callable[..., Facts]
 ) -> None:
     """NaN outside of the bounds, counts that are missing, row groups without bounds."""
     monkeypatch.setattr(stored_module, "facts", planted)
