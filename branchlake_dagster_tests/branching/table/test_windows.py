@@ -1,6 +1,8 @@
 """Rows written under a partition key are exactly those loaded under it, by Dagster's own windows."""
 
+from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
+from functools import cache
 from zoneinfo import ZoneInfo
 
 import dagster as dg
@@ -26,6 +28,8 @@ from branchlake_dagster_tests.branching.table.windows import (
 KINDS = ("radar", "optical")
 MICROSECOND = timedelta(microseconds=1)
 PLACES = [(zone, day) for zone, days in CLOCK_CHANGES.items() for day in days]
+PLACE = st.sampled_from(PLACES)
+SOME_DAYS = st.lists(st.integers(-40, 40), min_size=1, max_size=12)
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -62,12 +66,45 @@ def held(selection: Selection, rows: list[tuple[datetime, datetime, date, str, i
     return found
 
 
+AWAY = st.one_of(st.sampled_from([-1, 0, 1]), st.integers(-(10**11), 10**11))
+
+
 @st.composite
-def moments(draw: st.DrawFn, windows: dict[str, tuple[float, float]]) -> datetime:
+def moments(draw: st.DrawFn, edges: st.SearchStrategy[float]) -> datetime:
     """At, right before or somewhere after the beginning of a window."""
-    edge = draw(st.sampled_from(sorted({end for window in windows.values() for end in window})))
-    away = draw(st.one_of(st.sampled_from([-1, 0, 1]), st.integers(-(10**11), 10**11)))
-    return EPOCH + timedelta(seconds=edge) + away * MICROSECOND
+    return EPOCH + timedelta(seconds=draw(edges)) + draw(AWAY) * MICROSECOND
+
+
+@dataclass(frozen=True)
+class Case:
+    """Partitions in a zone around a day, and what is drawn of them.
+
+    There are few of them, and each is drawn often: Dagster reckons its windows, and Hypothesis checks what is
+    drawn from, once.
+    """
+
+    definition: dg.TimeWindowPartitionsDefinition
+    windows: dict[str, tuple[float, float]]
+    keys: st.SearchStrategy[str]
+    moment: st.SearchStrategy[datetime]
+    some_keys: st.SearchStrategy[set[str]]
+    some_moments: st.SearchStrategy[list[datetime]]
+
+
+@cache
+def case(kind: str, zone: str, around: date) -> Case:
+    definition = {**OF_DAYS, **OF_HOURS}[kind](around, zone)
+    windows = windows_of(definition)
+    keys = st.sampled_from(sorted(windows))
+    moment = moments(st.sampled_from(sorted({end for window in windows.values() for end in window})))
+    return Case(
+        definition,
+        windows,
+        keys,
+        moment,
+        st.sets(keys, min_size=1, max_size=6),
+        st.lists(moment, min_size=1, max_size=12),
+    )
 
 
 @pytest.mark.parametrize("column", ["instant", "wall"])
@@ -75,12 +112,12 @@ def moments(draw: st.DrawFn, windows: dict[str, tuple[float, float]]) -> datetim
 @given(st.data())
 @settings(deadline=None, derandomize=True, max_examples=40, database=None)
 def test_moments_belong_to_the_windows_that_dagster_says(kind: str, column: str, data: st.DataObject) -> None:
-    zone, around = data.draw(st.sampled_from(PLACES))
-    definition = {**OF_DAYS, **OF_HOURS}[kind](around, zone)
-    windows = windows_of(definition)
-    chosen = data.draw(st.sets(st.sampled_from(sorted(windows)), min_size=1, max_size=6))
+    zone, around = data.draw(PLACE)
+    of = case(kind, zone, around)
+    definition, windows = of.definition, of.windows
+    chosen = data.draw(of.some_keys)
     selection = select(chosen, definition, {"": column}, schema=SCHEMA, table="t")
-    at = data.draw(st.lists(moments(windows), min_size=1, max_size=12))
+    at = data.draw(of.some_moments)
     rows = [row(moment, around, "") for moment in at]
     seconds = [(moment - EPOCH) / timedelta(seconds=1) for moment in at]
     expected = [any(windows[key][0] <= s < windows[key][1] for key in chosen) for s in seconds]
@@ -94,12 +131,12 @@ def test_moments_belong_to_the_windows_that_dagster_says(kind: str, column: str,
 @given(st.data())
 @settings(deadline=None, derandomize=True, max_examples=60, database=None)
 def test_dates_belong_to_the_windows_of_their_own_calendar(kind: str, data: st.DataObject) -> None:
-    zone, around = data.draw(st.sampled_from(PLACES))
-    definition = OF_DAYS[kind](around, zone)
-    windows = windows_of(definition)
-    chosen = data.draw(st.sets(st.sampled_from(sorted(windows)), min_size=1, max_size=6))
+    zone, around = data.draw(PLACE)
+    of = case(kind, zone, around)
+    definition, windows = of.definition, of.windows
+    chosen = data.draw(of.some_keys)
     selection = select(chosen, definition, {"": "day"}, schema=SCHEMA, table="t")
-    days = data.draw(st.lists(st.integers(-40, 40), min_size=1, max_size=12))
+    days = data.draw(SOME_DAYS)
     at = [around + timedelta(days=days) for days in days]
     rows = [row(EPOCH, day, "") for day in at]
     expected = [any(windows[key][0] <= noon(day, zone) < windows[key][1] for key in chosen) for day in at]
@@ -120,17 +157,15 @@ def test_windows_of_hours_do_not_go_into_dates(kind: str, zone: str) -> None:
 @given(st.data())
 @settings(deadline=None, derandomize=True, max_examples=60, database=None)
 def test_windows_and_kinds_together(data: st.DataObject) -> None:
-    zone, around = data.draw(st.sampled_from(PLACES))
-    of_time = data.draw(st.sampled_from([*OF_DAYS.values(), *OF_HOURS.values()]))(around, zone)
+    zone, around = data.draw(PLACE)
+    of = case(data.draw(st.sampled_from([*OF_DAYS, *OF_HOURS])), zone, around)
+    of_time, windows = of.definition, of.windows
     kinds = dg.StaticPartitionsDefinition(list(KINDS))
     multi = dg.MultiPartitionsDefinition({"window": of_time, "kind": kinds})
-    windows = windows_of(of_time)
-    chosen = data.draw(
-        st.sets(st.tuples(st.sampled_from(sorted(windows)), st.sampled_from(KINDS)), min_size=1, max_size=8)
-    )
+    chosen = data.draw(st.sets(st.tuples(of.keys, st.sampled_from(KINDS)), min_size=1, max_size=8))
     keys = [dg.MultiPartitionKey({"window": window, "kind": kind}) for window, kind in chosen]
     selection = select(keys, multi, {"window": "instant", "kind": "kind"}, schema=SCHEMA, table="t")
-    rows = [row(data.draw(moments(windows)), around, data.draw(st.sampled_from(KINDS))) for _ in range(8)]
+    rows = [row(data.draw(of.moment), around, data.draw(st.sampled_from(KINDS))) for _ in range(8)]
     expected = [
         any(
             windows[window][0] <= (r[0] - EPOCH) / timedelta(seconds=1) < windows[window][1] and r[3] == kind
