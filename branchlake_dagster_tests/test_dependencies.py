@@ -6,8 +6,9 @@ import ast
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from configparser import ConfigParser
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -41,6 +42,12 @@ def declared() -> dict[str, dict[str, Requirement]]:
     return found
 
 
+@cache
+def carriers() -> Mapping[str, list[str]]:
+    """Imported name -> the distributions that carry it. Every installed one is read for it."""
+    return packages_distributions()
+
+
 def imports(path: Path) -> Iterator[str]:
     """The top-level names of the foreign packages that a file imports, wherever in it they stand."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
@@ -57,11 +64,10 @@ def imports(path: Path) -> Iterator[str]:
 
 def undeclared(paths: list[Path], allowed: set[str]) -> dict[str, str]:
     """Imported name -> a file that does it, of those that no allowed distribution carries."""
-    carriers = packages_distributions()
     found = {}
     for path in paths:
         for name in imports(path):
-            if not {canonicalize_name(one) for one in carriers.get(name, ())} & allowed:
+            if not {canonicalize_name(one) for one in carriers().get(name, ())} & allowed:
                 found[name] = str(path.relative_to(ROOT))
     return found
 
