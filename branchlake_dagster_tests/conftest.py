@@ -6,6 +6,7 @@ makes a single test start in milliseconds while one works on it.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -82,6 +83,25 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Generator[
             # The servers' logs stay when a test failed.
             if not lakes.kept and (exitstatus == pytest.ExitCode.OK or not any(lakes.shared.iterdir())):
                 shutil.rmtree(lakes.shared, ignore_errors=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep what stays until the end out of the garbage collector's rounds.
+
+    Thousands of tests and all that they import are a million objects. To look through them again and again was a
+    fifth of the collection's time, and then a part of every test's.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries tell of what is left when the interpreter ends
 
 
 # -- the tests -----------------------------------------------------------------------------------------
