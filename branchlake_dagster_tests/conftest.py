@@ -24,7 +24,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite import schedule, tiers
 from branchlake_dagster_tests.suite.guard import guarding
-from branchlake_dagster_tests.suite.instances import remember_revisions
+from branchlake_dagster_tests.suite.instances import remember_engines, remember_revisions
 from branchlake_dagster_tests.suite.kafka import Broker
 from branchlake_dagster_tests.suite.lakes import Lakes, kept_folder
 
@@ -48,6 +48,7 @@ _SHARED, _KEPT = "branchlake_shared", "branchlake_kept"
 
 def pytest_configure(config: pytest.Config) -> None:
     remember_revisions()
+    remember_engines()
     handed: dict[str, Any] | None = getattr(config, "workerinput", None)
     if handed is not None:
         lakes = Lakes(Path(handed[_SHARED]), handed["workerid"], handed[_KEPT])

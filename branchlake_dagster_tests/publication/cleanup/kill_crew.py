@@ -22,6 +22,7 @@ from branchlake_dagster_tests.dagster_internals import STORAGES
 PROJECT = "branchlake_dagster_tests.publication.cleanup.kill_project"
 _PRELOADED = (
     PROJECT,
+    "branchlake_dagster_tests.suite.instances",
     "alembic.command",
     *STORAGES,
     "sqlalchemy.dialects.sqlite",
@@ -65,7 +66,11 @@ def work(role: str, board: Board, stop: Synchronized[int], environment: Mapping[
     import dagster as dg
 
     from branchlake_dagster.errors import BranchlakeError
+    from branchlake_dagster_tests.suite.instances import remember_engines, remember_revisions
 
+    # As in the tests' own process: a third of what a run computes.
+    remember_revisions()
+    remember_engines()
     tests = multiprocessing.parent_process()
 
     with dg.DagsterInstance.get() as instance:
