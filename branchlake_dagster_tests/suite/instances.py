@@ -19,7 +19,7 @@ import alembic.util
 import dagster as dg
 from alembic.config import Config
 from alembic.script import ScriptDirectory
-from sqlalchemy import Engine
+from sqlalchemy import Engine, event
 from sqlalchemy.pool import NullPool, Pool
 
 from branchlake_dagster_tests.dagster_internals import STORAGES
@@ -98,7 +98,9 @@ def remembering(create: Callable[..., Engine]) -> Callable[..., Engine]:
     @lru_cache(maxsize=32)
     def made(url: str, timeout: float | None) -> Engine:
         more = {} if timeout is None else {"connect_args": {"timeout": timeout}}
-        return create(url, poolclass=NullPool, **more)
+        engine = create(url, poolclass=NullPool, **more)
+        event.listen(engine, "connect", _without_waiting_for_the_disk)
+        return engine
 
     def remembered(
         url: str, *, poolclass: type[Pool], connect_args: Mapping[str, float] | None = None
@@ -107,3 +109,8 @@ def remembering(create: Callable[..., Engine]) -> Callable[..., Engine]:
         return made(url, (connect_args or {}).get("timeout"))
 
     return remembered
+
+
+def _without_waiting_for_the_disk(connection: Any, _: object) -> None:
+    # What a killed process has committed is there all the same, and no test takes the power away.
+    connection.execute("PRAGMA synchronous=OFF")

@@ -100,3 +100,16 @@ def test_an_instance_made_anew_in_the_same_place_knows_nothing(tmp_path: Path) -
             assert dg.materialize([one], instance=instance).success
             assert len(instance.get_runs()) == 1
         shutil.rmtree(home)
+
+
+def test_no_database_waits_for_the_disk() -> None:
+    with new_instance() as instance:
+        dg.materialize([one], instance=instance)
+        storage = instance.event_log_storage
+        for open_one in (
+            instance.run_storage.connect,
+            storage.index_connection,
+            instance.schedule_storage.connect,
+        ):
+            with open_one() as at:
+                assert at.exec_driver_sql("pragma synchronous").scalar() == 0
