@@ -143,8 +143,7 @@ def asset_specs(ingest: Ingest) -> Iterator[dg.AssetSpec]:
         yield dg.AssetSpec(
             table.asset,
             deps=topics,
-            description=table.description
-            or f"Records of {', '.join(ingest.topics)}, ingested by {ingest.name}.",
+            description=_described(ingest, table),
             metadata=mode,
             skippable=True,
             kinds={"iceberg", _KINDS[ingest.source], "spark"},
@@ -159,6 +158,15 @@ def asset_specs(ingest: Ingest) -> Iterator[dg.AssetSpec]:
         skippable=True,
         kinds={"iceberg", _KINDS[ingest.source]},
         group_name=f"ingest_{ingest.name}",
+    )
+
+
+def _described(ingest: Ingest, table: IngestTable) -> str:
+    """With the jobs: Dagster lists those of assets on their pages, and the live one is none."""
+    what = table.description or f"Records of {', '.join(ingest.topics)}, ingested by {ingest.name}."
+    name = f"ingest_{ingest.name}"
+    return (
+        f"{what}\n\nFilled by runs of `{name}_job`, one for each batch, or by the live run of `{name}_live`."
     )
 
 
