@@ -22,6 +22,7 @@ from branchlake_dagster.ingest.errors import PositionLost
 from branchlake_dagster.ingest.kafka.topics import Topics
 from branchlake_dagster.ingest.positions.offsets import Offsets
 from branchlake_dagster.ingest.positions.planning import BatchPlan, plan_batch
+from branchlake_dagster.ingest.positions.put_back import require_put_back
 from branchlake_dagster.ingest.positions.standing import Standing, require_alone, require_replayable, standing
 from branchlake_dagster.ingest.positions.topic import Topic
 from branchlake_dagster.ingest.scanning.targets import Identifier, identifiers, load
@@ -47,6 +48,11 @@ class KnownTables:
     def anchor(self) -> Table | None:
         """The dead letters, which take part in each batch."""
         return list(self.there.values())[-1]
+
+    @property
+    def dead_letters(self) -> str:
+        """The name of that table."""
+        return list(self.wanted)[-1]
 
     @property
     def names(self) -> dict[str, list[str]]:
@@ -187,6 +193,13 @@ def look(
     """
     tables_known = known_tables(ingest, client, catalog, namespace, tables)
     there = tables_known.there
+    require_put_back(
+        ingest.name,
+        there,
+        on_rollback=ingest.on_rollback,
+        branch=catalog.ref,
+        dead_letters=tables_known.dead_letters,
+    )
     known = standing(ingest.name, there, on_rollback=ingest.on_rollback)
     described = topics.describe(ingest.topics)
     require_alone(ingest.name, there, {one.name: one.incarnation for one in described.values()})

@@ -16,6 +16,7 @@ from branchlake_dagster.changes.history import line
 from branchlake_dagster.changes.summary import OFFSETS
 from branchlake_dagster.errors import OutcomeUnknown
 from branchlake_dagster.ingest.errors import EarlierAttemptLate
+from branchlake_dagster.ingest.positions.put_back import REPROCESSED, PutBack, with_put_back
 from branchlake_dagster.ingest.positions.recorded import Recorded
 from branchlake_dagster.ingest.scanning.targets import Identifier
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
@@ -37,7 +38,8 @@ class TableChange:
     """What a batch does to one table.
 
     `recorded` are its offsets afterwards, None for a table that records none; `origin` goes into the summary
-    of its snapshot beside them, and `properties` are set on the table.
+    of its snapshot beside them, and `properties` are set on the table. `put_back_by` is the run whose dead
+    letters are put back into it, or marked in it.
     """
 
     identifier: Identifier
@@ -46,6 +48,12 @@ class TableChange:
     recorded: Recorded | None = None
     origin: Mapping[str, str] = field(default_factory=dict)
     properties: Mapping[str, str] = field(default_factory=dict)
+    put_back_by: str | None = None
+
+    def told(self, ingestion: str) -> list[str]:
+        """The properties that it sets."""
+        offsets = [OFFSETS + ingestion] if self.recorded else []
+        return [*self.properties, *offsets, *([REPROCESSED + ingestion] if self.put_back_by else [])]
 
 
 def commit_tables(
@@ -104,7 +112,7 @@ def _require_unsaid(change: TableChange, now: Table, ingestion: str, branch: str
 
     Its rows would stay under ours, which has read the same records.
     """
-    told = [*change.properties, *([OFFSETS + ingestion] if change.recorded else [])]
+    told = change.told(ingestion)
     if any(now.metadata.properties.get(one) != change.table.metadata.properties.get(one) for one in told):
         raise EarlierAttemptLate(
             f"An earlier attempt of ingestion {ingestion} has committed its batch after this one had begun.",
@@ -128,7 +136,7 @@ def _staged(table: Table, change: TableChange, ingestion: str, keep: int | None)
     recorded = change.recorded
     written: list[str] = []
     updates: tuple[TableUpdate, ...] = ()
-    at = table.metadata.current_snapshot_id
+    now = table.metadata.current_snapshot()
     if change.files:
         updates = snapshot_of(
             table,
@@ -138,10 +146,15 @@ def _staged(table: Table, change: TableChange, ingestion: str, keep: int | None)
             properties={**change.origin, **(recorded.summary(ingestion) if recorded else {})},
             written=written,
         )
-        at = next(one for one in updates if isinstance(one, AddSnapshotUpdate)).snapshot.snapshot_id
+        now = next(one for one in updates if isinstance(one, AddSnapshotUpdate)).snapshot
+    at = now.snapshot_id if now else None
     if recorded is not None:
         text = replace(recorded, at=at).text()
         updates += (SetPropertiesUpdate(updates={OFFSETS + ingestion: text}),)
+    if change.put_back_by is not None:
+        run = PutBack(change.put_back_by, at, (now.sequence_number or 0) if now else 0)
+        text = with_put_back(ingestion, table.metadata, run)
+        updates += (SetPropertiesUpdate(updates={REPROCESSED + ingestion: text}),)
     if change.files and keep is not None and (old := _outgrown(table.metadata, keep)):
         updates += (RemoveSnapshotsUpdate(snapshot_ids=old),)
     if change.properties:

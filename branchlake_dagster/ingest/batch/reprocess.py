@@ -5,6 +5,8 @@ letters without a mark are taken up. Mark and rows are on one branch, and come t
 at all. Of two that take up the same letters at once both rewrite the same data files of the dead letters'
 table, and set its property `branchlake.reprocessed.…` to different values: the second one is not published.
 An attempt of the same run that comes after one which had committed finds its own property, and does nothing.
+Tables that took rows have that property too, with the snapshot: so a roll-back of these, or of the marks, is
+seen, by no offset of theirs.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
 from branchlake_dagster.branching.frames.spark_frames import session_properties
-from branchlake_dagster.changes.summary import PREFIX
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.batch.before import KnownTables, known_tables
 from branchlake_dagster.ingest.batch.commit import TableChange, commit_tables
@@ -28,6 +29,7 @@ from branchlake_dagster.ingest.converting.avro import RegistryAvro
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.declaring.families import Expanded
 from branchlake_dagster.ingest.errors import LettersLeftOut, PositionLost
+from branchlake_dagster.ingest.positions.put_back import put_back, require_put_back
 from branchlake_dagster.ingest.positions.standing import standing
 from branchlake_dagster.ingest.scanning.prepared import FOR
 from branchlake_dagster.ingest.scanning.scan import Scanned, scan, worker_targets
@@ -35,9 +37,6 @@ from branchlake_dagster.ingest.scanning.targets import Target
 from branchlake_dagster.ingest.scanning.writer import Work
 from branchlake_dagster.lakehouse.spark.quoting import dotted
 from branchlake_dagster.publication.rebase.replay import IcebergTables
-
-REPROCESSED = f"{PREFIX}reprocessed."
-"""Then the ingestion's name: a property of the dead letters' table."""
 
 
 @dataclass(frozen=True)
@@ -133,14 +132,23 @@ def reprocess_batch(
     """Put the chosen dead letters into their tables on the branch; what fails again is a new dead letter.
 
     None: the branch has it from an earlier attempt, or there are none. Raises PositionLost while a table is
-    rolled back or filled again, which would add the same records; LettersLeftOut; what `settle` raises; and
-    EarlierAttemptLate.
+    rolled back or filled again, which would add the same records, and where letters were marked and are not
+    any more; LettersLeftOut; what `settle` raises; and EarlierAttemptLate.
     """
     tables, space = IcebergTables(place.catalog), place.lake.settings.default_namespace
     known = known_tables(ingest, place.lake.nessie, place.catalog, space, tables)
-    mark = REPROCESSED + ingest.name
-    if known.anchor is None or known.anchor.metadata.properties.get(mark) == place.run_id:
+    if known.anchor is None:
         return None
+    if any(one.run_id == place.run_id for one in put_back(ingest.name, known.anchor.metadata.properties)):
+        return None
+    require_put_back(
+        ingest.name,
+        known.there,
+        on_rollback=ingest.on_rollback,
+        branch=place.branch,
+        dead_letters=known.dead_letters,
+        again=True,
+    )
     if again := standing(ingest.name, known.there, on_rollback="replay").replayed:
         raise PositionLost(
             "The table is to be filled again, which may add what these dead letters would.",
@@ -178,7 +186,7 @@ def reprocess_batch(
             run_id=place.run_id,
             hint="Choose others with --table, --error-kind or --since, and report this one with its record.",
         )
-    _commit(settled, place, mark, tables)
+    _commit(settled, place, tables)
     return Reprocessed(settled.known.ingest, settled.targets, settled.scanned)
 
 
@@ -196,15 +204,15 @@ def _taken_up(session: SparkSession, known: KnownTables, place: Place, chosen: C
     return letters.select(*(F.col(one).alias(f"__{one}") for one in named), F.col("table").alias(FOR))
 
 
-def _commit(settled: Settled, place: Place, mark: str, tables: IcebergTables) -> None:
+def _commit(settled: Settled, place: Place, tables: IcebergTables) -> None:
     changes, ingest = [], settled.known.ingest
     for number, one in enumerate(settled.targets):
         files, last = settled.scanned.files.get(number, []), one is settled.targets[-1]
         if files or last:
             mode = {"branchlake.write_mode": "append", "branchlake.asset": "/".join(one.identifier)}
-            told = {mark: place.run_id, **settled.known.told} if last else {}
+            told, origin = settled.known.told if last else {}, {**place.origin, **mode}
             changes.append(
-                TableChange(one.identifier, one.table, files, None, {**place.origin, **mode}, told)
+                TableChange(one.identifier, one.table, files, None, origin, told, put_back_by=place.run_id)
             )
     commit_tables(
         place.lake.nessie,

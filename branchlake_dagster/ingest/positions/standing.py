@@ -91,7 +91,7 @@ def standing(ingestion: str, tables: Mapping[str, Table | None], *, on_rollback:
                 behind[name] = by_property.offsets
             # One that is filled again has not come as far as the others, who may all be like it.
             recorded[name] = replace(by_property, offsets=merged(by_property.offsets, by_property.until))
-        elif (by_summary := _by_summary(ingestion, table.metadata)) is not None:
+        elif (by_summary := told_by_snapshots(ingestion, table.metadata)) is not None:
             # Another engine has put a table of its own making in its place, rows and all.
             recorded[name] = by_summary
     position = merged(*(one.offsets for one in recorded.values()))
@@ -150,7 +150,7 @@ def _by_property(ingestion: str, table: Table, name: str) -> Recorded | None:
     try:
         return Recorded.from_text(text)
     except (ValueError, KeyError, TypeError) as error:
-        found = _by_summary(ingestion, table.metadata)
+        found = told_by_snapshots(ingestion, table.metadata)
         if found is not None:
             return found
         raise PositionLost(
@@ -171,12 +171,12 @@ def _has(ingestion: str, metadata: TableMetadata, known: Recorded) -> bool:
     found, _ = line(metadata)
     if known.at is None or any(known.at in (one.snapshot_id, replayed_from(one)) for one in found):
         return True
-    held = _by_summary(ingestion, metadata)
+    held = told_by_snapshots(ingestion, metadata)
     return held is None or covers(held.offsets, known.offsets)
 
 
-def _by_summary(ingestion: str, metadata: TableMetadata) -> Recorded | None:
-    """What the newest snapshot of the line says that says anything."""
+def told_by_snapshots(ingestion: str, metadata: TableMetadata) -> Recorded | None:
+    """What the newest snapshot of a table's line says that says anything; None: none does."""
     found, _ = line(metadata)
     for snapshot in reversed(found):
         text = told(snapshot, OFFSETS + ingestion)
@@ -201,7 +201,7 @@ def _rolled_back(
             hint='Choose with on_rollback="replay" to read the records again into this table alone, or'
             ' with on_rollback="skip" to leave them out.',
         )
-    held = _by_summary(ingestion, metadata)
+    held = told_by_snapshots(ingestion, metadata)
     if held is not None:
         since = {one for one in known.offsets if set_backs(one.incarnation)} - held.offsets.keys()
         if since:

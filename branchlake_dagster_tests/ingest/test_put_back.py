@@ -1,0 +1,241 @@
+"""Tables that are rolled back below dead letters which were put back: seen, and got right by the runbook."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from pyiceberg.table import Table
+
+from branchlake_dagster.changes.summary import REPLAYED_FROM
+from branchlake_dagster.ingest.batch.reprocess import Chosen, reprocess_batch
+from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.errors import PositionLost
+from branchlake_dagster.ingest.positions.put_back import (
+    REPROCESSED,
+    PutBack,
+    put_back,
+    require_put_back,
+    with_put_back,
+)
+from branchlake_dagster_tests.ingest.conftest import Driving
+from branchlake_dagster_tests.ingest.driving import Driver
+from branchlake_dagster_tests.suite.kafka import Broker
+
+_RUNBOOK = Path(__file__).parents[2] / "docs" / "runbook-ingestion.md"
+
+
+def _json(**told: Any) -> bytes:
+    return json.dumps(told).encode()
+
+
+def _put_back(drive: Driver, run: str) -> None:
+    """All letters that wait, published."""
+    place, lake = drive.place(), drive.lake.nessie
+    session = drive.lake.spark_session(place.branch)
+    try:
+        done = reprocess_batch(drive.ingest, replace(place, run_id=run, session=lambda: session), Chosen())
+    finally:
+        session.stop()
+    assert done is not None
+    lake.merge(
+        from_name=place.branch,
+        from_hash=lake.reference(place.branch).hash,
+        into="main",
+        expected_hash=lake.reference("main").hash,
+        message="published",
+        properties={},
+    )
+
+
+def _by_the_runbook(drive: Driver, words: str, values: Mapping[str, str]) -> None:
+    """Run the statements of the runbook's block that has these words, for the table `a` of the ingestion."""
+    blocks = [one.split("```")[0] for one in _RUNBOOK.read_text().split("```sql\n")[1:]]
+    (text,) = [one for one in blocks if words in one]
+    dead, own = ".".join(list(drive.wanted.values())[-1]), ".".join(next(iter(drive.wanted.values())))
+    shown = {
+        "raw.orders_dead_letters": dead,
+        "raw.orders": own,
+        "reprocessed.orders": f"reprocessed.{drive.ingest.name}",
+        "'orders'": f"'{drive.ingest.topics[0]}'",
+    }
+    for old, new in {**values, **shown}.items():
+        text = text.replace(old, new)
+    session = drive.lake.spark_session()
+    try:
+        for statement in filter(str.strip, text.split(";")):
+            session.sql(statement)
+    finally:
+        session.stop()
+
+
+def _head(drive: Driver, number: int) -> int:
+    found = drive.table(number).metadata.current_snapshot_id
+    assert found is not None
+    return found
+
+
+def _roll_back(drive: Driver, number: int, snapshot: int) -> None:
+    drive.table(number).manage_snapshots().rollback_to_snapshot(snapshot).commit()
+
+
+def _takes(drive: Driver, routes: str, **more: Any) -> None:
+    tables = [replace(one, route=routes) for one in drive.ingest.tables]
+    drive.ingest = replace(drive.ingest, tables=tables, **more)
+
+
+def _waiting(drive: Driver) -> list[int]:
+    return [row["offset"] for row in drive.dead() if row["reprocessed_in"] is None]
+
+
+def test_rows_that_were_put_back_are_missed_and_put_back_again(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    """The table's offsets do not tell: the letters' own are before them, and no replay reads these again."""
+    topic = kafka.topic()
+    tables = [IngestTable(key=[namespace, name], columns={"id": "int"}, route="x") for name in ("a", "b")]
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=tables, route_by="to"))
+    kafka.send(topic, [_json(id=1, to="x"), _json(id=2, to="y")])
+    drive.batch()
+    first = _head(drive, 0)
+    _takes(drive, "x|y")
+    _put_back(drive, "run-1")
+    put_in = _head(drive, 0)
+    assert drive.look().plan.empty
+    # Back to what all of its offsets are in.
+    _roll_back(drive, 0, first)
+    with pytest.raises(PositionLost, match=r"put back into it: run run-1 in snapshot \d+\.") as lost:
+        drive.look()
+    assert (lost.value.table, lost.value.branch, lost.value.run_id) == (f"{namespace}.a", "main", "run-1")
+    assert f"{topic}[0] 2" in str(lost.value)
+    _by_the_runbook(drive, "set_current_snapshot", {"4711": str(put_in)})
+    assert drive.look().plan.empty
+
+    kafka.send(topic, [_json(id=3, to="x"), _json(id=4, to="z")])
+    drive.batch()
+    _takes(drive, "x|y|z")
+    _put_back(drive, "run-2")
+    assert [[row["id"] for row in drive.rows(n, "id")] for n in range(2)] == 2 * [[1, 2, 3, 4]]
+    _roll_back(drive, 0, first)
+    for rule in ("stop", "replay"):
+        _takes(drive, "x|y|z", on_rollback=rule)
+        with pytest.raises(PositionLost, match=r"run run-1 in snapshot \d+, run run-2 in snapshot \d+"):
+            drive.look()
+        with pytest.raises(PositionLost, match="run run-1 in"):
+            _put_back(drive, "run-3")
+    _takes(drive, "x|y|z", on_rollback="skip")
+    assert drive.look().plan.empty
+
+    runs = {"'1081e5a2-…'": "'run-1', 'run-2'", ">= 10": ">= 2"}
+    _by_the_runbook(drive, "NOT EXISTS", runs)
+    _takes(drive, "x|y|z", on_rollback="replay")
+    drive.batch()
+    assert [row["id"] for row in drive.rows(0, "id")] == [1, 3, 4]
+    _put_back(drive, "run-3")
+    assert [[row["id"] for row in drive.rows(n, "id")] for n in range(2)] == 2 * [[1, 2, 3, 4]]
+    _takes(drive, "x|y|z", on_rollback="stop")
+    assert drive.look().plan.empty
+    assert not _waiting(drive)
+
+
+def test_letters_whose_marks_were_rolled_back_are_not_put_back_twice(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "a"], columns={"id": "int"}, route="x")
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], route_by="to"))
+    kafka.send(topic, [_json(id=1, to="x"), _json(id=2, to="y"), b"never any JSON"])
+    drive.batch()
+    first = _head(drive, -1)
+    _takes(drive, "x|y")
+    _put_back(drive, "run-1")
+    marked = _head(drive, -1)
+    assert [row["id"] for row in drive.rows(0, "id")] == [1, 2]
+    _roll_back(drive, -1, first)
+    with pytest.raises(PositionLost, match="would put them back a second time") as lost:
+        drive.look()
+    assert f"run run-1 in snapshot {marked}" in str(lost.value)
+    # What is left out for good is not put back either.
+    _takes(drive, "x|y", on_rollback="skip")
+    kafka.send(topic, [_json(id=5, to="x"), _json(id="x", to="x")])
+    drive.batch()
+    with pytest.raises(PositionLost, match="would put them back a second time"):
+        _put_back(drive, "run-2")
+    _takes(drive, "x|y", on_rollback="stop")
+
+    _by_the_runbook(drive, "UPDATE", {"5012": str(marked), "1081e5a2-…": "run-1"})
+    assert drive.look().plan.empty
+    assert _waiting(drive) == [2, 4]
+    _put_back(drive, "run-2")
+    assert _waiting(drive) == [2, 4]
+    assert [row["id"] for row in drive.rows(0, "id")] == [1, 2, 5]
+
+
+# -- what snapshots tell -----------------------------------------------------------------------------------
+
+
+def _table(*line: int, beside: tuple[int, ...] = (), first: int | None = None, **runs: int) -> Table:
+    """A table whose line has these snapshots, each numbered by its sequence; `first`: others have expired."""
+    snapshots = [
+        SimpleNamespace(
+            snapshot_id=number,
+            parent_snapshot_id=line[place - 1] if place else first,
+            sequence_number=number,
+            summary=None,
+        )
+        for place, number in enumerate(line)
+    ]
+    snapshots += [
+        SimpleNamespace(snapshot_id=number, parent_snapshot_id=1, sequence_number=number, summary=None)
+        for number in beside
+    ]
+    told = [{"run": run, "at": at, "sequence": at} for run, at in runs.items()]
+    metadata = SimpleNamespace(
+        snapshots=snapshots,
+        current_snapshot_id=line[-1],
+        properties={f"{REPROCESSED}orders": json.dumps(told)},
+    )
+    return cast("Table", SimpleNamespace(metadata=metadata))
+
+
+def _lost(table: Table, **more: Any) -> bool:
+    try:
+        rules = {"on_rollback": "stop", "branch": "main", "dead_letters": "dead", **more}
+        require_put_back("orders", {"t": table}, **rules)
+    except PositionLost:
+        return True
+    return False
+
+
+def test_a_roll_back_is_told_from_snapshots_that_expired() -> None:
+    assert not _lost(_table(1, 2, 3, r=2))
+    assert _lost(_table(1, beside=(2,), r=2))
+    assert not _lost(_table(1, beside=(2,), r=2), on_rollback="skip")
+    # All up to it have expired, and nothing was rolled back.
+    assert not _lost(_table(3, 4, first=2, r=2))
+    assert not _lost(_table(3, 4, r=2))
+    # It was rolled back to 3, and then 1, 2 and 5 expired: 3 would have gone before 5.
+    assert _lost(_table(3, 6, first=2, r=5))
+    assert _lost(_table(1, 6, r=5))
+
+
+def test_a_replayed_snapshot_is_the_one_that_it_repeats() -> None:
+    table = _table(1, 9, r=2)
+    summary = SimpleNamespace(additional_properties={REPLAYED_FROM: "2"})
+    cast("Any", table.metadata.snapshots[1]).summary = summary
+    assert not _lost(table)
+
+
+def test_the_property_forgets_expired_snapshots_and_reads_what_older_releases_wrote() -> None:
+    table = _table(3, 4, first=2, old=2, other=3)
+    found = with_put_back("orders", table.metadata, PutBack("new", 5, 5))
+    told = put_back("orders", {f"{REPROCESSED}orders": found})
+    assert told == [PutBack("other", 3, 3), PutBack("new", 5, 5)]
+    for plain in ("1081e5a2-6c1f-4a55-a10c-09b1a6d1c4f0", "17", "run"):
+        assert put_back("orders", {f"{REPROCESSED}orders": plain}) == [PutBack(plain)]
+    assert put_back("orders", {}) == []
