@@ -176,6 +176,25 @@ def test_letters_whose_marks_were_rolled_back_are_not_put_back_twice(
     assert [row["id"] for row in drive.rows(0, "id")] == [1, 2, 5]
 
 
+def test_letters_are_put_back_while_the_rows_of_a_roll_back_are_left_out(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    """A table that nothing is for any more says for ever that it was rolled back."""
+    topic = kafka.topic()
+    tables = [IngestTable(key=[namespace, name], columns={"id": "int"}, route=name) for name in ("a", "b")]
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=tables, route_by="to"))
+    for number in range(2):
+        kafka.send(topic, [_json(id=number, to="a"), _json(id=number, to="y")])
+        drive.batch()
+    _roll_back(drive, 0, drive.table(0).metadata.snapshots[0].snapshot_id)
+    drive.ingest = replace(drive.ingest, tables=[tables[0], replace(tables[1], route="b|y")])
+    with pytest.raises(PositionLost, match="is to be filled again"):
+        _put_back(drive, "run-1")
+    drive.ingest = replace(drive.ingest, on_rollback="skip")
+    _put_back(drive, "run-1")
+    assert [[row["id"] for row in drive.rows(n, "id")] for n in range(2)] == [[0], [0, 1]]
+
+
 # -- what snapshots tell -----------------------------------------------------------------------------------
 
 
