@@ -12,12 +12,11 @@ from typing import Any, cast
 import pytest
 from pyiceberg.table import Table
 
-from branchlake_dagster.changes.summary import REPLAYED_FROM
+from branchlake_dagster.changes.summary import REPLAYED_FROM, REPROCESSED
 from branchlake_dagster.ingest.batch.reprocess import Chosen, reprocess_batch
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import PositionLost
 from branchlake_dagster.ingest.positions.put_back import (
-    REPROCESSED,
     PutBack,
     put_back,
     require_put_back,
@@ -193,6 +192,28 @@ def test_letters_are_put_back_while_the_rows_of_a_roll_back_are_left_out(
     drive.ingest = replace(drive.ingest, on_rollback="skip")
     _put_back(drive, "run-1")
     assert [[row["id"] for row in drive.rows(n, "id")] for n in range(2)] == [[0], [0, 1]]
+
+
+def test_a_replay_reads_nothing_again_that_was_put_back(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    """What it begins with is what the table's snapshots tell, and the letter's batch had no row for it."""
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "a"], columns={"id": "int"}, route="x")
+    ingest = Ingest(name=namespace, topics=[topic], tables=[table], route_by="to", on_rollback="replay")
+    drive = driving(ingest)
+    for to in ("x", "y", "z"):
+        kafka.send(topic, [_json(id=1, to=to)])
+        drive.batch()
+    _takes(drive, "x|y")
+    _put_back(drive, "run-1")
+    put_in = _head(drive, 0)
+    kafka.send(topic, [_json(id=2, to="x")])
+    drive.batch()
+    _roll_back(drive, 0, put_in)
+    drive.batch()
+    assert [row["id"] for row in drive.rows(0, "id")] == [1, 1, 2]
+    assert drive.look().plan.empty
 
 
 # -- what snapshots tell -----------------------------------------------------------------------------------

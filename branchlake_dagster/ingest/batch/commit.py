@@ -13,10 +13,10 @@ from pyiceberg.table.update import AddSnapshotUpdate, RemoveSnapshotsUpdate, Set
 
 from branchlake_dagster.branching.table.spec import table_name
 from branchlake_dagster.changes.history import line
-from branchlake_dagster.changes.summary import OFFSETS
+from branchlake_dagster.changes.summary import OFFSETS, REPROCESSED
 from branchlake_dagster.errors import OutcomeUnknown
 from branchlake_dagster.ingest.errors import EarlierAttemptLate
-from branchlake_dagster.ingest.positions.put_back import REPROCESSED, PutBack, with_put_back
+from branchlake_dagster.ingest.positions.put_back import PutBack, with_put_back
 from branchlake_dagster.ingest.positions.recorded import Recorded
 from branchlake_dagster.ingest.scanning.targets import Identifier
 from branchlake_dagster.lakehouse.catalog import NessieCatalog

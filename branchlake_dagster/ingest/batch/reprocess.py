@@ -20,6 +20,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
 from branchlake_dagster.branching.frames.spark_frames import session_properties
+from branchlake_dagster.changes.summary import REPROCESSED
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.batch.before import KnownTables, known_tables
 from branchlake_dagster.ingest.batch.commit import TableChange, commit_tables
@@ -29,8 +30,10 @@ from branchlake_dagster.ingest.converting.avro import RegistryAvro
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.declaring.families import Expanded
 from branchlake_dagster.ingest.errors import LettersLeftOut, PositionLost
+from branchlake_dagster.ingest.positions.offsets import Offsets
 from branchlake_dagster.ingest.positions.put_back import put_back, require_put_back
-from branchlake_dagster.ingest.positions.standing import standing
+from branchlake_dagster.ingest.positions.recorded import Recorded
+from branchlake_dagster.ingest.positions.standing import OnRollback, standing
 from branchlake_dagster.ingest.scanning.prepared import FOR
 from branchlake_dagster.ingest.scanning.scan import Scanned, scan, worker_targets
 from branchlake_dagster.ingest.scanning.targets import Target
@@ -150,8 +153,9 @@ def reprocess_batch(
         again=True,
     )
     # What is left out on purpose is not read again, so no letter's row comes twice.
-    rule = "skip" if ingest.on_rollback == "skip" else "replay"
-    if again := standing(ingest.name, known.there, on_rollback=rule).replayed:
+    rule: OnRollback = "skip" if ingest.on_rollback == "skip" else "replay"
+    before = standing(ingest.name, known.there, on_rollback=rule)
+    if again := before.replayed:
         raise PositionLost(
             "The table is to be filled again, which may add what these dead letters would.",
             table=next(iter(again)),
@@ -188,7 +192,7 @@ def reprocess_batch(
             run_id=place.run_id,
             hint="Choose others with --table, --error-kind or --since, and report this one with its record.",
         )
-    _commit(settled, place, tables)
+    _commit(settled, place, before.position, tables)
     return Reprocessed(settled.known.ingest, settled.targets, settled.scanned)
 
 
@@ -206,13 +210,15 @@ def _taken_up(session: SparkSession, known: KnownTables, place: Place, chosen: C
     return letters.select(*(F.col(one).alias(f"__{one}") for one in named), F.col("table").alias(FOR))
 
 
-def _commit(settled: Settled, place: Place, tables: IcebergTables) -> None:
+def _commit(settled: Settled, place: Place, position: Offsets, tables: IcebergTables) -> None:
     changes, ingest = [], settled.known.ingest
+    # A replay would begin before what batches told that had nothing for a table, and their letters are in it.
+    upto = {REPROCESSED + ingest.name: Recorded(position, place.run_id, place.run_id).text()}
     for number, one in enumerate(settled.targets):
         files, last = settled.scanned.files.get(number, []), one is settled.targets[-1]
         if files or last:
             mode = {"branchlake.write_mode": "append", "branchlake.asset": "/".join(one.identifier)}
-            told, origin = settled.known.told if last else {}, {**place.origin, **mode}
+            told, origin = settled.known.told if last else {}, {**place.origin, **mode, **upto}
             changes.append(
                 TableChange(one.identifier, one.table, files, None, origin, told, put_back_by=place.run_id)
             )

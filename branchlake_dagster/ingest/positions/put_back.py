@@ -14,12 +14,9 @@ from pyiceberg.table import Table
 from pyiceberg.table.metadata import TableMetadata
 
 from branchlake_dagster.changes.history import holds, line, replayed_from
-from branchlake_dagster.changes.summary import PREFIX
+from branchlake_dagster.changes.summary import REPROCESSED
 from branchlake_dagster.ingest.errors import PositionLost
 from branchlake_dagster.ingest.positions.standing import OnRollback, told_by_snapshots
-
-REPROCESSED = f"{PREFIX}reprocessed."
-"""Then the ingestion's name: a property of the dead letters, and of each table that took rows of them."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pyiceberg.table import Table
 from pyiceberg.table.metadata import TableMetadata
 
 from branchlake_dagster.changes.history import holds, line, replayed_from, told
-from branchlake_dagster.changes.summary import OFFSETS
+from branchlake_dagster.changes.summary import OFFSETS, REPROCESSED
 from branchlake_dagster.ingest.errors import AnotherIngestion, PositionLost
 from branchlake_dagster.ingest.positions.offsets import (
     Offsets,
@@ -176,16 +176,27 @@ def _has(ingestion: str, metadata: TableMetadata, known: Recorded) -> bool:
 
 
 def told_by_snapshots(ingestion: str, metadata: TableMetadata) -> Recorded | None:
-    """What the newest snapshot of a table's line says that says anything; None: none does."""
+    """What the newest snapshots of a table's line say; None: none says anything.
+
+    One with which letters were put back tells how far the table had come, also through batches that had
+    nothing for it. Since it may have been replayed onto newer ones, these count as well.
+    """
     found, _ = line(metadata)
+    beside: list[Offsets] = []
+    last: Recorded | None = None
     for snapshot in reversed(found):
-        text = told(snapshot, OFFSETS + ingestion)
-        if text is not None:
-            try:
-                return Recorded.from_text(text)
-            except (ValueError, KeyError, TypeError):
-                continue
-    return None
+        batch = told(snapshot, OFFSETS + ingestion)
+        text = batch or told(snapshot, REPROCESSED + ingestion)
+        if text is None:
+            continue
+        try:
+            last = Recorded.from_text(text)
+        except (ValueError, KeyError, TypeError):
+            continue
+        beside.append(last.offsets)
+        if batch is not None:
+            break
+    return last and replace(last, offsets=merged(*beside))
 
 
 def _rolled_back(

@@ -19,7 +19,7 @@ from pyiceberg.types import PrimitiveType
 from branchlake_dagster.branching.consuming.positions import CONSUMED
 from branchlake_dagster.branching.table.provenance import PREFIX
 from branchlake_dagster.branching.table.replaced import Replaced, from_text
-from branchlake_dagster.changes.summary import OFFSETS
+from branchlake_dagster.changes.summary import OFFSETS, REPROCESSED
 from branchlake_dagster.publication.rebase import file_bounds
 from branchlake_dagster.publication.rebase.changes import (
     Bounds,
@@ -125,7 +125,7 @@ def change(before: Table | None, after: Table, *, files: bool = True) -> TableCh
             for key, value in now.items()
             # Of a new table only what its makers must not both have done: consumed the same change, or read
             # the same offsets.
-            if was.get(key) != value and (old or key.startswith((CONSUMED, OFFSETS)))
+            if was.get(key) != value and (old or key.startswith((CONSUMED, OFFSETS, REPROCESSED)))
         },
         properties_removed=tuple(sorted(was.keys() - now.keys())),
         base_snapshot_id=old.current_snapshot_id if old else None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from branchlake_dagster.branching.branch.run_branch import run_id_of
 from branchlake_dagster.branching.consuming.positions import CONSUMED
 from branchlake_dagster.branching.lease.token import TOKEN, Lease, lease_key
-from branchlake_dagster.changes.summary import OFFSETS
+from branchlake_dagster.changes.summary import OFFSETS, REPROCESSED
 from branchlake_dagster.lakehouse.nessie.model import (
     Content,
     ContentKey,
@@ -261,7 +261,8 @@ class CommitPlan:
         if twice := _same_properties(mine, theirs):
             why = _met(twice)
             raise _Stop(key, why, (), runs)
-        if any(name.startswith(OFFSETS) for name in mine.properties_set) and not theirs.complete:
+        told = any(name.startswith((OFFSETS, REPROCESSED)) for name in mine.properties_set)
+        if told and not theirs.complete:
             why = "it was rolled back or replaced, and the offsets that the run has recorded would hide that"
             raise _Stop(key, why, (), runs)
         mine = mapped(mine, theirs)
@@ -294,6 +295,8 @@ def _met(name: str) -> str:
         return "another run of this consumer was published first: both have consumed the same change"
     if name.startswith(OFFSETS):
         return "another batch of this ingestion was published first: both have read the same offsets"
+    if name.startswith(REPROCESSED):
+        return "another run of this ingestion has put dead letters back meanwhile, maybe the same"
     return f"both sides set its property {name}"
 
 

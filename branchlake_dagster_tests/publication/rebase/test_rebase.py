@@ -226,6 +226,21 @@ def test_properties_follow_unless_both_set_them(bench: Workbench) -> None:
 # -- what is refused -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["branchlake.offsets.orders", "branchlake.reprocessed.orders"])
+def test_what_is_recorded_hides_no_roll_back(bench: Workbench, name: str) -> None:
+    bench.seeded([("a", 1)])
+    first = bench.main().metadata.current_snapshot_id
+    assert first is not None
+    before = bench.run()
+    before.append([("a", 2)])
+    bench.published(before)
+    run = bench.run()
+    run.table().transaction().set_properties({name: "x"}).commit_transaction()
+    run.append([("a", 3)])
+    bench.main().manage_snapshots().rollback_to_snapshot(first).commit()
+    assert "rolled back or replaced" in bench.refused(run).reason()
+
+
 def test_the_same_partition_twice_is_refused_by_name(bench: Workbench) -> None:
     bench.seeded([("a", 1), ("b", 2)])
     one, two = pair(bench)
