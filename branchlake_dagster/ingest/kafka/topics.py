@@ -36,6 +36,9 @@ _HINTS = {
     Cause.PROTOCOL: "Set BRANCHLAKE_KAFKA_SECURITY to what the listener expects: PLAINTEXT, SSL,"
     " SASL_PLAINTEXT or SASL_SSL.",
 }
+_NO_ID = "AAAAAAAAAAAAAAAAAAAAAA"
+"""The id of all zeros, as it is printed: brokers that know of none give it to every topic."""
+_YEAR_1_MS, _YEAR_10000_MS = -62_135_596_800_000, 253_402_300_800_000
 _log = logging.getLogger(__name__)
 
 
@@ -49,10 +52,16 @@ class Topics(Protocol):
         """By partition the first record of that time or later; its end where there is none."""
 
     def time_of(self, offsets: Offsets) -> datetime | None:
-        """The earliest time of the records at these offsets, or next after them; None: it is not known."""
+        """The earliest time of the records at these offsets, or next after them; None: it is not known.
+
+        Times that no calendar has do not count: who sends microseconds as milliseconds says some.
+        """
 
     def report(self, group: str, offsets: Offsets) -> None:
-        """Tell a consumer group how far the tables are, for tools that show lag. Never raises."""
+        """Tell a consumer group how far the tables are, for tools that show lag. Never raises.
+
+        Of each topic only as it is now: a group knows topics by their names.
+        """
 
 
 class KafkaTopics:
@@ -115,7 +124,15 @@ class KafkaTopics:
         wanted = sorted(set(names))
         self._begin()
         asked = self._admin.describe_topics(TopicCollection(wanted), request_timeout=_TIMEOUT_S)
-        return {name: self._answer(asked[name], f"topic {name}") for name in wanted}
+        told = {name: self._answer(asked[name], f"topic {name}") for name in wanted}
+        for name, topic in told.items():
+            if str(topic.topic_id) == _NO_ID:
+                raise KafkaRefused(
+                    f"The brokers give no id for topic {name}: one that is deleted and made again could not"
+                    " be told from it, and its records would be lost.",
+                    hint="Use brokers that give topics ids: Kafka 2.8 or newer, or a Redpanda that does.",
+                )
+        return told
 
     def size(self) -> tuple[int, int]:
         """How many brokers and topics there are, as far as these credentials may see them.
@@ -173,7 +190,8 @@ class KafkaTopics:
                         consumer.pause([places[place]])
         finally:
             consumer.close()
-        return datetime.fromtimestamp(min(found.values()) / 1000, UTC) if found else None
+        times = [at for at in found.values() if _YEAR_1_MS <= at < _YEAR_10000_MS]
+        return datetime.fromtimestamp(min(times) / 1000, UTC) if times else None
 
     def _offsets(self, wanted: dict[Any, Any], isolation: Any) -> dict[tuple[str, int], int]:
         self._begin()

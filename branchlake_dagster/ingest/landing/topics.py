@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
@@ -60,8 +61,8 @@ class LandingTopics:
             file = self._holding(one.topic, one.partition, offset)
             if file is not None:
                 times = pq.read_table(file.path, columns=["timestamp"], partitioning=None)["timestamp"]
-                found.append(times[max(offset - file.first, 0)].as_py().astimezone(UTC))
-        return min(found, default=None)
+                found.append(_moment(times[max(offset - file.first, 0)]))
+        return min((at for at in found if at is not None), default=None)
 
     def _holding(self, topic: str, partition: int, offset: int) -> LandingFile | None:
         first, end = self._landing.offsets(topic, partition)
@@ -70,3 +71,12 @@ class LandingTopics:
 
     def report(self, group: str, offsets: Offsets) -> None:
         """See `Topics`. A folder has no consumer groups: the lag is on the topic's asset."""
+
+
+def _moment(at: pa.TimestampScalar) -> datetime | None:
+    """The time; None: there is none, or no calendar has it."""
+    try:
+        found: datetime | None = at.as_py()
+    except (ValueError, OverflowError):
+        return None
+    return found and found.astimezone(UTC)
