@@ -336,6 +336,7 @@ def test_a_topic_that_is_not_what_it_was_stops_everything_or_goes_by_the_rule() 
     planned = plan(topic((0, 5), (0, 3)), start=at(9, 2), rules=Rules(on_reset="continue_at_end"))
     assert planned.ranges == {TopicPartition("t", "i~1", 1): OffsetRange(2, 3)}
     assert dict(planned.passed) == {TopicPartition("t", "i~1", 0): 5}
+    assert planned.topics["t"].incarnation == "i~1"
     # From then on the smaller offsets count.
     position = merged(at(9, 2), planned.passed, {TopicPartition("t", "i~1", 1): 3})
     later = topic((0, 6), (0, 3)).as_recorded(position)

@@ -15,9 +15,10 @@ from branchlake_dagster.ingest.batch.records import Records
 from branchlake_dagster.ingest.batch.settle import settle, targets_of
 from branchlake_dagster.ingest.converting.avro import RegistryAvro
 from branchlake_dagster.ingest.declaring.families import Expanded
-from branchlake_dagster.ingest.positions.offsets import TopicPartition, in_words
+from branchlake_dagster.ingest.positions.offsets import Offsets, TopicPartition, in_words
 from branchlake_dagster.ingest.positions.planning import BatchPlan
 from branchlake_dagster.ingest.positions.recorded import Recorded
+from branchlake_dagster.ingest.positions.topic import topic_id
 from branchlake_dagster.ingest.scanning.scan import Scanned, scan, worker_targets
 from branchlake_dagster.ingest.scanning.targets import Identifier, Target
 from branchlake_dagster.ingest.scanning.writer import Work
@@ -42,6 +43,12 @@ class BatchResult:
     def records(self) -> int:
         """Records read."""
         return self.scanned.counts["records"]
+
+    @property
+    def current(self) -> Offsets:
+        """How far the tables are in the topics as they are now: nothing of what was before them."""
+        now = {one for topic in self.plan.topics.values() for one in topic.partitions()}
+        return {one: offset for one, offset in self.recorded.offsets.items() if one in now}
 
     @property
     def dead(self) -> int:
@@ -88,7 +95,7 @@ def ingest_batch(
         work = Work(
             batch,
             list(ingest.topics),
-            [before.topics[name].incarnation for name in ingest.topics],
+            [before.plan.topics[name].incarnation for name in ingest.topics],
             worker_targets(targets, {number: text for number, (_, text) in staged.items()}),
             place.lake.settings.file_io_properties(),
             int(now().timestamp() * 1_000_000),
@@ -99,7 +106,7 @@ def ingest_batch(
         floors = before.standing.floors([one.name for one in targets], before.plan.ranges)
         return scan(frame, known.ingest, reading, targets, floors, work)
 
-    incarnations = {name: topic.incarnation for name, topic in before.topics.items()}
+    incarnations = {name: topic_id(topic.incarnation) for name, topic in before.topics.items()}
     with records.reading():
         settled = settle(before.known, place, frame, reading, read, incarnations, opened)
     records.require(before.plan.ranges, settled.scanned.counts["records"])

@@ -34,6 +34,7 @@ from branchlake_dagster.ingest.positions.offsets import Offsets
 from branchlake_dagster.ingest.positions.put_back import put_back, require_put_back
 from branchlake_dagster.ingest.positions.recorded import Recorded
 from branchlake_dagster.ingest.positions.standing import OnRollback, standing
+from branchlake_dagster.ingest.positions.topic import topic_id
 from branchlake_dagster.ingest.scanning.prepared import FOR
 from branchlake_dagster.ingest.scanning.scan import Scanned, scan, worker_targets
 from branchlake_dagster.ingest.scanning.targets import Target
@@ -183,7 +184,8 @@ def reprocess_batch(
         )
         return scan(frame, known.ingest, reading, targets, {}, work)
 
-    settled = settle(known, place, frame, reading, read, {}, tables)
+    ids = {topic: topic_id(incarnation) for topic, incarnation in pairs}
+    settled = settle(known, place, frame, reading, read, ids, tables)
     if left_out := settled.scanned.counts["left_out"]:
         raise LettersLeftOut(
             f"Of {settled.scanned.counts['records']} dead letters {left_out} would give neither a row nor a"

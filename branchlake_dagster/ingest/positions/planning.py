@@ -26,6 +26,7 @@ class BatchPlan:
 
     `passed` is where partitions stand that have no range in this batch, and that no table has recorded yet:
     moved on by a rule, or begun at what was their start. `due`: it is recorded even if nothing is read.
+    `topics` are they as this batch has them: under another name where their offsets are set back with it.
     """
 
     ranges: Ranges
@@ -33,6 +34,7 @@ class BatchPlan:
     notes: tuple[str, ...] = ()
     passed: Offsets = field(default_factory=dict)
     due: bool = False
+    topics: Mapping[str, Topic] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
@@ -56,7 +58,7 @@ def plan_batch(
     waiting: dict[TopicPartition, OffsetRange] = {}
     notes: list[str] = []
     passed: dict[TopicPartition, int] = {}
-    due = False
+    due, by_name = False, {}
     for topic in topics:
         known = {one.partition: offset for one, offset in start.items() if _same(one, topic)}
         moves, told = _moves(topic, start, known, first, rules)
@@ -64,6 +66,7 @@ def plan_batch(
         if any(known.get(number, 0) > topic.ends[number] for number in topic.ends):
             # Positions are merged by their maximum: what is less than before needs another name.
             topic, known = topic.set_back(), {}
+        by_name[topic.name] = topic
         for number, moved in moves.items():
             one = TopicPartition(topic.name, topic.incarnation, number)
             if moved != known.get(number):
@@ -75,7 +78,7 @@ def plan_batch(
     ranges = _limited(waiting, most_records)
     lag = sum(map(len, waiting.values())) - sum(map(len, ranges.values()))
     passed = {one: offset for one, offset in passed.items() if one not in ranges}
-    return BatchPlan(ranges, lag, tuple(notes), passed, due)
+    return BatchPlan(ranges, lag, tuple(notes), passed, due, by_name)
 
 
 def _moves(

@@ -191,7 +191,7 @@ class _Telling:
         now = time.monotonic()
         if self._waiting and now - self._group_told >= _GROUP_TOLD_EVERY_S:
             self._group_told = now
-            self._topics.report(self._ingest.group, self._waiting[-1].result.recorded.offsets)
+            self._topics.report(self._ingest.group, self._waiting[-1].result.current)
         if now - self._told >= _TOLD_EVERY_S:
             self._told = now
             self._tell()
@@ -206,7 +206,7 @@ class _Telling:
             f"{len(batches)} batches, {records:,} records on main, the last after {last.seconds:.2f} s;"
             f" {last.result.plan.lag:,} left."
         )
-        self._topics.report(self._ingest.group, last.result.recorded.offsets)
+        self._topics.report(self._ingest.group, last.result.current)
         for event in self._events(batches):
             self._context.log_event(event)
 

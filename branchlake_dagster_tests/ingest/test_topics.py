@@ -1,0 +1,146 @@
+"""What brokers and landing folders say of topics, where it is not what one would think."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import confluent_kafka
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from confluent_kafka import ConsumerGroupTopicPartitions
+from confluent_kafka.admin import AdminClient
+
+from branchlake_dagster.changes.summary import OFFSETS
+from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.errors import AnotherIngestion, KafkaRefused
+from branchlake_dagster.ingest.kafka.cluster import Cluster
+from branchlake_dagster.ingest.kafka.topics import KafkaTopics
+from branchlake_dagster.ingest.landing.topics import LandingTopics
+from branchlake_dagster.ingest.positions.offsets import TopicPartition
+from branchlake_dagster_tests.ingest.conftest import Driving
+from branchlake_dagster_tests.suite.kafka import Broker, Message
+
+ONE = TopicPartition("t", "i", 0)
+OTHER = TopicPartition("t", "i", 1)
+
+
+def test_topics_without_an_id_are_refused() -> None:
+    """One that is made again has the same id as before: none."""
+    topics = KafkaTopics(Cluster("127.0.0.1:1"))
+
+    def describe(*_: Any, **__: Any) -> dict[str, Future[Any]]:
+        told: Future[Any] = Future()
+        told.set_result(SimpleNamespace(topic_id=confluent_kafka.Uuid(0, 0), partitions=[]))
+        return {"orders": told}
+
+    admin = SimpleNamespace(describe_topics=describe, poll=lambda _: 0)
+    topics.__dict__["_admin"] = admin
+    for ask in (topics.describe, topics.ids):
+        with pytest.raises(KafkaRefused, match=r"no id for topic orders.*Kafka 2\.8"):
+            ask(["orders"])
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ([253_402_300_800_000], None),
+        ([1 << 60], None),
+        ([1 << 60, 1_700_000_000_000], datetime.fromtimestamp(1_700_000_000, UTC)),
+    ],
+)
+def test_a_time_that_no_calendar_has_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, times: list[int], expected: datetime | None
+) -> None:
+    messages = [
+        SimpleNamespace(
+            topic=lambda: "t",
+            partition=lambda number=number: number,
+            timestamp=lambda at=at: (1, at),
+            error=lambda: None,
+        )
+        for number, at in enumerate(times)
+    ]
+
+    def consumer(_: object) -> Any:
+        nothing = lambda *_: None  # noqa: E731
+        return SimpleNamespace(
+            assign=nothing, pause=nothing, close=nothing, consume=lambda *_, **__: messages
+        )
+
+    monkeypatch.setattr(confluent_kafka, "Consumer", consumer)
+    offsets = dict.fromkeys((ONE, OTHER)[: len(times)], 0)
+    assert KafkaTopics(Cluster("127.0.0.1:1")).time_of(offsets) == expected
+
+
+def test_nor_that_of_a_landed_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f.parquet"
+    times = pa.array([253_402_300_800_000_000, None], pa.timestamp("us", "UTC"))
+    pq.write_table(pa.table({"timestamp": times}), path)
+    monkeypatch.setattr(LandingTopics, "_holding", lambda *_: SimpleNamespace(path=path, first=0))
+    for offset in (0, 1):
+        assert LandingTopics(tmp_path).time_of({ONE: offset}) is None
+
+
+def test_a_group_is_told_of_a_topic_that_was_made_again(
+    driving: Driving, kafka: Broker, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of both at once librdkafka takes nothing, so the lag stood still for ever."""
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "t"], columns={"id": "int"})
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], on_recreated="start_over"))
+    kafka.send(topic, [b'{"id": 1}', b'{"id": 2}'])
+    drive.batch()
+    kafka.delete(topic)
+    kafka.create(topic)
+    kafka.send(topic, [b'{"id": 3}'])
+    result = drive.batch()
+    assert (len(result.recorded.offsets), list(result.current.values())) == (2, [1])
+    drive.topics.report(drive.ingest.group, result.current)
+    assert not caplog.records
+    admin = AdminClient(kafka.cluster.client_options())  # its answers end with it
+    asked = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(drive.ingest.group)])
+    told = asked[drive.ingest.group].result(60).topic_partitions
+    assert [(one.topic, one.partition, one.offset) for one in told] == [(topic, 0, 1)]
+
+
+def test_what_is_set_back_is_told_from_what_was_before(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    """Its letters have the new number, and a table that another ingestion fills is still seen as such."""
+    topic = kafka.topic(partitions=2)
+    ingest = Ingest(
+        name=namespace,
+        topics=[topic],
+        tables=[IngestTable(key=f"{namespace}/{{route}}", route="(.*)", columns={"id": "int"})],
+        route_by="to",
+        on_reset="continue_at_end",
+    )
+    drive = driving(ingest)
+    kafka.send(topic, [Message(b'{"id": 1, "to": "a"}', partition=0)])
+    drive.batch()
+    (incarnation,) = {one.incarnation for one in drive.look().standing.position}
+    # As if partition 0 had had more, which a broker has lost.
+    key, anchor = OFFSETS + namespace, drive.table(-1)
+    further = json.loads(anchor.properties[key])
+    further["topics"][f"{topic}@{incarnation}"]["0"] = 9
+    anchor.transaction().set_properties({key: json.dumps(further)}).commit_transaction()
+    kafka.send(topic, [Message(b'{"id": "x", "to": "a"}', partition=1)])
+    result = drive.batch()
+    assert [row["incarnation"] for row in drive.dead()] == [f"{incarnation}~1"]
+    assert {(one.incarnation, one.partition) for one in result.current} == {
+        (f"{incarnation}~1", 0),
+        (f"{incarnation}~1", 1),
+    }
+
+    second = IngestTable(key=[namespace, "b"], route="b", columns={"id": "int"})
+    other = Ingest(name=f"{namespace}_2", topics=[topic], tables=[second], route_by="to")
+    kafka.send(topic, [Message(b'{"id": 2, "to": "b"}', partition=0)])
+    driving(other).batch()
+    with pytest.raises(AnotherIngestion, match=f"{namespace}_2 already fills the table"):
+        drive.batch()
