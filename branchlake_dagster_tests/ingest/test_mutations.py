@@ -6,7 +6,13 @@ import json
 import random
 from typing import Any
 
+import pytest
+
+from branchlake_dagster.ingest.batch.ingest_batch import ingest_batch
+from branchlake_dagster.ingest.batch.merge import merge, staging_table, staging_tables
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.running.earlier_attempts import take_back
+from branchlake_dagster.ingest.scanning.targets import Target
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.kafka import Broker, Message
 
@@ -113,3 +119,53 @@ def test_debezium_s_envelopes_plain_and_in_connect_s(driving: Driving, kafka: Br
     )
     drive.batch()
     assert drive.rows(0, "id") == [{"id": 1, "v": "again"}, {"id": 2, "v": "b"}]
+
+
+def test_an_attempt_that_was_given_up_takes_no_staged_rows_away(
+    driving: Driving, kafka: Broker, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It made the table anew in which the next attempt's rows waited, and these were lost without a word."""
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "t"], columns=COLUMNS, mode="upsert", keys=["id"])
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table]))
+    kafka.send(topic, [_json({"id": 1, "v": "a"})])
+    drive.batch()
+    kafka.send(topic, [_json({"id": 2, "v": "b"})])
+    place = drive.place()
+
+    def late(session: Any, target: Target, staged: Any, properties: Any) -> None:
+        staging_table(place.catalog, target, "the earlier attempt's")
+        merge(session, target, staged, properties)
+
+    monkeypatch.setattr("branchlake_dagster.ingest.batch.ingest_batch.merge", late)
+    result = ingest_batch(drive.look(place.branch), place, drive.records, tasks=2)
+    names = [entry.key.name for entry in drive.lake.nessie.entries(place.branch)]
+    assert not [one for one in names if "staged" in one]
+    drive.publish(place, result)
+    assert [row["v"] for row in drive.rows(0, "id")] == ["a", "b"]
+
+    again, tables = drive.place(), [(namespace, "t")]
+    base = drive.lake.nessie.reference("main").hash
+    staging_table(again.catalog, result.targets[0], "one that failed")
+    assert take_back(drive.lake.nessie, again.branch, base, tables, ingestion="i", properties={})
+    assert not staging_tables(drive.lake.nessie, again.branch, tables)
+
+
+def test_columns_may_have_the_names_of_ours(driving: Driving, kafka: Broker, namespace: str) -> None:
+    """Debezium's transforms write __op and more."""
+    topic = kafka.topic()
+    columns = {"id": "bigint", "__op": "string", "__OFFSET": "string", "___op": "int", "__nth": "int"}
+    table = IngestTable(key=[namespace, "t"], columns=columns, mode="changes", keys=["id"])
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], operation="__op"))
+    record = {"__OFFSET": "9", "___op": 1, "__nth": 7}
+    kafka.send(
+        topic,
+        [
+            _json({"id": 1, "__op": "c", **record}),
+            _json({"id": 2, "__op": "c", **record}),
+            _json({"id": 1, "__op": "u", **record, "__nth": 8}),
+            _json({"id": 2, "__op": "d"}),
+        ],
+    )
+    drive.batch()
+    assert drive.rows(0) == [{"id": 1, "__op": "u", **record, "__nth": 8}]

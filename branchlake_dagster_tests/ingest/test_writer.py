@@ -96,7 +96,13 @@ def _work(catalog: InMemoryCatalog) -> Work:
     known = frozenset({"id", "text"})
     targets = [
         WorkerTarget(made("first", plain), "__row0", {"at": "offset"}, "shop.first", known=known),
-        WorkerTarget(made("staged", staged), "__row0", {}, "shop.second", staged=True, known=known),
+        WorkerTarget(
+            made("staged", staged),
+            "__row0",
+            {f"__{one}": one for one in ("op", "topic", "partition", "offset")},
+            "shop.second",
+            known=known,
+        ),
         WorkerTarget(made("dead", DEAD_LETTERS), None, {}, "shop.dead"),
     ]
     return Work("b1", ["t", "u"], ["i", "j"], targets, {}, 5)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from branchlake_dagster.ingest.batch.before import Before, KnownTables
 from branchlake_dagster.ingest.batch.commit import TableChange, commit_tables
-from branchlake_dagster.ingest.batch.merge import merge, staging_table
+from branchlake_dagster.ingest.batch.merge import beside, merge, staging_table, staging_tables
 from branchlake_dagster.ingest.batch.place import Place
 from branchlake_dagster.ingest.batch.records import Records
 from branchlake_dagster.ingest.batch.settle import settle, targets_of
@@ -88,7 +88,7 @@ def ingest_batch(
     def read(known: KnownTables, targets: Sequence[Target]) -> Scanned:
         nonlocal staged
         staged = {
-            number: staging_table(place.catalog, one)
+            number: staging_table(place.catalog, one, batch)
             for number, one in enumerate(targets[:-1])
             if one.declared is not None and one.declared.mode != "append"
         }
@@ -96,7 +96,9 @@ def ingest_batch(
             batch,
             list(ingest.topics),
             [before.plan.topics[name].incarnation for name in ingest.topics],
-            worker_targets(targets, {number: text for number, (_, text) in staged.items()}),
+            worker_targets(
+                targets, {number: (text, beside(targets[number])) for number, (_, text) in staged.items()}
+            ),
             place.lake.settings.file_io_properties(),
             int(now().timestamp() * 1_000_000),
             len(ingest.families),
@@ -163,6 +165,7 @@ def _commit(
         )
     if any(scanned.files.get(number) for number in staged):
         _merge_staged(before, place, targets, scanned, recorded, staged, tables)
+    merged_into = [one.identifier for one in targets if one.declared and one.declared.mode != "append"]
     for number in staged:
         one = targets[number]
         if scanned.files.get(number) or one.name in before.standing.replayed:
@@ -179,7 +182,8 @@ def _commit(
         properties=place.properties,
         tables=tables,
         keep=ingest.keep_snapshots if place.trims else None,
-        dropped=list(staged.values()),
+        # Of an attempt that was given up one may have come late: none must be published.
+        dropped=staging_tables(place.lake.nessie, place.branch, merged_into),
     )
 
 

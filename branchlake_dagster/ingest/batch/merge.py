@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
 
 import pyarrow as pa
 from pyspark.sql import SparkSession, Window
@@ -13,30 +15,55 @@ from branchlake_dagster.branching.table.schema import arrow_schema
 from branchlake_dagster.branching.table.types import iceberg_schema
 from branchlake_dagster.ingest.scanning.targets import Identifier, Target
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
+from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.spark.quoting import dotted, quoted
 
-_BESIDE = pa.schema(
-    [
-        pa.field("__op", pa.string()),
-        pa.field("__topic", pa.string()),
-        pa.field("__partition", pa.int32()),
-        pa.field("__offset", pa.int64()),
-    ]
-)
+_BESIDE = {"op": pa.string(), "topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
+"""What a staged row has of its record, by attribute."""
+_STAGED = re.compile(r"(.+)__staged_[0-9a-f]{16}")
 
 
-def staging_table(catalog: NessieCatalog, target: Target) -> tuple[Identifier, str]:
+def beside(target: Target) -> dict[str, str]:
+    """The columns for that, by attribute: under names that no column of the table has."""
+    return {attribute: _free(f"__{attribute}", target) for attribute in _BESIDE}
+
+
+def _free(name: str, target: Target) -> str:
+    # Debezium's transforms give records fields like __op; Spark tells no case apart.
+    used = {one.name.casefold() for one in target.table.schema().fields}
+    while name in used:
+        name = f"_{name}"
+    return name
+
+
+def staging_table(catalog: NessieCatalog, target: Target, batch: str) -> tuple[Identifier, str]:
     """A table for the rows of one batch, and its metadata as workers take it. It never leaves the branch.
 
-    Another attempt on the same branch may have left one behind: it is made anew.
+    An earlier pass of the batch may have left one behind: it is made anew. No other batch knows its name: an
+    attempt that was given up would take the rows of the next one away.
     """
     *home, name = target.identifier
-    identifier = (*home, f"{name}__staged")
-    schema = pa.schema([*arrow_schema(target.table.schema(), name=target.name), *_BESIDE])
+    identifier = (*home, f"{name}__staged_{hashlib.sha256(batch.encode()).hexdigest()[:16]}")
+    names = beside(target)
+    more = [pa.field(names[attribute], kind) for attribute, kind in _BESIDE.items()]
+    schema = pa.schema([*arrow_schema(target.table.schema(), name=target.name), *more])
     if catalog.table_exists(identifier):
         catalog.drop_table(identifier)
     made = catalog.create_table(identifier, iceberg_schema(schema, table=target.name))
     return identifier, made.metadata.model_dump_json()
+
+
+def staging_tables(client: NessieClient, ref: str, tables: Iterable[Identifier]) -> list[Identifier]:
+    """All that a reference has for these tables: those of attempts that were given up too."""
+    wanted = {*tables}
+    if not wanted:
+        return []
+    found = []
+    for entry in client.entries(ref, filter="entry.name.contains('__staged_')"):
+        *home, name = entry.key.elements
+        if (match := _STAGED.fullmatch(name)) and (*home, match[1]) in wanted:
+            found.append(entry.key.elements)
+    return found
 
 
 def merge(session: SparkSession, target: Target, staged: Identifier, properties: Mapping[str, str]) -> None:
@@ -46,18 +73,18 @@ def merge(session: SparkSession, target: Target, staged: Identifier, properties:
     Deletions of keys that are not there change nothing.
     """
     assert target.declared is not None  # noqa: S101 - dead letters are appended
-    keys = list(target.declared.keys)
+    keys, names, nth = list(target.declared.keys), beside(target), _free("__nth", target)
     latest = Window.partitionBy(*map(quoted, keys)).orderBy(
-        F.col("__offset").desc(), F.col("__partition").desc(), F.col("__topic").desc()
+        *(F.col(names[one]).desc() for one in ("offset", "partition", "topic"))
     )
     rows = session.table(f"nessie.{dotted(staged)}")
-    source = rows.withColumn("__nth", F.row_number().over(latest)).filter("__nth = 1").alias("incoming")
+    source = rows.withColumn(nth, F.row_number().over(latest)).filter(F.col(nth) == 1).alias("incoming")
     name = f"nessie.{dotted(target.identifier)}"
     # Keys are never null: such records are dead letters.
     on = " AND ".join(f"{name}.{quoted(key)} = incoming.{quoted(key)}" for key in keys)
-    names = [one.name for one in target.table.schema().fields]
-    columns = {quoted(one): F.col(f"incoming.{quoted(one)}") for one in names}
-    gone = F.coalesce(F.col("incoming.__op") == "delete", F.lit(False))
+    own = [one.name for one in target.table.schema().fields]
+    columns = {quoted(one): F.col(f"incoming.{quoted(one)}") for one in own}
+    gone = F.coalesce(F.col(f"incoming.{names['op']}") == "delete", F.lit(False))
     with session_properties(session, properties):
         merging = source.mergeInto(name, F.expr(on))
         if target.declared.mode == "changes":

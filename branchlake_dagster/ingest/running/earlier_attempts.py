@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from branchlake_dagster.ingest.batch.merge import staging_tables
 from branchlake_dagster.ingest.scanning.targets import Identifier
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
@@ -25,13 +26,16 @@ def take_back(
 ) -> bool:
     """Put an ingestion's tables back on a run's branch as they were at its base; whether they were changed.
 
+    Tables in which rows waited to be merged go.
+
     A commit of the earlier attempt that is still on its way is refused by Nessie afterwards, because these
     tables have changed. Nessie's errors pass through.
     """
-    keys = [ContentKey(one) for one in tables]
-    now = client.contents_at(branch, keys)
-    if now.reference.hash == base_hash:
+    if client.reference(branch).hash == base_hash:
         return False
+    wanted = list(tables)
+    keys = [ContentKey(one) for one in (*wanted, *staging_tables(client, branch, wanted))]
+    now = client.contents_at(branch, keys)
     before = client.contents(f"{MAIN}@{base_hash}", keys)
     operations: list[Operation] = []
     for key in keys:

@@ -110,16 +110,28 @@ def _cut_batches(session: SparkSession, most_bytes: int) -> None:
         _cut_by[session] = most_bytes
 
 
-def worker_targets(targets: Sequence[Target], staged: Mapping[int, str]) -> list[WorkerTarget]:
-    """The targets as workers need them; `staged` has the metadata of staging tables by target."""
+def worker_targets(
+    targets: Sequence[Target], staged: Mapping[int, tuple[str, Mapping[str, str]]]
+) -> list[WorkerTarget]:
+    """The targets as workers need them.
+
+    `staged` has by target the metadata of its staging table, and that one's columns for what the record says
+    of itself, by attribute.
+    """
     rows = row_columns(targets[:-1])
     made = [
         WorkerTarget(
-            staged.get(number) or one.table.metadata.model_dump_json(),
+            staged[number][0] if number in staged else one.table.metadata.model_dump_json(),
             rows[number],
-            dict(one.declared.attributes) if one.declared else {},
+            {
+                **(one.declared.attributes if one.declared else {}),
+                **(
+                    {column: attribute for attribute, column in staged[number][1].items()}
+                    if number in staged
+                    else {}
+                ),
+            },
             one.name,
-            number in staged,
             frozenset(fields_taken(one)),
         )
         for number, one in enumerate(targets[:-1])

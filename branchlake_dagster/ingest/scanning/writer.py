@@ -42,15 +42,13 @@ class WorkerTarget:
     """A table as a worker needs it.
 
     `row` is the column with its rows' structs, None for the dead letters; `attributes` are the columns that
-    take something of the record itself.
+    take something of the record itself: those of a staging table too, its operation and offset.
     """
 
     metadata_json: str
     row: str | None
     attributes: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
-    staged: bool = False
-    """Its rows are staged: with their operation and offset, to be merged later."""
     known: frozenset[str] = frozenset()
     """The fields of a record that its columns take."""
 
@@ -342,10 +340,7 @@ class _TableWriter:
             structs.type.field(number).name: structs.field(number)
             for number in range(structs.type.num_fields)
         }
-        extra = dict(self._target.attributes)
-        if self._target.staged:
-            extra |= {"__op": "op", "__topic": "topic", "__partition": "partition", "__offset": "offset"}
-        for column, attribute in extra.items():
+        for column, attribute in self._target.attributes.items():
             found = record(attribute)
             values[column] = found if chosen is None else found.take(chosen)
         return self.fitted(values, len(structs))
