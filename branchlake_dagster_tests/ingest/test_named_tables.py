@@ -12,10 +12,12 @@ import pytest
 
 from branchlake_dagster.changes.summary import OFFSETS, TABLES
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.ingest.batch.before import with_new_names
+from branchlake_dagster.ingest.batch.ingest_batch import ingest_batch
 from branchlake_dagster.ingest.batch.reprocess import Chosen, reprocess_batch
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.declaring.families import NamedTable, expanded, names_from, names_text
-from branchlake_dagster.ingest.errors import AnotherIngestion, PositionLost
+from branchlake_dagster.ingest.errors import AnotherIngestion, EarlierAttemptLate, PositionLost
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver
@@ -338,3 +340,28 @@ def test_a_live_run_tells_of_each_table(lakehouse: Lakehouse, kafka: Broker, nam
     catalog = lakehouse.catalog("main")
     assert sorted(catalog.load_table((namespace, "of_a")).scan().to_arrow()["id"].to_pylist()) == [1, 3]
     assert [target.name for target in second.result.targets[:2]] == [f"{namespace}.of_a", f"{namespace}.of_b"]
+
+
+def test_what_an_earlier_attempt_sends_late_between_two_passes_is_not_built_on(
+    driving: Driving, kafka: Broker, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables that the first pass had made were loaded anew for the second one, late rows and all."""
+    topic = kafka.topic()
+    table = IngestTable(key=f"{namespace}/{{route}}", columns={"id": "int"})
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], route_by="to"))
+    kafka.send(topic, [b'{"id": 1, "to": "a"}'])
+    place = drive.place()
+    earlier, before = drive.look(place.branch), drive.look(place.branch)
+    waiting = [earlier]
+
+    def named(*arguments: Any) -> Any:
+        found = with_new_names(*arguments)
+        while waiting:
+            ingest_batch(waiting.pop(), place, drive.records, tasks=2)
+        return found
+
+    monkeypatch.setattr("branchlake_dagster.ingest.batch.place.with_new_names", named)
+    with pytest.raises(EarlierAttemptLate):
+        ingest_batch(before, place, drive.records, tasks=2)
+    held = drive.lake.catalog(place.branch).load_table((namespace, "a")).scan().to_arrow()
+    assert held["id"].to_pylist() == [1]

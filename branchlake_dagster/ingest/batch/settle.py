@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyspark.sql import DataFrame
 from pyspark.sql.types import StructType
@@ -59,6 +59,8 @@ def settle(
         scanned = read(known, targets)
         if not renamed and (names := scanned.names(list(known.ingest.families))):
             renamed = True
+            # As this attempt has them: loaded anew they might have what an earlier one sends late.
+            known = replace(known, there={one.name: one.table for one in targets})
             wider = place.with_new_names(known, names, incarnations, tables)
             if len(wider.wanted) > len(known.wanted):
                 known, targets = wider, targets_of(wider, place, frame, reading, left_out)
