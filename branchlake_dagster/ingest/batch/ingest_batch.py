@@ -13,6 +13,7 @@ from branchlake_dagster.ingest.batch.merge import beside, merge, staging_table, 
 from branchlake_dagster.ingest.batch.place import Place
 from branchlake_dagster.ingest.batch.records import Records
 from branchlake_dagster.ingest.batch.settle import settle, targets_of
+from branchlake_dagster.ingest.batch.waiting import with_waiting
 from branchlake_dagster.ingest.converting.avro import RegistryAvro
 from branchlake_dagster.ingest.declaring.families import Expanded
 from branchlake_dagster.ingest.positions.offsets import Offsets, TopicPartition, in_words
@@ -80,6 +81,8 @@ def ingest_batch(
     frame = None
     if before.plan.ranges:
         frame = records.frame(place.session(), before.plan.ranges, tasks=tasks)
+    if frame is not None and before.standing.replayed:
+        frame = with_waiting(frame, before.known.anchor, before.plan.ranges)
     if frame is None:
         targets = targets_of(before.known, place, None, reading)
         return _committed(before, place, targets, Scanned(), {}, batch, opened)

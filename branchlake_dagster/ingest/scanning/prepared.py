@@ -34,6 +34,8 @@ from branchlake_dagster.lakehouse.spark.quoting import quoted
 
 FOR = "__for"
 """The column of dead letters that are read again: the table that could not take them."""
+WAITS = "__waits"
+"""The column, while a table is filled again, of the tables for which a dead letter of the record waits."""
 _RECORD = ("offset", "key", "value")
 _UNREADABLE = ("empty", "encoding", "syntax", "format", "schema")
 """Reasons that are about the whole value."""
@@ -98,8 +100,11 @@ class Prepared:
         frame = frame.withColumn("__route", self._route())
         again = self._dead_floor is not None
         frame = _with_all(frame, {f"__meant{n}": self._meant(one) for n, one in enumerate(self._targets)})
+        waits = WAITS in frame.columns
         mine = {
-            f"__mine{n}": F.col(f"__meant{n}") & ~_before(self._floors.get(one.name, {}))
+            f"__mine{n}": F.col(f"__meant{n}")
+            & ~_before(self._floors.get(one.name, {}))
+            & self._free(one, waits)
             for n, one in enumerate(self._targets)
         }
         frame = _with_all(frame, mine)
@@ -332,6 +337,14 @@ class Prepared:
             own = F.col(FOR).isNull() | (F.col(FOR) == target.name)
             meant = meant & own & F.lit(declared.mode == "append")
         return F.coalesce(meant, F.lit(False))
+
+    def _free(self, target: Target, waits: bool) -> Expression:
+        """Whether no waiting letter of the record may put the row into the table; into a merged one none may."""
+        if not waits or (target.declared and target.declared.mode != "append"):
+            return F.lit(True)
+        held = F.col(WAITS)
+        taken = F.array_contains(held, target.name) | F.array_contains(held, "")
+        return ~F.coalesce(taken, F.lit(False))
 
     def _says_no_more(self) -> Expression:
         if self._letters:
