@@ -70,18 +70,23 @@ class Driver:
             self.publish(place, result)
         return result
 
-    def publish(self, place: Place, result: BatchResult) -> None:
-        while self._own:
-            self._own.pop().stop()
-        merged = self.lake.nessie.merge(
+    def merge(self, place: Place) -> bool:
+        """Put the branch on `main` as it is; whether it went."""
+        lake = self.lake.nessie
+        merged = lake.merge(
             from_name=place.branch,
-            from_hash=result.head.hash,
+            from_hash=lake.reference(place.branch).hash,
             into="main",
-            expected_hash=self.lake.nessie.reference("main").hash,
+            expected_hash=lake.reference("main").hash,
             message="published",
             properties={},
         )
-        assert merged.applied, merged
+        return merged.applied
+
+    def publish(self, place: Place, result: BatchResult) -> None:
+        while self._own:
+            self._own.pop().stop()
+        assert self.merge(place)
         self.lake.nessie.delete_branch(place.branch, expected_hash=result.head.hash)
 
     def table(self, number: int = 0) -> Table:

@@ -310,16 +310,7 @@ def test_letters_for_which_there_was_no_table_are_put_back(
         session.stop()
     assert done is not None
     assert (done.scanned.counts["records"], done.scanned.counts["dead"]) == (2, 1)
-    lake = drive.lake.nessie
-    merged = lake.merge(
-        from_name=place.branch,
-        from_hash=lake.reference(place.branch).hash,
-        into="main",
-        expected_hash=lake.reference("main").hash,
-        message="published",
-        properties={},
-    )
-    assert merged.applied
+    assert drive.merge(place)
     assert tables(drive) == {"a": [1], "b": [2]}
     assert len(next(iter(told(drive).values()))) == 2
     kafka.send(topic, [record("b", id=4)])

@@ -35,21 +35,14 @@ def _json(**told: Any) -> bytes:
 
 def _put_back(drive: Driver, run: str) -> None:
     """All letters that wait, published."""
-    place, lake = drive.place(), drive.lake.nessie
+    place = drive.place()
     session = drive.lake.spark_session(place.branch)
     try:
         done = reprocess_batch(drive.ingest, replace(place, run_id=run, session=lambda: session), Chosen())
     finally:
         session.stop()
     assert done is not None
-    lake.merge(
-        from_name=place.branch,
-        from_hash=lake.reference(place.branch).hash,
-        into="main",
-        expected_hash=lake.reference("main").hash,
-        message="published",
-        properties={},
-    )
+    assert drive.merge(place)
 
 
 def _by_the_runbook(drive: Driver, words: str, values: Mapping[str, str]) -> None:

@@ -47,19 +47,6 @@ def _run(drive: Driver, chosen: Chosen, run: str, place: Place | None = None) ->
         session.stop()
 
 
-def _publish(drive: Driver, place: Place) -> bool:
-    lake = drive.lake.nessie
-    merged = lake.merge(
-        from_name=place.branch,
-        from_hash=lake.reference(place.branch).hash,
-        into="main",
-        expected_hash=lake.reference("main").hash,
-        message="published",
-        properties={},
-    )
-    return merged.applied
-
-
 def _letters(drive: Driver) -> list[tuple[int, str | None, str]]:
     """Those that wait: offset, table, kind."""
     return [(r["offset"], r["table"], r["error_kind"]) for r in drive.dead() if r["reprocessed_in"] is None]
@@ -170,9 +157,9 @@ def test_dead_letters_are_put_back_once(driving: Driving, kafka: Broker, namespa
     assert (found.counts["records"], found.rows(0), found.rows(1), found.counts["dead"]) == (5, 1, 1, 3)
     # An attempt after one that had committed adds nothing.
     assert _run(drive, Chosen(), "run-1", place)[1] is None
-    assert _publish(drive, place)
+    assert drive.merge(place)
     # Another that took up one of the same letters at once is refused.
-    assert not _publish(drive, other)
+    assert not drive.merge(other)
     assert [(row["id"], row["n"], row["at"]) for row in drive.rows(0)] == [(3, 3, 2)]
     assert [row["id"] for row in drive.rows(1, "id")] == [2, 4]
 
@@ -185,7 +172,7 @@ def test_dead_letters_are_put_back_once(driving: Driving, kafka: Broker, namespa
     again = next(row for row in letters if row["batch"] == "run-1" and row["offset"] == 3)
     assert [again[one] for one in same] == [first[3][one] for one in same]
     # All that is left fails again, and no row comes twice; the ingestion's own place did not move.
-    assert _publish(drive, _run(drive, Chosen(kinds=["conversion", "syntax"]), "run-3")[0])
+    assert drive.merge(_run(drive, Chosen(kinds=["conversion", "syntax"]), "run-3")[0])
     assert (len(drive.rows(0)), len(drive.rows(1))) == (1, 2)
     assert drive.look().plan.empty
 
@@ -212,7 +199,7 @@ def test_a_letter_that_only_a_wider_table_takes_widens_it(
     place, found = _run(drive, Chosen(), "run-1")
     assert found is not None
     assert (found.counts["records"], found.rows(0), found.counts["dead"]) == (3, 2, 1)
-    assert _publish(drive, place)
+    assert drive.merge(place)
     assert drive.rows(0, "id") == [
         {"id": 2, "must": None, "new": None},
         {"id": 3_000_000_000, "must": "x", "new": 1.5},
@@ -236,13 +223,13 @@ def test_a_letter_that_finds_no_table_stays_its_tables(
     assert (_letters(drive), len(drive.rows(1))) == (waits, 1)
 
     drive.ingest = replace(drive.ingest, tables=[replace(both[0], route="y"), both[1]])
-    assert _publish(drive, _run(drive, Chosen(), "run-1")[0])
+    assert drive.merge(_run(drive, Chosen(), "run-1")[0])
     assert _letters(drive) == [(0, f"{namespace}.a", "route")]
-    assert _publish(drive, _run(drive, Chosen(), "run-2")[0])
+    assert drive.merge(_run(drive, Chosen(), "run-2")[0])
     with drive.table(0).update_schema() as update:
         update.update_column("id", field_type=LongType())
     drive.ingest = replace(drive.ingest, tables=both)
-    assert _publish(drive, _run(drive, Chosen(), "run-3")[0])
+    assert drive.merge(_run(drive, Chosen(), "run-3")[0])
     assert (_letters(drive), len(drive.rows(0)), len(drive.rows(1))) == ([], 1, 1)
 
 
@@ -260,7 +247,7 @@ def test_a_letter_without_a_value_stays_one_beside_merged_tables(
     place, found = _run(drive, Chosen(), "run-1")
     assert found is not None
     assert (found.counts["records"], found.counts["dead"]) == (1, 1)
-    assert _publish(drive, place)
+    assert drive.merge(place)
     assert _letters(drive) == [(0, None, "empty")]
 
 
@@ -332,6 +319,6 @@ def test_a_table_that_is_filled_again_leaves_waiting_letters_alone(
     assert [row["id"] for row in drive.rows(0, "id")] == [1, 2]
     # No letter goes into a table whose rows are merged, so this one takes what fits now.
     assert [row["id"] for row in drive.rows(1, "id")] == [1, 2, 4, 3_000_000_000]
-    assert _publish(drive, _run(drive, Chosen(), "run-1")[0])
+    assert drive.merge(_run(drive, Chosen(), "run-1")[0])
     assert [row["id"] for row in drive.rows(0, "id")] == [1, 2, 4, 3_000_000_000]
     assert len(_letters(drive)) == 1

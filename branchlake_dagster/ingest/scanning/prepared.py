@@ -339,7 +339,7 @@ class Prepared:
         return F.coalesce(meant, F.lit(False))
 
     def _free(self, target: Target, waits: bool) -> Expression:
-        """Whether no waiting letter of the record may put the row into the table; into a merged one none may."""
+        """Whether no waiting letter of the record may put the row there; into a merged table none may."""
         if not waits or (target.declared and target.declared.mode != "append"):
             return F.lit(True)
         held = F.col(WAITS)
