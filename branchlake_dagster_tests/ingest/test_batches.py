@@ -244,6 +244,7 @@ def test_fields_that_can_be_no_columns_are_left_out_and_told(
         "s.b": 1,
         "empty": {"x": None},
         "many": [{}],
+        "nothing": [None, {"a": [None]}],
         "in": {"a": 1, "A": 2},
         "new": 1.5,
         "New": 2,
@@ -298,6 +299,7 @@ def test_values_that_nobody_can_write_are_dead_letters(
         Message(_json(id=6, day="0000-12-31")),
         Message(_json(id=7), b"\xff"),
         Message(_json(u=str(one))),
+        Message(_json(id=11, u=f"{one}\u2028")),
         Message(b'{"id":9,"price":1e30000000}'),
         Message(b'{"id":"10","price":1e-30000000}'),
     ]
@@ -314,7 +316,8 @@ def test_values_that_nobody_can_write_are_dead_letters(
         (5, "conversion", "day is no date."),
         (6, "conversion", "The key is no text for k."),
         (7, "required", "id is null."),
-        (8, "conversion", "price is no decimal(10,2)."),
+        (8, "conversion", "u is no uuid."),
+        (9, "conversion", "price is no decimal(10,2)."),
     ]
 
 

@@ -107,11 +107,11 @@ class Json:
         inside = ", ".join(f"{quoted(name)}: {_read_as(kind)}" for name, kind in fields.items())
         schema = f"v struct<{inside}>, {_CORRUPT} string"
         options = {"columnNameOfCorruptRecord": _CORRUPT, "allowSingleQuotes": "false"}
-        own = self.own_text(gone)
-        if any(kind.startswith(_NESTED) and "decimal" in kind for kind in fields.values()):
-            own = F.when(~own.rlike(_LONG_NUMBER), own)
-        frame = frame.withColumn(text, F.concat(F.lit('{"v":'), own, F.lit("}")))
-        frame = frame.withColumn(read, F.from_json(F.col(text), schema, options))
+        frame = frame.withColumn(text, F.concat(F.lit('{"v":'), self.own_text(gone), F.lit("}")))
+        taken = F.col(text)
+        if any("decimal" in kind for kind in fields.values()):
+            taken = F.when(~_takes_minutes(taken), taken)
+        frame = frame.withColumn(read, F.from_json(taken, schema, options))
         values = F.col(read).getField("v")
         good_values = F.col(read).getField(_CORRUPT).isNull() & values.isNotNull()
         texts = [name for name, kind in fields.items() if _read_as(kind) != kind]
@@ -156,10 +156,6 @@ class Json:
         root = F.schema_of_variant(F.try_variant_get(variant, "$.v", "variant"))
         return (
             F.when(F.col("__not_text"), because("encoding", "The value is no UTF-8."))
-            .when(
-                variant.isNull() & F.col("__text").rlike(_LONG_NUMBER),
-                because("conversion", "A number in it has more digits than any decimal."),
-            )
             .when(variant.isNull(), because("syntax", "The value is no JSON."))
             .when(~root.startswith("OBJECT"), because("syntax", "The value is JSON, but no object."))
             .otherwise(F.when(lost.isNotNull(), because("conversion", lost)))
@@ -177,7 +173,7 @@ class Json:
             return F.json_object_keys(F.col("__text"))
         values = F.from_json(F.col("__text"), "map<string, string>")
         # What is empty has no type of its own either.
-        there = F.map_filter(values, lambda _, value: value.isNotNull() & ~value.isin("[]", "{}"))
+        there = F.map_filter(values, lambda _, value: value.isNotNull() & ~_holds_nothing(value))
         return F.map_keys(there)
 
     def struct(self) -> Expression:
@@ -190,24 +186,39 @@ _WHOLE = ("tinyint", "smallint", "int", "bigint")
 _NESTED = ("struct<", "array<", "map<")
 _MOST_DIGITS = 400
 """A decimal has 38; zeros may come before and behind. A double has up to 309 before its point."""
-_LONG_NUMBER = r"[:,\[]\s*-?[0-9][0-9.]*[eE][+-]?0*[0-9]{5}"
-"""Of those Spark's reader makes no decimal in bearable time."""
+_LONG = "[0-9.][eE][+-]?[0-9]{5}"
+"""An exponent of which Spark's reader makes no decimal in bearable time."""
+_LONG_IN_QUOTES = r'"\s*[+-]?[0-9.]+[eE][+-]?[0-9]{5,}\s*"'
+_TEXT = r'"(?:[^"\\]|\\.)*+"'
 _SHORTEST_TIME = 8
 """Of what has fewer characters Spark would make a year, and a number means seconds."""
+
+
+def _holds_nothing(json: Expression) -> Expression:
+    """Whether an object or a list has no value, however deep."""
+    rest = F.regexp_replace(json, rf"{_TEXT}\s*:|null|[\[\]{{}},\s]", "")
+    return json.rlike(r"^[\[{]") & (rest == "")
 
 
 def _read_as(kind: str) -> str:
     """The type as which a field is read first.
 
-    Of numbers Spark's reader makes times that overflow, of "12" the date of the twelfth day since 1970, and
-    for a decimal of `1e30000000` it counts for minutes, which nothing can stop.
+    Of numbers Spark's reader makes times that overflow, and of "12" the date of the twelfth day since 1970.
+    Decimals are read as such: as text a number has passed through a double, and has lost digits.
     """
-    return "string" if kind in (*_TIMES, "date") or kind.startswith("decimal") else kind
+    return "string" if kind in (*_TIMES, "date") else kind
+
+
+def _takes_minutes(json: Expression) -> Expression:
+    """Whether Spark's reader would count for minutes to write out a decimal of it, which nothing can stop.
+
+    Numbers alone or in quotes, not what looks like one in a text: hashes have them often.
+    """
+    bare = F.regexp_replace(json, _TEXT, '""').rlike(_LONG)
+    return F.coalesce(F.when(json.rlike(_LONG), json.rlike(_LONG_IN_QUOTES) | bare), F.lit(False))
 
 
 def _of_text(text: Expression, kind: str) -> Expression:
-    if kind.startswith("decimal"):
-        return F.when(~_too_long(text), text.try_cast(kind))
     if kind == "date":
         return F.when(F.length(text) >= _SHORTEST_TIME, text.try_cast("date"))
     return _time(text, kind)
@@ -244,6 +255,8 @@ def _cast(variant: Expression, text: Expression, name: str, kind: str) -> Expres
     if kind.startswith(_NESTED):
         # Cast as a whole, what does not fit inside would be null there, and nobody would know.
         own = F.get_json_object(text, path)
+        if "decimal" in kind:
+            own = F.when(~_takes_minutes(own), own)
         read = F.from_json(
             F.concat(F.lit('{"v":'), own, F.lit("}")),
             f"v {kind}, {_CORRUPT} string",

@@ -166,6 +166,7 @@ class _Telling:
         self._waiting: list[LiveBatch] = []
         self._told = self._group_told = 0.0
         self._batches = 0
+        self._noted: set[str] = set()
 
     def __enter__(self) -> "_Telling":
         return self
@@ -179,7 +180,9 @@ class _Telling:
             self._tell()  # what is told together is of the same tables
         self._batches += 1
         self._waiting.append(batch)
-        for note in batch.result.notes:
+        # Some are the same with every batch, which may be a second long.
+        for note in {*batch.result.notes} - self._noted:
+            self._noted.add(note)
             self._context.log.warning(note)
         self._context.log.debug(
             f"Batch {self._batches}: {sentence(batch.result)} On main as {batch.publication[:12]} after"

@@ -21,14 +21,14 @@ from branchlake_dagster.ingest.converting.expressions import (
     first_of,
     no_reason,
 )
-from branchlake_dagster.ingest.converting.formats import WHY, Format
+from branchlake_dagster.ingest.converting.formats import WHY, Format, Json
 from branchlake_dagster.ingest.declaring.declaration import IngestTable
 from branchlake_dagster.ingest.declaring.families import Expanded
 from branchlake_dagster.ingest.declaring.routing import field as field_of
 from branchlake_dagster.ingest.declaring.routing import route, table_named, taken
 from branchlake_dagster.ingest.positions.offsets import Offsets
 from branchlake_dagster.ingest.scanning.targets import Target
-from branchlake_dagster.ingest.scanning.writable import beyond, bounds_of
+from branchlake_dagster.ingest.scanning.writable import beyond, bounds_of, texts_of
 from branchlake_dagster.ingest.scanning.writer import SET
 from branchlake_dagster.lakehouse.spark.quoting import quoted
 
@@ -276,7 +276,10 @@ class Prepared:
         none = mute, because("operation", "The record tells no operation.")
         changes = declared.mode == "changes"
         reasons = [empty, *([strange] if changes else []), (why.isNotNull(), why)]
-        reasons += [*first_of("conversion", beyond(bounds_of(target), row)), *first_of("required", absent)]
+        bounds = (
+            bounds_of(target) if isinstance(self._reading, Json) else (*bounds_of(target), *texts_of(target))
+        )
+        reasons += [*first_of("conversion", beyond(bounds, row)), *first_of("required", absent)]
         why = case([*reasons, *([none] if changes else [])], no_reason())
         frame = frame.withColumn(f"{row}{WHY}", why)
         if self._changes_types:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from pyiceberg.schema import Schema
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import (
     DateType,
@@ -26,7 +27,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 from branchlake_dagster.ingest.scanning.targets import Target
 
 Bounds = tuple[tuple[str, str], ...]
-"""By column what its values have to keep: one of `_KEPT`, `fixed:<bytes>`, or `number` or `text`."""
+"""By column what its values have to keep: one of `_KEPT`, `fixed:<bytes>`, `number`, `utf8` or `text`."""
 
 _FIRST, _LAST = "0001-01-01", "9999-12-31"
 _KEPT: Mapping[type[IcebergType], str] = {
@@ -35,7 +36,7 @@ _KEPT: Mapping[type[IcebergType], str] = {
     TimestamptzType: "timestamp",
     UUIDType: "uuid",
 }
-_UUID = "^[0-9a-fA-F]{8}-?[0-9a-fA-F]{4}-?[0-9a-fA-F]{4}-?[0-9a-fA-F]{4}-?[0-9a-fA-F]{12}$"
+_UUID = "^[0-9a-fA-F]{8}-?[0-9a-fA-F]{4}-?[0-9a-fA-F]{4}-?[0-9a-fA-F]{4}-?[0-9a-fA-F]{12}\\z"
 
 
 def bounds_of(target: Target) -> Bounds:
@@ -56,9 +57,22 @@ def bounds_of(target: Target) -> Bounds:
     texts = [
         column
         for column, attribute in attributes.items()
-        if attribute == "key" and isinstance(schema.find_field(column).field_type, StringType)
+        if attribute == "key" and isinstance(_kind_of(schema, column), StringType)
     ]
     return (*found, *((column, "text") for column in texts))
+
+
+def _kind_of(schema: Schema, column: str) -> IcebergType | None:
+    """A column's type; None: the table has no such column, and takes nothing there."""
+    return next((one.field_type for one in schema.fields if one.name == column), None)
+
+
+def texts_of(target: Target) -> Bounds:
+    """That its text is text, where the format does not say so: Avro takes any bytes."""
+    schema = target.table.schema()
+    return tuple(
+        (one.name, "utf8") for one in target.columns if isinstance(_kind_of(schema, one.name), StringType)
+    )
 
 
 def beyond(bounds: Bounds, row: str) -> list[tuple[Expression, str]]:
@@ -87,6 +101,7 @@ _RULES: Mapping[str, _Rule] = {
         ~_within(value, "timestamp_ntz", f"{_FIRST} 00:00:00", f"{_LAST} 23:59:59.999999"),
         "timestamp_ntz",
     ),
+    "utf8": lambda value, _: (~F.is_valid_utf8(value), "text in UTF-8"),
     "uuid": lambda value, _: (~value.rlike(_UUID), "uuid"),
     "fixed": lambda value, width: (F.octet_length(value) != int(width), f"fixed[{width}]"),
     "number": lambda value, _: (F.isnan(value), "number, and its table is partitioned by it"),
