@@ -15,6 +15,7 @@ __all__ = [
     "give_up_within",
     "handle_errors_by",
     "keep_connect_log_off",
+    "leave_sessions_to_stop",
 ]
 
 
@@ -68,6 +69,18 @@ def keep_connect_log_off() -> None:
     warning of three lines stood in the demo's output, of results that were released after their session.
     """
     logging.getLogger("pyspark.sql.connect.logging").addFilter(_wanted)
+
+
+def leave_sessions_to_stop() -> None:
+    """Let the garbage collector close no session of Spark Connect: all of ours are stopped.
+
+    It may come to one in a thread that pyspark is starting and waits for, with its lock held, which closing
+    waits for: a step stood still for ten minutes, until it was killed.
+    """
+    from pyspark.sql.connect.session import SparkSession
+
+    if "__del__" in vars(SparkSession):
+        del SparkSession.__del__
 
 
 def _wanted(_: logging.LogRecord) -> bool:

@@ -26,6 +26,7 @@ from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import Superseded, TooManyDeadLetters
 from branchlake_dagster.ingest.kafka.topics import KafkaTopics
 from branchlake_dagster.ingest.positions.recorded import COMMIT_ID, OFFSETS, VALID_THROUGH, Recorded
+from branchlake_dagster.ingest.running import live as live_module
 from branchlake_dagster.ingest.running.live import LiveIngestion
 from branchlake_dagster.lakehouse.embedded.servers import Endpoints
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -459,6 +460,7 @@ def test_what_is_left_of_a_batch_that_died_as_it_had_its_branch_is_reaped(
             with live(lakehouse, kafka, ingest) as one, monkeypatch.context() as patch:
                 one._properties = {INSTANCE: instance.run_storage.get_run_storage_id()}
                 patch.setattr(NessieClient, "create_branch", made_and_died)
+                patch.setattr(one, "_end", lambda *_, **__: None)
                 with pytest.raises(Stopped):
                     one.batch()
             run = create_run_for_test(instance, run_id=one._run_id, status=dg.DagsterRunStatus.STARTED)
@@ -473,3 +475,39 @@ def test_what_is_left_of_a_batch_that_died_as_it_had_its_branch_is_reaped(
                 instance.report_run_failed(run)
             assert reaped(instance, after=hours / 2).action is ReapingAction.KEEP
             assert reaped(instance, after=2 * hours).action is ReapingAction.DISCARD
+
+
+def test_an_interruption_leaves_no_branch_wherever_it_comes(
+    lakehouse: Lakehouse, spark_session: Any, kafka: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dagster raises it between any two lines: while a batch's branch is made, or while it is taken away."""
+    topic = kafka.topic()
+    ingest, client = two_tables(topic), lakehouse.nessie
+    kafka.send(topic, [record(1, "a")])
+    make, drop, tries = client.create_branch, live_module.drop_branch, []
+
+    def made(*args: Any, **more: Any) -> None:
+        make(*args, **more)
+        raise KeyboardInterrupt
+
+    def dropped(*args: Any, **more: Any) -> None:
+        tries.append(args)
+        if len(tries) == 1:
+            raise KeyboardInterrupt
+        drop(*args, **more)
+
+    with live(lakehouse, kafka, ingest) as one:
+        there = run_branches(lakehouse)
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "create_branch", made)
+            with pytest.raises(KeyboardInterrupt):
+                one.batch()
+        assert run_branches(lakehouse) == there
+        with monkeypatch.context() as patch:
+            patch.setattr(live_module, "drop_branch", dropped)
+            with pytest.raises(KeyboardInterrupt):
+                one.batch()
+        assert len(tries) == 2
+        assert run_branches(lakehouse) == there
+        # It was on main when the interruption came.
+        assert one.batch() is None

@@ -1,4 +1,4 @@
-"""pyspark's log of Spark Connect."""
+"""What is changed of pyspark's Spark Connect client."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import logging
 
 import pyspark.sql.connect.logging
 import pytest
+from pyspark.sql.connect.session import SparkSession
 
-from branchlake_dagster.library_internals.pyspark import keep_connect_log_off
+from branchlake_dagster.library_internals.pyspark import keep_connect_log_off, leave_sessions_to_stop
 
 
 @pytest.mark.parametrize("level", [None, "WARNING"])
@@ -24,3 +25,10 @@ def test_it_says_something_only_where_it_is_asked_to(
         keep_connect_log_off()
     record = log.makeRecord(log.name, logging.WARNING, "", 0, "ReleaseExecute failed", (), None)
     assert bool(log.filter(record)) is (level is not None)
+
+
+def test_the_garbage_collector_closes_no_session() -> None:
+    """Where it came to one while pyspark started a thread, both waited for each other."""
+    for _ in range(2):
+        leave_sessions_to_stop()
+    assert not hasattr(SparkSession, "__del__")

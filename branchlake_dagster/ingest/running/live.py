@@ -35,7 +35,6 @@ from branchlake_dagster.lakehouse.catalog.options import COMMIT_PROPERTY, NAMESP
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieError, ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import Reference
 from branchlake_dagster.publication.commit.committer import PublicationContended
 from branchlake_dagster.publication.commit.publisher import publisher_of
 from branchlake_dagster.publication.ledger.candidate import Candidate, Published, Refused, write_set
@@ -117,10 +116,12 @@ class LiveIngestion:
         )
         if before.plan.empty:
             return None
-        branch = self._branch(base)
+        name = self._branch_name()
         session: list[SparkSession] = []
         published = False
+        # The run may be interrupted anywhere, also while a branch is being made.
         try:
+            branch = self._lake.nessie.create_branch(name, from_ref=MAIN, from_hash=base)
             place = self._place(branch.name, base, session)
             result = ingest_batch(
                 before,
@@ -142,14 +143,13 @@ class LiveIngestion:
             publication = self._publish(base, result)
             published = True
         finally:
-            self._end(branch.name, session, published=published)
+            self._end(name, session, published=published)
         return LiveBatch(result, publication, self._clock() - began, self._now())
 
-    def _branch(self, base: str) -> Reference:
-        """A branch whose name says whose it is and how old: the process may die at any time."""
+    def _branch_name(self) -> str:
+        """It says whose the branch is and how old: the process may die at any time."""
         instance, now = self._properties.get(INSTANCE, ""), self._now()
-        name = batch_branch(self._run_id, instance, now=now, unique=uuid.uuid4())
-        return self._lake.nessie.create_branch(name, from_ref=MAIN, from_hash=base)
+        return batch_branch(self._run_id, instance, now=now, unique=uuid.uuid4())
 
     def _connect(self, client: NessieClient) -> None:
         self._client = client
@@ -241,10 +241,20 @@ class LiveIngestion:
             ) from gone
 
     def _end(self, name: str, session: list[SparkSession], *, published: bool) -> None:
-        for one in session:
-            one.stop()
+        try:
+            for one in session:
+                one.stop()
+            self._drop(name, published=published)
+        except BaseException:
+            # An interruption comes once: what it broke off is done again.
+            self._drop(name, published=published)
+            raise
+
+    def _drop(self, name: str, *, published: bool) -> None:
         try:
             drop_branch(self._lake.nessie, self._lake.nessie.reference(name), keep_data=published)
+        except ReferenceNotFound:
+            pass  # it was never made, or somebody has fenced us
         except NessieError as error:
             _log.warning("Branch %s is left to the reaper: %s", name, error)
 

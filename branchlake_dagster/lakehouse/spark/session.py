@@ -30,6 +30,7 @@ from branchlake_dagster.library_internals.pyspark import (
     give_up_within,
     handle_errors_by,
     keep_connect_log_off,
+    leave_sessions_to_stop,
 )
 from branchlake_dagster.settings import Settings
 
@@ -121,6 +122,7 @@ def _open_connect(settings: Settings, endpoints: Endpoints, conf: dict[str, str]
     if remote is None:
         raise ConfigurationError("No Spark Connect server is known.", hint="Set BRANCHLAKE_SPARK_REMOTE.")
     keep_connect_log_off()
+    leave_sessions_to_stop()
     url = connect_url(remote, endpoints.spark_token)
     session: SparkSession = SparkSession.builder.remote(url).create()
     if settings.embedded_spark and not named:
