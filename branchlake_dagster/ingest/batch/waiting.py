@@ -20,7 +20,7 @@ def with_waiting(records: DataFrame, dead_letters: Table | None, ranges: Ranges)
     """The records, with a column of the tables for which a letter of them waits; "" is one for any table.
 
     A table that is filled again may take by now what it could not then: its letter would add the row once
-    more when it is put back. Letters of the ranges alone are read.
+    more when it is put back. All letters that wait are read, and those of the ranges count.
     """
     if dead_letters is None:
         return records
