@@ -26,7 +26,7 @@ from branchlake_dagster.branching.sweeping import made_on_branch
 from branchlake_dagster.branching.sweeping import plan as sweep_plan
 from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, NessieOutcomeUnknown
-from branchlake_dagster.lakehouse.nessie.model import Operation, Reference, Unchanged
+from branchlake_dagster.lakehouse.nessie.model import DiffAt, Operation, Reference, Unchanged
 from branchlake_dagster.publication.commit.committer import Committer
 from branchlake_dagster.publication.gate.verdict import Decision, Verdict
 from branchlake_dagster.publication.ledger.main_log import BaseNotOnMain, MainLog
@@ -37,7 +37,6 @@ from branchlake_dagster.publication.rebase.overlap import Overlap
 from branchlake_dagster.publication.rebase.plan import CommitPlan
 from branchlake_dagster.publication.rebase.replay import Staged
 from branchlake_dagster.publication.reconcile import assess
-from branchlake_dagster.publication.reconcile.assess import Assessor
 from branchlake_dagster.publication.reconcile.backlog import Ended
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster_tests.simulation.faults import Fault
@@ -118,7 +117,8 @@ def _judged(self: NessieClient, *args: Any, **kwargs: Any) -> object:
 _SEND, _RUN, _OPERATIONS = Committer.send, RetryPolicy.run, CommitPlan.operations
 _COMMIT = NessieClient.commit
 _MADE_ON = made_on_branch.made_on
-_DELETE, _LOOK = NessieClient.delete_branch, Assessor.assess
+_DELETE = NessieClient.delete_branch
+_REFERENCES, _DIFF_AT = NessieClient.references, NessieClient.diff_at
 
 
 def _always_repeated(
@@ -142,27 +142,15 @@ def _delete_now(self: NessieClient, name: str, *, expected_hash: str) -> None:
     _DELETE(self, name, expected_hash=self.reference(name).hash)
 
 
-class _Listed:
-    """A client for which a branch is where the listing saw it."""
-
-    def __init__(self, client: NessieClient, branch: Reference) -> None:
-        self._client = client
-        self._branch = branch
-
-    def reference(self, *_: object, **__: object) -> Reference:
-        return self._branch
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._client, name)
+def _remembered_listing(self: NessieClient, **of: Any) -> Iterator[Reference]:
+    for ref in _REFERENCES(self, **of):
+        vars(self).setdefault("listed", {})[ref.name] = ref.hash
+        yield ref
 
 
-def _look_at_listing(self: Assessor, branch: Reference, *args: Any, **more: Any) -> object:
-    client = self._client
-    self._client = _Listed(client, branch)  # type: ignore[assignment]
-    try:
-        return _LOOK(self, branch, *args, **more)
-    finally:
-        self._client = client
+def _diff_of_the_listing(self: NessieClient, from_ref: str, to_ref: str) -> DiffAt:
+    listed = vars(self).get("listed", {}).get(to_ref)
+    return _DIFF_AT(self, from_ref, f"{to_ref}@{listed}" if listed else to_ref)
 
 
 def _by_files(mine: TableChange, theirs: TableChange) -> Overlap | None:
@@ -229,7 +217,10 @@ _PUBLISHED = MainLog.already_published
 
 _BUGS = {
     "branches are deleted wherever they stand": (NessieClient, "delete_branch", _delete_now),
-    "the listing is taken for the end": (Assessor, "assess", _look_at_listing),
+    "the listing is taken for the end": (
+        (NessieClient, "references", _remembered_listing),
+        (NessieClient, "diff_at", _diff_of_the_listing),
+    ),
     "what is judged is not claimed": (assess, "claim", lambda client, branch: (branch.hash, False)),
     "no lookup": (
         (Committer, "_landed", lambda self, candidate, at: None),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from dagster import DagsterInstance, DagsterRun, RunRecord, RunsFilter
@@ -74,18 +74,26 @@ def _age(record: RunRecord) -> int:
 def _family(instance: DagsterInstance, branches: Collection[str]) -> dict[str, RunRecord]:
     """The runs the branches are named after, runs that opened them, and all their retries, by run id."""
     found: dict[str, RunRecord] = {}
-    wanted = {run_id_of(branch) for branch in branches} | set(_tagged(instance, BRANCH_TAG, branches))
-    while wanted:
+    for part in _chunks(branches):
+        found |= _by_id(instance.get_run_records(RunsFilter(tags={BRANCH_TAG: part})))
+    named = {run_id_of(branch) for branch in branches}
+    # Seldom any: a run that could not note its branch any more, or that has opened none.
+    wanted = named - found.keys()
+    older = named | found.keys()
+    while wanted or older:
         for part in _chunks(wanted):
-            for record in instance.get_run_records(RunsFilter(run_ids=part)):
-                found[record.dagster_run.run_id] = record
-        wanted = set(_tagged(instance, PARENT_RUN_ID_TAG, wanted)) - found.keys()
+            found |= _by_id(instance.get_run_records(RunsFilter(run_ids=part)))
+        retries = {
+            run_id
+            for part in _chunks(older | wanted)
+            for run_id in instance.get_run_ids(RunsFilter(tags={PARENT_RUN_ID_TAG: part}))
+        }
+        wanted, older = retries - found.keys(), set()
     return found
 
 
-def _tagged(instance: DagsterInstance, tag: str, values: Collection[str]) -> Iterator[str]:
-    for part in _chunks(values):
-        yield from instance.get_run_ids(RunsFilter(tags={tag: part}))
+def _by_id(records: Iterable[RunRecord]) -> dict[str, RunRecord]:
+    return {record.dagster_run.run_id: record for record in records}
 
 
 def _chunks(values: Collection[str]) -> Iterator[Sequence[str]]:

@@ -14,6 +14,7 @@ from branchlake_dagster.lakehouse.nessie.model import (
     Content,
     ContentKey,
     ContentsAt,
+    DiffAt,
     DiffEntry,
     Entry,
     LogEntry,
@@ -114,7 +115,7 @@ class NessieClient:
     ) -> Iterator[Reference]:
         """All branches and tags by name; `filter` is a CEL expression on `ref` and `refMeta`."""
         params = _given(filter=filter, fetch="ALL" if fetch_metadata else None)
-        return self._pages("trees", "references", codec.reference, params, page_size, "list references")
+        return self._listed("trees", "references", codec.reference, params, page_size, "list references")
 
     def create_branch(self, name: str, *, from_ref: str, from_hash: str) -> Reference:
         """Make a branch at `from_hash`. `from_ref` is any branch or tag that exists.
@@ -221,7 +222,7 @@ class NessieClient:
             at = codec.reference(page["effectiveReference"]).pinned if page else ref
             return f"trees/{parse_ref(at).path}/entries"
 
-        return self._pages(path, "entries", codec.entry, params, page_size, f"list {ref}")
+        return self._listed(path, "entries", codec.entry, params, page_size, f"list {ref}")
 
     def log(
         self,
@@ -250,7 +251,7 @@ class NessieClient:
 
     def _history(self, ref: str, params: Mapping[str, str], page_size: int) -> Iterator[LogEntry]:
         path = f"trees/{parse_ref(ref).path}/history"
-        return self._pages(path, "logEntries", codec.log_entry, params, page_size, f"read the log of {ref}")
+        return self._listed(path, "logEntries", codec.log_entry, params, page_size, f"read the log of {ref}")
 
     def _history_after(
         self,
@@ -275,6 +276,15 @@ class NessieClient:
 
     def diff(self, from_ref: str, to_ref: str, *, page_size: int = 500) -> Iterator[DiffEntry]:
         """Keys whose content differs between two references, each at one hash."""
+        return (entry for page in self._diff(from_ref, to_ref, page_size) for entry in page.items)
+
+    def diff_at(self, from_ref: str, to_ref: str, *, page_size: int = 500) -> DiffAt:
+        """All of `diff` together with the hash at which `to_ref` was read."""
+        pages = list(self._diff(from_ref, to_ref, page_size))
+        head = codec.reference(pages[0].data["effectiveToReference"])
+        return DiffAt(head, tuple(entry for page in pages for entry in page.items))
+
+    def _diff(self, from_ref: str, to_ref: str, page_size: int) -> Iterator[paging.Page[DiffEntry]]:
 
         def path(page: Mapping[str, Any] | None) -> str:
             left, right = from_ref, to_ref
@@ -386,7 +396,7 @@ class NessieClient:
             sleep=self._sleep,
         )
 
-    def _pages(
+    def _listed(
         self,
         path: str | Callable[[Mapping[str, Any] | None], str],
         field: str,
@@ -395,6 +405,19 @@ class NessieClient:
         page_size: int,
         action: str,
     ) -> Iterator[T]:
+        """The items of all pages."""
+        pages = self._pages(path, field, decode, params, page_size, action)
+        return (item for page in pages for item in page.items)
+
+    def _pages(
+        self,
+        path: str | Callable[[Mapping[str, Any] | None], str],
+        field: str,
+        decode: Callable[[Any], T],
+        params: Mapping[str, str],
+        page_size: int,
+        action: str,
+    ) -> Iterator[paging.Page[T]]:
         def fetch(path: str, more: Mapping[str, str]) -> paging.Page[T]:
             return self._read(
                 path,
@@ -403,7 +426,7 @@ class NessieClient:
                 params={**params, "max-records": str(page_size), **more},
             )
 
-        return paging.items(fetch, path if callable(path) else lambda _: path)
+        return paging.pages(fetch, path if callable(path) else lambda _: path)
 
 
 def _given(**params: str | None) -> dict[str, str]:

@@ -220,6 +220,14 @@ class DiffEntry:
 
 
 @dataclass(frozen=True)
+class DiffAt:
+    """A whole difference, and the reference on its right pinned to the hash at which it was read."""
+
+    to: Reference
+    entries: tuple[DiffEntry, ...]
+
+
+@dataclass(frozen=True)
 class LogEntry:
     """One commit; `operations` is empty unless it was asked for."""
 

@@ -18,17 +18,17 @@ class Page(Generic[T]):
     items: Sequence[T]
 
 
-def items(
+def pages(
     fetch: Callable[[str, Mapping[str, str]], Page[T]], path: Callable[[Mapping[str, Any] | None], str]
-) -> Iterator[T]:
-    """The items of all pages, fetched as they are consumed.
+) -> Iterator[Page[T]]:
+    """All pages, fetched as they are consumed.
 
     `path(None)` addresses the first page, `path(page)` the one after `page`: a listing of a branch goes on
     at the hash of its first page, else commits made between two pages would mix two states.
     """
     page = fetch(path(None), {})
     while True:
-        yield from page.items
+        yield page
         token = page.data.get("token")
         if not page.data.get("hasMore") or not token:
             return

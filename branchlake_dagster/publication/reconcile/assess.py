@@ -21,7 +21,7 @@ from branchlake_dagster.branching.fencing.finish_branch import finish_branch
 from branchlake_dagster.branching.fencing.taken_back import FAILS, fail_unpublished
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, Reference
+from branchlake_dagster.lakehouse.nessie.model import ContentKey, DiffEntry, Reference
 from branchlake_dagster.library_internals.dagster import AssetGraph
 from branchlake_dagster.publication.gate.evidence import RunEvidence, collect
 from branchlake_dagster.publication.gate.verdict import Verdict, judge
@@ -76,34 +76,45 @@ class Assessor:
         self._settings = settings
         self._clock = clock
 
-    def assess(self, branch: Reference, run: DagsterRun, *, ended: bool = False) -> Outcome | Assessed:
-        """The verdict on an ended run, or the outcome where there is none to be found.
+    def assess(self, name: str, run: DagsterRun, *, ended: bool = False) -> Outcome | Assessed:
+        """The verdict on an ended run and its branch `name`, or the outcome where there is none to be found.
 
-        `ended`: the run has not, and says of itself that all its steps have succeeded; `branch` was read
-        after that.
+        `ended`: the run has not, and says of itself that all its steps have succeeded.
         """
-        if not ended:
-            try:
-                # Only now, when the run is known to have ended: the listing may be older than its last write,
-                # and half a run was published once.
-                branch = self._client.reference(branch.name)
-            except ReferenceNotFound:
-                faster = "another publisher was faster"
-                return Outcome(branch.name, run.run_id, PublicationAction.WAITING, faster)
-        # Dagster copies tags: a retry that opened no branch has its parent's verdict among its own.
-        if opened_by(run.tags, run.run_id) and judged(run.tags, branch.name):
-            return self._again(run, branch)
-        base_hash = base_hash_of(run.tags, branch.name) or self._ancestor(branch)
-        if base_hash is None:
-            return Outcome(branch.name, run.run_id, PublicationAction.TRY_AGAIN, "its base hash is unknown")
+        began = self._clock()
+        try:
+            # Dagster copies tags: a retry that opened no branch has its parent's verdict among its own.
+            if opened_by(run.tags, run.run_id) and judged(run.tags, name):
+                return self._again(run, self._client.reference(name))
+            base_hash = base_hash_of(run.tags, name) or self._ancestor(name)
+            if base_hash is None:
+                return Outcome(name, run.run_id, PublicationAction.TRY_AGAIN, "its base hash is unknown")
+            # The head is read only here, when the run is known to have ended: a listing may be older than its
+            # last write, and half a run was published once.
+            found = self._client.diff_at(f"@{base_hash}", name)
+        except ReferenceNotFound:
+            if self._exists(name):
+                raise  # it is the base that is gone
+            return Outcome(name, run.run_id, PublicationAction.WAITING, "another publisher was faster")
+        branch, changes = found.to, found.entries
         if run.is_success or ended:
             head, claimed = claim(self._client, branch)
-            branch = replace(branch, hash=head)
+            if head != branch.hash:
+                branch = replace(branch, hash=head)
+                changes = write_set(self._client, base_hash, branch)
         else:
-            claimed = is_claimed(self._client, branch.name)
+            claimed = is_claimed(self._client, name)
         # A publisher that has claimed it may have published it and died, inside the run too.
-        already_published = self._already_published(branch.name, base_hash, branch.hash) if claimed else None
-        return replace(self._judge(run, branch, base_hash, ended, already_published), claimed=claimed)
+        already_published = self._already_published(name, base_hash, branch.hash) if claimed else None
+        assessed = self._judge(run, branch, base_hash, changes, ended, already_published, began)
+        return replace(assessed, claimed=claimed)
+
+    def _exists(self, name: str) -> bool:
+        try:
+            self._client.reference(name)
+        except ReferenceNotFound:
+            return False
+        return True
 
     def _again(self, run: DagsterRun, branch: Reference) -> Outcome:
         """A branch whose verdict was told already: only its deletion was missed, or it is kept."""
@@ -122,8 +133,8 @@ class Assessor:
         finish_branch(self._client, branch, keep_data=False)
         return Outcome(branch.name, run.run_id, PublicationAction.DISCARDED, "its verdict was told before")
 
-    def _ancestor(self, branch: Reference) -> str | None:
-        found = self._client.reference(branch.name, fetch_metadata=True).metadata
+    def _ancestor(self, name: str) -> str | None:
+        found = self._client.reference(name, fetch_metadata=True).metadata
         return found.common_ancestor_hash if found else None
 
     def _judge(
@@ -131,11 +142,11 @@ class Assessor:
         run: DagsterRun,
         branch: Reference,
         base_hash: str,
+        changes: tuple[DiffEntry, ...],
         ended: bool,
         already_published: Published | None,
+        began: float,
     ) -> Assessed:
-        began = self._clock()
-        changes = write_set(self._client, base_hash, branch)
         tables = tables_in(changes)
         runs = runs_on(self._instance, branch.name) if run.parent_run_id else (run,)
         evidence = collect(

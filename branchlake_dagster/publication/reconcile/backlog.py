@@ -15,9 +15,9 @@ from branchlake_dagster.publication.reconcile.outcome import Outcome, Publicatio
 
 @dataclass(frozen=True)
 class Ended:
-    """A branch as it was listed and its run, which has ended since."""
+    """A branch by name and its run, which has ended."""
 
-    branch: Reference
+    branch: str
     run: DagsterRun
 
 
@@ -43,7 +43,7 @@ def backlog(
         elif not run.is_finished:
             detail = f"the run is {run.status.value.lower()}"
         else:
-            found.append((record.end_time or 0.0, record.storage_id, Ended(branch, run)))
+            found.append((record.end_time or 0.0, record.storage_id, Ended(branch.name, run)))
             continue
         others.append(Outcome(branch.name, run.run_id, PublicationAction.WAITING, detail))
     found.sort(key=lambda one: one[:2])

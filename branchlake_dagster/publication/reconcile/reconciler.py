@@ -43,7 +43,6 @@ from branchlake_dagster.publication.ledger.candidate import (
     NeedsChecks,
     Published,
     Refused,
-    write_set,
 )
 from branchlake_dagster.publication.reconcile.assess import Assessed, Assessor
 from branchlake_dagster.publication.reconcile.backlog import Ended, backlog
@@ -155,23 +154,19 @@ class Reconciler:
         ended, others = backlog(self._instance, [branch], location=self._location)
         return next(iter(others), None) or next(self._pass(ended))
 
-    def publish_now(self, run: DagsterRun, *, judge_only: bool = False) -> Outcome | None:
-        """Publish a run from inside it, as its last act: all its steps have succeeded.
+    def publish_now(self, run: DagsterRun, *, judge_only: bool = False) -> Outcome:
+        """Publish a run from inside it, as its last act: it has opened a branch, and all its steps succeeded.
 
-        The outcome is that of an ended run. None when it touched no table. `judge_only`: a run that passes
-        is left to the sensor.
+        The outcome is that of an ended run. `judge_only`: a run that passes is left to the sensor.
         """
         name = run.tags.get(BRANCH_TAG) or branch_name(run.run_id)
-        branch = self._branch(name)
-        outcome = (
-            next(self._pass([Ended(branch, run)], inside=True, judge_only=judge_only)) if branch else None
-        )
-        unsettled = outcome is None or outcome.action in (
+        outcome = next(self._pass([Ended(name, run)], inside=True, judge_only=judge_only))
+        unsettled = outcome.action in (
             PublicationAction.TRY_AGAIN,
             PublicationAction.WAITING,
             PublicationAction.KEPT,
         )
-        return self._fenced(run, name) or self._told(run, name) or outcome if unsettled else outcome
+        return (self._fenced(run, name) or self._told(run, name) or outcome) if unsettled else outcome
 
     def _fenced(self, run: DagsterRun, name: str) -> Outcome | None:
         """What is left to say of a run whose branch went while it published itself; None when it did not.
@@ -221,13 +216,13 @@ class Reconciler:
         if not ended:
             return
         reserved: dict[ContentKey, str] = {}
-        waiting = {one.branch.name: one for one in ended}
+        waiting = {one.branch: one for one in ended}
         for state in self._recheck.under_way(states):
             mine = [waiting[name] for name in state.members if name in waiting]
             try:
                 outcomes = self._checked(state, mine, reserved, whole=states is not None, inside=inside)
             except Exception as error:  # noqa: BLE001 - it concerns the runs of this state, not the others
-                outcomes = [self._troubles.note(one.branch.name, one.run, error) for one in mine]
+                outcomes = [self._troubles.note(one.branch, one.run, error) for one in mine]
             for outcome in outcomes:
                 waiting.pop(outcome.branch)
                 yield outcome
@@ -260,9 +255,7 @@ class Reconciler:
             # Nobody publishes into its tables meanwhile: a busy table would move away under every check.
             reserved |= dict.fromkeys(state.tables_changed, state.members[0])
             pending = pending or f"waits for the checks on {state.branch}"
-            return [
-                Outcome(one.branch.name, one.run.run_id, PublicationAction.CHECKING, pending) for one in mine
-            ]
+            return [Outcome(one.branch, one.run.run_id, PublicationAction.CHECKING, pending) for one in mine]
         judged = [found for one in mine if isinstance(found := self._assess(one, inside=inside), Assessed)]
         members = {one.candidate: one for one in judged if one.candidate and not one.already_published}
         if len(members) < len(mine):
@@ -337,24 +330,24 @@ class Reconciler:
             self._client.reference(one.branch)
 
     def _assess(self, one: Ended, *, inside: bool) -> Outcome | Assessed:
-        held = self._troubles.holds(one.branch.name, one.run)
+        held = self._troubles.holds(one.branch, one.run)
         if held is not None:
             return held
         try:
             return self._assessor.assess(one.branch, one.run, ended=inside)
         except Exception as error:  # noqa: BLE001 - it becomes this run's outcome
-            return self._troubles.note(one.branch.name, one.run, error)
+            return self._troubles.note(one.branch, one.run, error)
 
     def _held(self, one: Ended, reserved: Mapping[ContentKey, str]) -> Outcome | None:
         """Why a run waits: it has changed a table on which an older rebase is being checked."""
-        base = base_hash_of(one.run.tags, one.branch.name)
+        base = base_hash_of(one.run.tags, one.branch)
         if base is None or not one.run.is_success:
             return None
         try:
-            changes = write_set(self._client, base, one.branch)
+            changes = self._client.diff_at(f"@{base}", one.branch)
         except NessieError as error:
-            return self._troubles.note(one.branch.name, one.run, error)
-        owner = next((reserved[entry.key] for entry in changes if entry.key in reserved), None)
+            return self._troubles.note(one.branch, one.run, error)
+        owner = next((reserved[entry.key] for entry in changes.entries if entry.key in reserved), None)
         return _waits(one, f"waits for the checks of {owner} on the same table") if owner else None
 
     def _finished(self, one: Assessed, result: Answer | None) -> Outcome:
@@ -382,7 +375,8 @@ def _tables(candidate: Candidate) -> Iterator[ContentKey]:
 
 
 def _waits(one: Ended | Assessed, why: str) -> Outcome:
-    return Outcome(one.branch.name, one.run.run_id, PublicationAction.WAITING, why)
+    branch = one.branch if isinstance(one, Ended) else one.branch.name
+    return Outcome(branch, one.run.run_id, PublicationAction.WAITING, why)
 
 
 def _checking(one: Assessed, answer: Waits) -> Outcome:
