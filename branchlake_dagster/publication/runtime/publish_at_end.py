@@ -30,8 +30,12 @@ from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster.publication.reconcile.trouble import said
 from branchlake_dagster.publication.runtime.pass_lock import one_pass
 
-_PATIENCE_S = 0.25
-"""For another run that publishes itself at this moment."""
+_PATIENCE_S = 2.0
+"""For the runs that publish themselves at this moment, each in some tenths of a second.
+
+A run that is left to the sensor is judged twice and waits for its tick: of a backfill of fifty runs, ten at a
+time, a third was left with a quarter of a second.
+"""
 
 
 class NotPublished(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -154,7 +158,7 @@ class _Publishing(Executor):
         with beating(store, branch, run_id=run.run_id, interval_s=interval, kind="publisher"):
             if not settings.publish_in_run:
                 return reconciler.publish_now(run, judge_only=True)
-            # Runs that end together are published by one commit of the sensor: racing is the slow way.
+            # What waits longer is published by the sensor, many runs by one commit.
             with one_pass(settings, patience_s=_PATIENCE_S) as mine:
                 return reconciler.publish_now(run, judge_only=not mine)
 
