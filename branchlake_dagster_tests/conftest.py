@@ -21,10 +21,11 @@ from pyspark.sql import SparkSession
 
 from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.library_internals.dagster_sqlite import remember_engines, remember_revisions
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite import schedule, tiers
 from branchlake_dagster_tests.suite.guard import guarding
-from branchlake_dagster_tests.suite.instances import remember_engines, remember_revisions
+from branchlake_dagster_tests.suite.instances import without_waiting_for_the_disk
 from branchlake_dagster_tests.suite.kafka import Broker
 from branchlake_dagster_tests.suite.lakes import Lakes, kept_folder
 
@@ -48,7 +49,7 @@ _SHARED, _KEPT = "branchlake_shared", "branchlake_kept"
 
 def pytest_configure(config: pytest.Config) -> None:
     remember_revisions()
-    remember_engines()
+    remember_engines(without_waiting_for_the_disk)
     handed: dict[str, Any] | None = getattr(config, "workerinput", None)
     if handed is not None:
         lakes = Lakes(Path(handed[_SHARED]), handed["workerid"], handed[_KEPT])

@@ -27,7 +27,6 @@ from dagster._daemon.types import DaemonHeartbeat
 
 __all__ = [
     "COMPUTE_LOGS",
-    "STORAGES",
     "AssetBackfillData",
     "AssetDaemonCursor",
     "AssetGraphSubset",
@@ -59,10 +58,3 @@ COMPUTE_LOGS = (
     "compute_logs: {module: dagster._core.storage.noop_compute_log_manager, class: NoOpComputeLogManager}"
 )
 """A line of `dagster.yaml`: steps' output is not kept."""
-
-STORAGES = (
-    "dagster._core.storage.event_log.sqlite.sqlite_event_log",
-    "dagster._core.storage.runs.sqlite.sqlite_run_storage",
-    "dagster._core.storage.schedules.sqlite.sqlite_schedule_storage",
-)
-"""The modules of the default storage, for a fork server to import beforehand."""

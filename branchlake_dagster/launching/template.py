@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from branchlake_dagster.channel import ChannelClosed, receive, send
+from branchlake_dagster.launching.leaving import leave
 from branchlake_dagster.launching.sources import Stamp, changed, imported_sources
 from branchlake_dagster.launching.worker import SETTLED, Run, execute, report_crash
 from branchlake_dagster.library_internals.dagster_launching import (
@@ -34,6 +35,7 @@ from branchlake_dagster.library_internals.dagster_launching import (
     load_repository,
     preload_execution,
 )
+from branchlake_dagster.library_internals.dagster_sqlite import remember_engines, remember_revisions
 
 _LATE = {
     "branchlake_dagster.lakehouse.nessie": ("branchlake_dagster.lakehouse.nessie.pynessie_parts",),
@@ -57,6 +59,8 @@ def load(order: Mapping[str, Any]) -> dict[Path, Stamp | None]:
     inject_secrets(instance_ref, order["location"])
     load_repository(deserialize_value(order["origin"], RepositoryPythonOrigin), order["load_data"])
     preload_execution(instance_ref)
+    remember_engines()
+    remember_revisions()
     _preload_late()
     if others := [one.name for one in threading.enumerate() if one is not threading.main_thread()]:
         raise NotForkable(f"importing the code started threads: {', '.join(others)}")
@@ -193,7 +197,7 @@ def _only_wake_up(*_: object) -> None:
 
 
 def main(descriptor: int) -> int:
-    """The exit status, of the template and of each of its forks."""
+    """The exit status of the template; its forks leave in their own way."""
     launcher = socket.socket(fileno=descriptor)
     launcher.set_inheritable(False)
     # Ctrl-C reaches the whole terminal: workers are interrupted, their parent still has to see them end.
@@ -212,7 +216,9 @@ def main(descriptor: int) -> int:
     gc.freeze()
     send(launcher, {"ready": os.getpid()})
     task = Template(launcher, sources).serve()
-    return task() if task else 0
+    if task is not None:
+        leave(task())
+    return 0
 
 
 if __name__ == "__main__":

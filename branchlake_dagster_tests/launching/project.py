@@ -3,10 +3,14 @@
 import os
 import random
 import time
+from importlib import import_module
 from pathlib import Path
 
 import dagster as dg
 import numpy as np
+from alembic.script import ScriptDirectory
+
+from branchlake_dagster.library_internals.dagster_sqlite import STORAGES
 
 IMPORTED_BY = os.getpid()
 VERSION = "first"
@@ -25,6 +29,8 @@ def tell(context: dg.OpExecutionContext) -> None:
         "numpy": np.random.random(),
         "cwd": str(Path.cwd()),
         "variable": os.environ.get("LAUNCH_TEST", ""),
+        "revisions_by": ScriptDirectory.from_config.__module__,
+        "engines_by": import_module(STORAGES[0]).create_engine.__module__,
     }
     context.instance.add_run_tags(context.run_id, {name: str(value) for name, value in facts.items()})
 

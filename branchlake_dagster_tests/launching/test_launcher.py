@@ -15,6 +15,7 @@ from dagster import DagsterRunStatus
 
 from branchlake_dagster.launching import templates
 from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
+from branchlake_dagster.library_internals import dagster_sqlite
 from branchlake_dagster_tests.dagster_internals import WorkerStatus
 from branchlake_dagster_tests.launching.stack import LOCATION, Stack, stack, wait_for
 
@@ -58,6 +59,11 @@ def test_runs_are_forks_of_one_process_that_has_imported_the_code(warm: Stack) -
         assert warm.workers(run.run_id) == 1
     for name in ("pid", "random", "numpy"):
         assert runs[0].tags[name] != runs[1].tags[name]
+
+
+def test_a_run_has_the_revisions_and_engines_of_its_databases_kept(warm: Stack) -> None:
+    run = warm.finished(warm.launch("telling"))
+    assert run.tags["revisions_by"] == run.tags["engines_by"] == dagster_sqlite.__name__
 
 
 def test_what_a_step_prints_is_kept_as_dagster_keeps_it(warm: Stack) -> None:

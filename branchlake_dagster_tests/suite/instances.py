@@ -7,22 +7,13 @@ Dagster; every test's instance starts from a copy.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, lru_cache
-from importlib import import_module
+from functools import cache
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-import alembic.util
 import dagster as dg
-from alembic.config import Config
-from alembic.script import ScriptDirectory
 from sqlalchemy import Engine, event
-from sqlalchemy.pool import NullPool, Pool
-
-from branchlake_dagster_tests.dagster_internals import STORAGES
 
 
 @contextmanager
@@ -48,69 +39,9 @@ def _empty_databases() -> Mapping[str, bytes]:
         return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*.db")}
 
 
-def remember_revisions() -> None:
-    """Let this process read the revisions of Dagster's databases once, instead of for each database.
+def without_waiting_for_the_disk(engine: Engine) -> None:
+    """Let the connections of an SQLite engine leave it to the system when the disk has what was committed.
 
-    Every run has one, and asks twice for the newest revision; reading and ordering them for it was a third of what
-    a small run computed.
+    What a killed process has committed is there all the same, and no test takes the power away.
     """
-    read = alembic.util.load_python_file
-    known: dict[Path, ModuleType] = {}
-
-    def load(folder: Any, name: Any) -> ModuleType:
-        path = Path(folder, name)
-        if path.parent.name != "versions":
-            return read(folder, name)  # `env.py` does its work when it is read
-        if path not in known:
-            known[path] = read(folder, name)
-        return known[path]
-
-    alembic.util.load_python_file = load
-    directory = ScriptDirectory.from_config
-    ordered: dict[str, ScriptDirectory] = {}
-
-    def from_config(config: Config) -> ScriptDirectory:
-        place = config.get_main_option("script_location") or ""
-        if not place.startswith("dagster:"):
-            return directory(config)  # another library's, or a test's own
-        if place not in ordered:
-            ordered[place] = directory(config)  # it orders them when it is first asked
-        return ordered[place]
-
-    ScriptDirectory.from_config = from_config
-
-
-def remember_engines() -> None:
-    """Let this process make SQLAlchemy's engine of each of Dagster's SQLite databases once.
-
-    Dagster makes one for each event that it stores, and each compiles every statement anew. None holds a connection:
-    all are opened and closed as before.
-    """
-    for name in STORAGES:
-        storage = import_module(name)
-        storage.create_engine = remembering(storage.create_engine)
-
-
-def remembering(create: Callable[..., Engine]) -> Callable[..., Engine]:
-    """As `create`, which gives an engine for a database and closes each of its connections after use."""
-
-    # As many as may be in use: each run has a database of its own.
-    @lru_cache(maxsize=32)
-    def made(url: str, timeout: float | None) -> Engine:
-        more = {} if timeout is None else {"connect_args": {"timeout": timeout}}
-        engine = create(url, poolclass=NullPool, **more)
-        event.listen(engine, "connect", _without_waiting_for_the_disk)
-        return engine
-
-    def remembered(
-        url: str, *, poolclass: type[Pool], connect_args: Mapping[str, float] | None = None
-    ) -> Engine:
-        assert poolclass is NullPool, "its connections are closed with each use"
-        return made(url, (connect_args or {}).get("timeout"))
-
-    return remembered
-
-
-def _without_waiting_for_the_disk(connection: Any, _: object) -> None:
-    # What a killed process has committed is there all the same, and no test takes the power away.
-    connection.execute("PRAGMA synchronous=OFF")
+    event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous=OFF"))

@@ -28,11 +28,12 @@ from branchlake_dagster.ingest.running.live import LiveIngestion
 from branchlake_dagster.lakehouse.embedded import process
 from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.library_internals.dagster_sqlite import STORAGES
 from branchlake_dagster.publication.cleanup.reaping import reap_branches
 from branchlake_dagster.publication.reconcile.reconciler import RUN_BRANCHES
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.waiting import holds_within
-from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS, STORAGES
+from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
 from branchlake_dagster_tests.ingest.histories.play import Played
 from branchlake_dagster_tests.ingest.histories.tokens import KINDS, PARTITIONS, Tokens, ingestion
 from branchlake_dagster_tests.ingest.histories.worker import work

@@ -17,7 +17,7 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
-from branchlake_dagster_tests.dagster_internals import STORAGES
+from branchlake_dagster.library_internals.dagster_sqlite import STORAGES
 
 PROJECT = "branchlake_dagster_tests.publication.cleanup.kill_project"
 _PRELOADED = (
@@ -66,11 +66,12 @@ def work(role: str, board: Board, stop: Synchronized[int], environment: Mapping[
     import dagster as dg
 
     from branchlake_dagster.errors import BranchlakeError
-    from branchlake_dagster_tests.suite.instances import remember_engines, remember_revisions
+    from branchlake_dagster.library_internals.dagster_sqlite import remember_engines, remember_revisions
+    from branchlake_dagster_tests.suite.instances import without_waiting_for_the_disk
 
     # As in the tests' own process: a third of what a run computes.
     remember_revisions()
-    remember_engines()
+    remember_engines(without_waiting_for_the_disk)
     tests = multiprocessing.parent_process()
 
     with dg.DagsterInstance.get() as instance:
