@@ -42,8 +42,10 @@ def _write_out() -> None:
 
     Those of the template are not among what the collector lists, since it has frozen them; they are empty.
     """
-    # By the type itself: `isinstance` asks proxies of others for theirs, and they answer as they like.
-    files = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]
+    listed = gc.get_objects()
+    # By their types, which are few: `isinstance` asks proxies of others too, and they answer as they like.
+    kinds = {kind for kind in set(map(type, listed)) if issubclass(kind, io.IOBase)}
+    files = [one for one in listed if type(one) in kinds]
     for file in [sys.stdout, *sorted(files, key=lambda one: not isinstance(one, io.TextIOBase))]:
         with contextlib.suppress(Exception):  # closed, detached, not for writing, or its disk is full
             if not file.closed:
