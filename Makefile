@@ -46,8 +46,8 @@ dev: $(VENV)/.running  ## the Dagster UI with sensors and schedules running
 test: setup  ## every test
 	$(BIN)/python -m pytest -n $(TEST_WORKERS)
 
-test-fast: setup  ## the tests that start no server
-	$(BIN)/python -m pytest -m unit -n 2
+test-fast: setup  ## the tests that start no server, but for the long ones
+	$(BIN)/python -m pytest -m "unit and not long" -n 2
 
 lint: setup  ## linter
 	$(BIN)/ruff check .

@@ -76,6 +76,7 @@ def of_domain(path: Path) -> bool:
     return path.relative_to(PRODUCT).parts[0] in DOMAIN
 
 
+@pytest.mark.long
 def test_the_machinery_imports_what_is_declared(declared: dict[str, dict[str, Requirement]]) -> None:
     paths = [path for path in PRODUCT.rglob("*.py") if not of_domain(path)]
     found = undeclared(paths, set(declared[""]))
@@ -103,6 +104,7 @@ def test_the_pipeline_imports_what_is_declared(declared: dict[str, dict[str, Req
     assert not undeclared(paths, set(declared[""]) | set(declared["sda"]))
 
 
+@pytest.mark.long
 def test_the_tests_import_what_is_declared(declared: dict[str, dict[str, Requirement]]) -> None:
     everything = {name for extra in declared.values() for name in extra}
     assert not undeclared([*TESTS.rglob("*.py")], everything)
@@ -171,12 +173,14 @@ print("loaded", len(names), sorted(needs_domain))
 """
 
 
+@pytest.mark.long
 def test_the_machinery_is_imported_and_loaded_without_any_extra() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("loaded")
 
 
+@pytest.mark.long
 def test_the_control_plane_needs_neither_spark_nor_pandera_nor_pynessie_to_be_imported() -> None:
     code = "import sys, branchlake_dagster.lakehouse.lakehouse; print(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -55,6 +55,7 @@ def test_embedded_servers_that_do_not_run_are_not_started(tmp_path: Path) -> Non
     assert not (tmp_path / "dagster").exists()
 
 
+@pytest.mark.long
 def test_a_kafka_that_nobody_answers_for(closed_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topics, "_TIMEOUT_S", 1.0)
     code, found = doctor(kafka_bootstrap=f"127.0.0.1:{closed_port}")
@@ -92,6 +93,7 @@ def test_a_warehouse_that_cannot_be_written_to(tmp_path: Path) -> None:
     assert "BRANCHLAKE_WAREHOUSE" in wrong[0]["remedy"]
 
 
+@pytest.mark.long
 def test_a_store_that_nobody_answers_for(closed_port: int) -> None:
     _, found = doctor(
         warehouse="s3://lake/warehouse",
@@ -103,6 +105,7 @@ def test_a_store_that_nobody_answers_for(closed_port: int) -> None:
     assert "hidden-key" not in json.dumps(list(found.values()))
 
 
+@pytest.mark.long
 def test_a_dagster_home_whose_database_does_not_answer(tmp_path: Path, closed_port: int) -> None:
     home = tmp_path / "dagster"
     home.mkdir()

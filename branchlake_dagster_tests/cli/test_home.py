@@ -29,6 +29,7 @@ def heads(home: Path) -> dict[str, list[tuple[str]]]:
     return found
 
 
+@pytest.mark.long
 def test_the_databases_of_a_fresh_home_are_made_once_however_many_begin_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def framed(value: bytes) -> bytes:
     return struct.pack("<I", len(value)) + value
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_what_was_accepted_is_in_the_files_after_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     # Files are finished after an hour, so that only the end can finish them.
@@ -248,6 +249,7 @@ def kafka() -> Iterator[str]:
     owner.flush(1)
 
 
+@pytest.mark.long
 def test_a_second_receiver_of_the_same_partition_is_refused(tmp_path: Path) -> None:
     options = ("--radar", ANYWHERE, "--landing", str(tmp_path))
     with receiving(*options):
@@ -310,6 +312,7 @@ def test_options_of_kafka_come_from_a_file_and_are_not_shown(tmp_path: Path) -> 
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.long
 def test_the_bench_accounts_for_every_record() -> None:
     found = measure(seconds=0.3, roll_s=0.05, quiet_s=5.0, say=lambda _: None)
     assert set(found) == {"udp", "tcp", "http"}

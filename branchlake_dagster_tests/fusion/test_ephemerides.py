@@ -136,6 +136,7 @@ def test_an_ephemeris_of_an_element_set_has_the_close_approaches_of_the_element_
     same(mine, rows, wanted)
 
 
+@pytest.mark.long
 def test_every_object_of_all_has_its_own(elements, whole):
     """Docked ones and deep space too; what the sieve would lose is missed here."""
     for row in range(0, len(elements), 7):
@@ -145,6 +146,7 @@ def test_every_object_of_all_has_its_own(elements, whole):
         same(mine, rows, of_one(whole, row), km=0.02, s=0.05)
 
 
+@pytest.mark.long
 def test_it_is_what_dense_sampling_finds_also_under_thrust(elements, one):
     """No sieve, a state each second; the ephemeris pushes itself off its orbit by a centimetre a second²."""
     flown = segment(elements, one)
@@ -458,6 +460,7 @@ def test_too_few_states_for_the_degree_are_no_segment(lines):
     assert read_oem(kvn([]), "a file").rejected["reason"].to_list() == ["too_few_records"]
 
 
+@pytest.mark.long
 def test_a_jump_ends_what_is_interpolated(elements, lines):
     moved = [edited(line, 1, f"{float(line.split()[1]) + 50:.6f}") for line in lines[30:]]
     read = read_oem(kvn([*lines[:30], *moved]), "a file")

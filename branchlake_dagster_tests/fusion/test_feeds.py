@@ -124,6 +124,7 @@ def writing(sink: LandingSink) -> Callable[[list[Message]], None]:
     return lambda messages: sink.write([Record(*one) for one in messages])
 
 
+@pytest.mark.long
 def test_a_feed_into_files(tmp_path: Path) -> None:
     feed = a_feed(corrupted=0.05)
     sinks = {kind: LandingSink(tmp_path, kind, 0, Origin(kind, "direct")) for kind in RATES}
@@ -169,6 +170,7 @@ def soon(**plan: Any) -> Feed:
     return Feed(elements(), Plan(**{"seconds": 1.0, "stragglers": 0.0, **plan}), time.time_ns())
 
 
+@pytest.mark.long
 def test_over_udp_everything_arrives_as_it_was_sent() -> None:
     async def play() -> None:
         sink, feed = MemorySink(), soon(rates={"radar": 2_000.0}, corrupted=0.05, duplicates=0.05)
@@ -186,6 +188,7 @@ def test_over_udp_everything_arrives_as_it_was_sent() -> None:
     asyncio.run(play())
 
 
+@pytest.mark.long
 def test_over_tcp_each_satellites_frames_stay_in_order() -> None:
     async def play() -> None:
         sink, feed = MemorySink(), soon(rates={"isl": 2_000.0}, corrupted=0.0, duplicates=0.0)

@@ -256,6 +256,7 @@ ROW = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.long
 @seed(20261121)
 @settings(max_examples=150, deadline=None)
 @given(st.lists(ROW, min_size=1, max_size=5, unique_by=lambda r: r["sat_no"]))

@@ -336,6 +336,7 @@ def test_a_record_without_end_is_cut_in_what_is_kept_of_it():
     assert row["reason"] == "record_length"
 
 
+@pytest.mark.long
 def test_a_large_file_costs_a_bounded_multiple_of_itself():
     elements = simulated_elements(seed=5, objects=20_000, epoch=REFERENCE_EPOCH)
     block = write_tle(elements.with_columns(sat_no=pl.col("sat_no") % 300_000))
@@ -353,6 +354,7 @@ WHOLE = [tle(7) + tle(8), *(e(number(7), number(8)) for e in ENCODINGS.values())
 DAMAGE = st.tuples(st.integers(0, 2_000), st.integers(0, 60), st.text(max_size=8))
 
 
+@pytest.mark.long
 @seed(20261122)
 @settings(max_examples=400)
 @given(st.sampled_from(WHOLE), st.lists(DAMAGE, min_size=1, max_size=4))

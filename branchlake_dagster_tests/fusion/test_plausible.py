@@ -34,6 +34,7 @@ def states(elements) -> Ephemeris:
     return propagate(elements.satellites(), grid(START, START + HOUR, 60.0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step_s", [1.0, 30.0, 60.0, 300.0, 600.0])
 def test_true_states_of_all_kinds_of_orbit_are_sound(elements, step_s):
     found = examine(propagate(elements.satellites(), grid(START, START + 6 * HOUR, step_s)), elements)
@@ -101,6 +102,7 @@ def test_absurd_states_are_neither_screened_nor_observed():
     assert not set(seen["sat_no"]) & bad
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not SNAPSHOTS.is_dir(), reason=f"no real snapshots in {SNAPSHOTS}")
 def test_of_a_real_catalogue_only_what_is_stale_or_falling_is_quarantined():
     june, august = (sorted(SNAPSHOTS.glob("active-*.tle.gz"))[k] for k in (0, -1))

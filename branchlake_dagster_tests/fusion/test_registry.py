@@ -138,6 +138,7 @@ PULLS = st.lists(
 )
 
 
+@pytest.mark.long
 @seed(20261122)
 @settings(max_examples=60)
 @given(PULLS, st.randoms(use_true_random=False), st.integers(1, 3))
@@ -221,6 +222,7 @@ def test_a_decay_is_a_tombstone_that_no_older_record_raises():
     assert states(registry)[9] == "untracked"
 
 
+@pytest.mark.long
 @seed(20261122)
 @settings(max_examples=25)
 @given(
@@ -317,6 +319,7 @@ def test_entries_are_dated_by_what_they_say_whatever_comes_first():
 # -- real catalogues -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not SNAPSHOTS.is_dir(), reason=f"no real snapshots in {SNAPSHOTS}")
 def test_all_real_snapshots_in_order_shuffled_and_twice():
     made = []

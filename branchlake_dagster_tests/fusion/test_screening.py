@@ -89,6 +89,7 @@ def assert_same(found: Encounters, expected: Encounters) -> None:
         np.testing.assert_array_equal(getattr(found, one.name), getattr(expected, one.name), one.name)
 
 
+@pytest.mark.long
 def test_finds_what_brute_force_finds(elements):
     found = screen(elements, minutes(30), threshold_km=30.0)
     together = {row[:2] for row in of_kind(found, Kind.TOGETHER)}
@@ -323,6 +324,7 @@ def test_a_list_that_is_of_no_use_is_made_anew(elements, case, why):
     assert {task.pairs for task in planned.tasks} == {Pairs.ALL}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not SNAPSHOTS.is_dir(), reason=f"no real snapshots in {SNAPSHOTS}")
 def test_real_neighbours_are_told_as_together_and_a_real_change_as_all():
     first, second = (

@@ -67,6 +67,7 @@ def relative(one, other, seconds: float):
     return np.subtract(r2, r1), np.subtract(v2, v1)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not SNAPSHOTS.is_dir(), reason=f"no real snapshots in {SNAPSHOTS}")
 def test_a_day_of_real_objects_is_brute_force():
     content = (SNAPSHOTS / "active-20260808T0220Z.tle.gz").read_bytes()
@@ -103,6 +104,7 @@ def test_a_day_of_real_objects_is_brute_force():
         assert together[pair] <= min(miss for _, miss in times) + 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not SNAPSHOTS.is_dir(), reason=f"no real snapshots in {SNAPSHOTS}")
 def test_an_ephemeris_of_a_real_object_has_its_close_approaches():
     content = (SNAPSHOTS / "active-20260808T0220Z.tle.gz").read_bytes()

@@ -258,6 +258,7 @@ def test_jumps_do_not_make_the_error_larger():
     assert noisy.growth.at(code, at)[:, 1] == pytest.approx(quiet.growth.at(code, at)[:, 1], rel=0.15)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not SNAPSHOTS.is_dir(), reason=f"no real snapshots in {SNAPSHOTS}")
 def test_of_real_history_low_orbits_grow_wrong_fastest_and_a_change_of_plane_is_seen():
     names = (

@@ -258,6 +258,7 @@ _ARGUMENTS: dict[str, st.SearchStrategy[tuple[Any, ...]]] = {
 _STEPS = _STEP.flatmap(lambda name: st.tuples(st.just(name), _ARGUMENTS[name]))
 
 
+@pytest.mark.long
 @settings(max_examples=300)
 @given(st.lists(_STEPS, min_size=12, max_size=30), st.integers(1, 6))
 def test_any_history_leaves_each_record_in_its_tables_once(

@@ -35,6 +35,7 @@ def test_openssl_agrees_with_the_signature(tmp_path: Path) -> None:
     assert done.stdout.strip() == "Verified OK", done.stderr
 
 
+@pytest.mark.long
 def test_credentials_are_kept_and_printed_nowhere(tmp_path: Path) -> None:
     path = tmp_path / "run" / "nessie.token"
     made = token.credentials(path)

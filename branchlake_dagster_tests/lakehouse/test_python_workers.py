@@ -97,6 +97,7 @@ def warm_processes(folder: Path) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.long
 def test_daemons_are_forked_from_one_warm_process(server: Server) -> None:
     first, port = server.daemon()
     second, other = server.daemon(SPARK_JOB="second")
@@ -116,6 +117,7 @@ def test_a_daemon_has_its_own_environment_and_folder(server: Server) -> None:
     assert Path(forked.cwd()).name == "session-1"
 
 
+@pytest.mark.long
 def test_it_ends_when_spark_closes_its_pipe(server: Server) -> None:
     made, port = server.daemon()
     worker = server.worker(port)
@@ -124,6 +126,7 @@ def test_it_ends_when_spark_closes_its_pipe(server: Server) -> None:
     assert holds_within(30.0, lambda: not psutil.pid_exists(worker), every_s=0.05)
 
 
+@pytest.mark.long
 def test_who_stands_for_it_passes_the_end_on(server: Server) -> None:
     made, port = server.daemon()
     worker = server.worker(port)
@@ -132,6 +135,7 @@ def test_who_stands_for_it_passes_the_end_on(server: Server) -> None:
     assert holds_within(30.0, lambda: not psutil.pid_exists(worker), every_s=0.05)
 
 
+@pytest.mark.long
 def test_a_killed_warm_process_is_followed_by_another(server: Server) -> None:
     server.daemon()
     for one in warm_processes(server.folder):
@@ -140,6 +144,7 @@ def test_a_killed_warm_process_is_followed_by_another(server: Server) -> None:
     assert server.worker(port)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "environment", [{"PYTHONHASHSEED": "7"}, {"OMP_NUM_THREADS": "11"}], ids=lambda one: next(iter(one))
 )
@@ -156,6 +161,7 @@ def test_without_a_folder_of_its_own_it_is_an_ordinary_daemon(server: Server, tm
     assert "pyspark.daemon" in psutil.Process(made.pid).cmdline()
 
 
+@pytest.mark.long
 def test_the_warm_process_ends_with_spark(tmp_path: Path) -> None:
     """Spark is the process that starts the daemon; here one that is killed."""
     start = (

@@ -135,6 +135,7 @@ def test_a_read_that_may_simply_be_made_again(
     assert read(transport) == "0123456789"
 
 
+@pytest.mark.long
 def test_connections_are_refused_for_a_while_again_and_again(
     proxy: LossyProxy, upstream: Upstream, transport: HttpTransport
 ) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 TIERS = {
-    "unit": "starts no server; `make test-fast`",
+    "unit": "starts no server; `make test-fast` runs those that are not marked `long`",
     "nessie": "needs a Nessie",
     "spark": "needs a Spark server as well, or a Spark in the test's process; or a Kafka broker",
     "daemon": "starts a Dagster daemon, or the services of deploy/",

@@ -233,6 +233,7 @@ def test_an_unreadable_folder_is_no_empty_one(tmp_path: Path) -> None:
         HeartbeatStore(f"file://{tmp_path}").all()
 
 
+@pytest.mark.long
 def test_an_object_store_holds_them_too() -> None:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()

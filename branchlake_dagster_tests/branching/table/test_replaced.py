@@ -120,6 +120,7 @@ _SLICES = st.lists(
 )
 
 
+@pytest.mark.long
 @given(_SLICES, _SLICES)
 def test_a_record_never_says_less_and_is_bounded(mine: list[object], theirs: list[object]) -> None:
     left, right = Replaced(tuple(mine)), Replaced(tuple(theirs))  # type: ignore[arg-type]

@@ -100,6 +100,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> RandomTables:
     return RandomTables(catalog(tmp_path_factory.mktemp("tables")))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("few_rows", [stored_module.SMALL_ROWS, 0], ids=["whole rows", "column by column"])
 def test_what_is_proved_is_true(made: RandomTables, monkeypatch: pytest.MonkeyPatch, few_rows: int) -> None:

@@ -70,6 +70,7 @@ def test_records_are_in_the_topic_with_key_headers_and_receipt(cluster: str) -> 
     assert "branchlake.cursor" not in dict(second.headers())
 
 
+@pytest.mark.long
 def test_many_records_keep_their_order_in_a_short_queue(cluster: str) -> None:
     sink = a_sink(cluster, "many", **{"queue.buffering.max.messages": 100})
     sent = [record(b"%d" % number) for number in range(5_000)]
@@ -78,6 +79,7 @@ def test_many_records_keep_their_order_in_a_short_queue(cluster: str) -> None:
     assert [one.value() for one in consumed(cluster, "many", 5_000)] == [one.value for one in sent]
 
 
+@pytest.mark.long
 def test_the_cursor_is_found_again_in_the_topic(cluster: str) -> None:
     sink = a_sink(cluster, "resumed")
     assert sink.open(resume=True) == Resumed()
@@ -92,6 +94,7 @@ def test_the_cursor_is_found_again_in_the_topic(cluster: str) -> None:
     again.close()
 
 
+@pytest.mark.long
 def test_a_cursor_that_lies_far_back_is_found(cluster: str) -> None:
     sink = a_sink(cluster, "far")
     sink.write([record(b"a", cursor=b"3")])

@@ -30,6 +30,7 @@ def send(intake: Intake, *values: bytes) -> None:
             out.send(value)
 
 
+@pytest.mark.long
 def test_a_sink_that_fails_is_asked_again_and_nothing_is_lost_or_doubled() -> None:
     async def play() -> None:
         failures = iter(range(3))
@@ -75,6 +76,7 @@ def test_an_end_with_a_broken_sink_says_what_is_not_handed_over() -> None:
     asyncio.run(play())
 
 
+@pytest.mark.long
 def test_an_end_with_a_sink_that_hangs_says_that_nobody_knows() -> None:
     async def play() -> None:
         gate = threading.Event()
@@ -158,6 +160,7 @@ def test_an_end_while_a_sink_is_away() -> None:
     asyncio.run(play())
 
 
+@pytest.mark.long
 def test_one_that_cannot_start_ends_the_others_with_nothing_lost() -> None:
     async def play() -> None:
         sink = MemorySink()
@@ -175,6 +178,7 @@ def test_one_that_cannot_start_ends_the_others_with_nothing_lost() -> None:
     asyncio.run(play())
 
 
+@pytest.mark.long
 def test_health_and_metrics() -> None:
     async def play() -> None:
         sink = MemorySink()

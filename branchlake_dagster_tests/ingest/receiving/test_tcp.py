@@ -46,6 +46,7 @@ def values(sink: MemorySink) -> list[bytes]:
     return [one.value for one in sink.records]
 
 
+@pytest.mark.long
 @given(st.lists(st.binary(min_size=1, max_size=40), max_size=12), st.lists(st.integers(1, 60), max_size=10))
 def test_frames_are_found_however_the_stream_is_cut(frames: list[bytes], cuts: list[int]) -> None:
     async def play() -> None:
@@ -209,6 +210,7 @@ def test_what_was_written_before_the_end_is_handed_over() -> None:
     asyncio.run(play())
 
 
+@pytest.mark.long
 def test_an_address_that_is_taken_is_told() -> None:
     async def play() -> None:
         first = listening(MemorySink())
@@ -222,6 +224,7 @@ def test_an_address_that_is_taken_is_told() -> None:
     asyncio.run(play())
 
 
+@pytest.mark.long
 def test_what_came_while_the_process_stood_still_is_read() -> None:
     """Live for ten minutes on a machine without memory: the timer was looked at before what had come."""
 

@@ -48,6 +48,7 @@ def test_datagrams_become_records_as_they_are(tmp_path: Path) -> None:
     asyncio.run(play())
 
 
+@pytest.mark.long
 def test_a_datagram_that_is_too_large_is_dropped_and_counted() -> None:
     async def play() -> None:
         sink = MemorySink()
@@ -117,6 +118,7 @@ def test_drops_of_the_kernel_are_counted() -> None:
     asyncio.run(play())
 
 
+@pytest.mark.long
 def test_an_end_comes_although_the_flood_does_not_cease(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
         counts = Counts()
@@ -140,6 +142,7 @@ def test_the_kernels_table(tmp_path: Path) -> None:
     assert kernel_drops(1, (str(table), "/nowhere")) == 0
 
 
+@pytest.mark.long
 def test_an_address_that_is_taken_is_told() -> None:
     async def play() -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:

@@ -514,6 +514,7 @@ def test_a_position_survives_as_text() -> None:
     assert Position.from_text(position.to_text()) == position
 
 
+@pytest.mark.long
 @given(
     delays=st.lists(st.integers(0, LOOK_BACK - 1), min_size=1, max_size=30),
     gaps=st.lists(st.integers(1, 400), min_size=30, max_size=30),
