@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 from dagster import DagsterRun, DagsterRunStatus, RunsFilter
 
@@ -107,7 +107,11 @@ class SimulatedInstance:
     def report_engine_event(self, *_: Any, **__: Any) -> None:
         self._pause()
 
-    def report_runless_asset_event(self, *_: Any) -> None:
+    @property
+    def event_log_storage(self) -> Self:
+        return self
+
+    def store_event_batch(self, *_: Any) -> None:
         return
 
 

@@ -26,7 +26,7 @@ from branchlake_dagster.lakehouse.nessie.errors import NessieRefused, NessieUnav
 from branchlake_dagster.publication.cleanup.reaping import reap_branches
 from branchlake_dagster.publication.commit.publication_branch import publication_branch
 from branchlake_dagster.publication.ledger.candidate import Published
-from branchlake_dagster.publication.reconcile import assess
+from branchlake_dagster.publication.reconcile import assess, report
 from branchlake_dagster.publication.reconcile import reconciler as reconciler_module
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.trouble import ATTEMPTS, give_up, set_aside
@@ -159,7 +159,7 @@ def test_a_run_given_up_that_is_on_main_is_told_by_the_next_pass(
             raise RuntimeError("the event log refuses")
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(p.instance), "report_runless_asset_event", refuse)
+            patch.setattr(report, "report_observations", refuse)
             ours(p, p.reconciler().run())
         p.instance.add_run_tags(run_id, {NEXT_ATTEMPT_TAG: SET_ASIDE})
         (one,) = set_aside(p.instance)

@@ -15,6 +15,7 @@ from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseR
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile import reconciler as reconciler_module
+from branchlake_dagster.publication.reconcile import report
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.runtime.pass_lock import one_pass
 from branchlake_dagster.publication.runtime.tick import Tick
@@ -134,8 +135,9 @@ def test_what_does_not_fit_waits_for_the_next_tick_and_the_oldest_comes_first(
 
 @pytest.mark.filterwarnings("ignore:Parameter `backfill_policy`")
 def test_the_telling_of_many_partitions_goes_on_where_it_stopped(
-    lakehouse: Lakehouse, namespace: str
+    lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(report, "_AT_ONCE", 2)
     names = [f"p{number:02}" for number in range(12)]
 
     @dg.asset(
@@ -155,7 +157,7 @@ def test_the_telling_of_many_partitions_goes_on_where_it_stopped(
             reconciler = p.reconciler()
             reconciler._finisher._clock = Ticking()
             reconciler._clock = lambda: 0.0
-            (outcome,) = ours(p, reconciler.run(budget_s=6.5))
+            (outcome,) = ours(p, reconciler.run(budget_s=3.5))
             assert outcome.action is PublicationAction.PUBLISHED
             told = p.instance.get_run_by_id(run_id)
             assert told is not None
