@@ -1,6 +1,6 @@
 """Events that belong to no run, many at once. Dagster's public call stores them one by one.
 
-Each has its own transactions there: to tell of ten thousand published partitions took a minute, and takes 3 s.
+Each has transactions of its own there: to tell of ten thousand partitions took a minute, and takes 3 s.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dagster._time import get_current_timestamp
 def report_observations(instance: DagsterInstance, observations: Sequence[AssetObservation]) -> None:
     """As `instance.report_runless_asset_event` for each of them, in their order.
 
-    Those of an asset that follow each other are one statement in Postgres, and one transaction for each of the
-    two databases in SQLite.
+    Those of an asset that follow each other are one statement in Postgres, and one transaction for each of
+    the two databases in SQLite.
     """
     storage = instance.event_log_storage
     for _, of_asset in groupby(observations, key=_asset):
