@@ -13,40 +13,78 @@ import io
 import os
 import sys
 import threading
+import time
 import traceback
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+_FILE = io.IOBase.__mro__[1]
+"""What all files are made from, those of C too, which only say that they are of the class that has a name."""
+
+_CLOSING_S = 30.0
 
 
-def leave(status: int) -> NoReturn:
+def leave(status: int, inherited: Iterable[Any] = ()) -> NoReturn:
     """End this process with `status`, after what whoever wrote the code of its run may rely on.
 
     Its threads have ended, except daemons; what is registered with `atexit` was called, the last one first;
-    what was written to files that nobody closed is in them.
+    files that nobody closed are closed, `inherited` ones too. What completes its file only when it is freed,
+    as an archive or a Parquet writer that was left open, does not.
     """
+    closing = threading.Event()
+    # A daemon's thread may hold a file's lock for ever, and be waiting for a reader that is gone.
+    threading.Thread(target=_give_up, args=(closing, status), daemon=True).start()
     for last_act in (
         threading._shutdown,  # type: ignore[attr-defined]  # as multiprocessing does for its forks
         atexit._run_exitfuncs,
-        _write_out,
+        closing.set,
+        sys.stdout.flush,
+        sys.stderr.flush,
+        lambda: _close([*inherited, *open_files()]),
     ):
-        try:
-            last_act()
-        except BaseException:  # noqa: BLE001 - the interpreter, too, tells of it and goes on
-            traceback.print_exc()
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-        sys.stderr.flush()
+        _tried(last_act)
     os._exit(status)
 
 
-def _write_out() -> None:
-    """Flush every file that is open for writing, texts first: their buffers are files of their own.
-
-    Those of the template are not among what the collector lists, since it has frozen them; they are empty.
-    """
+def open_files() -> Sequence[Any]:
+    """Every file object that the garbage collector lists, but for the process's own three streams."""
     listed = gc.get_objects()
     # By their types, which are few: `isinstance` asks proxies of others too, and they answer as they like.
-    kinds = {kind for kind in set(map(type, listed)) if issubclass(kind, io.IOBase)}
-    files = [one for one in listed if type(one) in kinds]
-    for file in [sys.stdout, *sorted(files, key=lambda one: not isinstance(one, io.TextIOBase))]:
-        with contextlib.suppress(Exception):  # closed, detached, not for writing, or its disk is full
-            if not file.closed:
-                file.flush()
+    kinds = {kind for kind in set(map(type, listed)) if _FILE in kind.__mro__}
+    return [one for one in listed if type(one) in kinds and not _is_stream(one)]
+
+
+def _is_stream(file: Any) -> bool:
+    try:
+        return bool(file.fileno() <= 2)
+    except Exception:  # noqa: BLE001 - it is closed, or none of the system's; whatever the class of it says
+        return False
+
+
+def _close(files: Iterable[Any]) -> None:
+    """Close the files, what is written through others before those."""
+    for file in sorted(files, key=_depth):
+        with contextlib.suppress(Exception):  # its disk is full, or nobody reads it any more
+            file.close()
+
+
+def _depth(file: Any) -> int:
+    if isinstance(file, io.TextIOBase):
+        return 0
+    if type(file).__module__ != "_io":
+        return 1  # compressed, remote or somebody's own
+    return 2 if isinstance(file, io.BufferedIOBase) else 3
+
+
+def _tried(act: Callable[[], object]) -> None:
+    try:
+        act()
+    except BaseException:  # noqa: BLE001 - the interpreter, too, tells of it and goes on
+        with contextlib.suppress(Exception):
+            traceback.print_exc()
+
+
+def _give_up(closing: threading.Event, status: int) -> None:
+    closing.wait()
+    time.sleep(_CLOSING_S)
+    os._exit(status)

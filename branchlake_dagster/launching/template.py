@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from branchlake_dagster.channel import ChannelClosed, receive, send
-from branchlake_dagster.launching.leaving import leave
+from branchlake_dagster.launching.leaving import leave, open_files
 from branchlake_dagster.launching.sources import Stamp, changed, imported_sources
 from branchlake_dagster.launching.worker import SETTLED, Run, execute, report_crash
 from branchlake_dagster.library_internals.dagster_launching import (
@@ -197,7 +197,7 @@ def _only_wake_up(*_: object) -> None:
 
 
 def main(descriptor: int) -> int:
-    """The exit status of the template; its forks leave in their own way."""
+    """The exit status of the template; its forks `leave`."""
     launcher = socket.socket(fileno=descriptor)
     launcher.set_inheritable(False)
     # Ctrl-C reaches the whole terminal: workers are interrupted, their parent still has to see them end.
@@ -213,11 +213,15 @@ def main(descriptor: int) -> int:
         return 1
     # What is there now stays for ever; the collector of a fork would otherwise touch, and so copy, all of it.
     gc.collect()
+    files = open_files()
+    for file in files:
+        with contextlib.suppress(Exception):  # not for writing
+            file.flush()  # else each fork would write it
     gc.freeze()
     send(launcher, {"ready": os.getpid()})
     task = Template(launcher, sources).serve()
     if task is not None:
-        leave(task())
+        leave(task(), files)
     return 0
 
 

@@ -23,6 +23,8 @@ from dagster._core.storage.event_log.sqlite.sqlite_event_log import SqliteEventL
 from dagster._core.storage.sqlalchemy_compat import db_result
 from dagster._time import get_current_timestamp
 
+_log = logging.getLogger(__name__)
+
 
 def report_observations(instance: DagsterInstance, observations: Sequence[AssetObservation]) -> None:
     """As `instance.report_runless_asset_event` for each of them, in their order.
@@ -36,7 +38,12 @@ def report_observations(instance: DagsterInstance, observations: Sequence[AssetO
         if type(storage) is SqliteEventLogStorage:
             _store(storage, entries)
         else:
-            storage.store_event_batch(entries)
+            try:
+                storage.store_event_batch(entries)
+            except Exception as error:  # noqa: BLE001 - as Dagster does: a batch may be too large, one is not
+                _log.warning("%d observations are stored one by one, not together: %s", len(entries), error)
+                for entry in entries:
+                    storage.store_event(entry)
 
 
 def _asset(observation: AssetObservation) -> AssetKey:

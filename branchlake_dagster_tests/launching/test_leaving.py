@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import subprocess
 import sys
 import textwrap
@@ -40,7 +42,7 @@ def test_what_is_registered_is_called_after_the_threads_have_ended() -> None:
 def test_files_that_nobody_closed_are_written(tmp_path: Path) -> None:
     ended = _left(
         """
-        import sys
+        import bz2, gzip, sys
         folder = sys.argv[1]
         text, raw = open(f"{folder}/text", "w"), open(f"{folder}/raw", "wb")
         text.write("ä line")
@@ -50,6 +52,17 @@ def test_files_that_nobody_closed_are_written(tmp_path: Path) -> None:
         read = open(f"{folder}/text")
         full = open("/dev/full", "w")
         full.write("cannot be written")
+        packed, tight = gzip.open(f"{folder}/gz", "wt"), bz2.open(f"{folder}/bz2", "wb")
+        packed.write("packed")
+        tight.write(b"tight")
+        class Odd(type):
+            def __subclasscheck__(cls, other):
+                raise RuntimeError("asked")
+        class Proxy(metaclass=Odd):
+            @property
+            def __class__(self):
+                raise RuntimeError("asked")
+        proxies = [Proxy(), [Proxy()]]
         leave(3)
         """,
         str(tmp_path),
@@ -57,6 +70,50 @@ def test_files_that_nobody_closed_are_written(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (3, "")
     assert (tmp_path / "text").read_text() == "ä line"
     assert (tmp_path / "raw").read_bytes() == b"bytes"
+    assert gzip.decompress((tmp_path / "gz").read_bytes()) == b"packed"
+    assert bz2.decompress((tmp_path / "bz2").read_bytes()) == b"tight"
+
+
+def test_files_that_were_open_before_the_fork_are_written_once_by_each(tmp_path: Path) -> None:
+    ended = _left(
+        """
+        import gc, os, sys
+        from branchlake_dagster.launching.leaving import open_files
+        audit = open(sys.argv[1], "a")
+        audit.write("imported\\n")
+        gc.collect()
+        files = open_files()
+        for file in files:
+            if file.writable():
+                file.flush()
+        gc.freeze()
+        for number in range(2):
+            if not os.fork():
+                audit.write(f"run {number}\\n")
+                print("printed", number)
+                leave(0, files)
+            os.wait()
+        """,
+        str(tmp_path / "audit"),
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (tmp_path / "audit").read_text().splitlines() == ["imported", "run 0", "run 1"]
+    assert ended.stdout.splitlines() == ["printed 0", "printed 1"]
+
+
+def test_a_file_whose_lock_nobody_gives_back_does_not_hold_it_up() -> None:
+    ended = _left("""
+        import os, threading, time
+        from branchlake_dagster.launching import leaving
+        leaving._CLOSING_S = 0.5
+        end, begin = os.pipe()
+        stuck = open(begin, "wb")
+        threading.Thread(target=stuck.write, args=(bytes(1 << 20),), daemon=True).start()
+        time.sleep(0.3)
+        print("printed")
+        leave(5)
+    """)
+    assert (ended.returncode, ended.stdout) == (5, "printed\n")
 
 
 def test_what_fails_at_the_end_is_told_and_keeps_nothing_else_back(tmp_path: Path) -> None:

@@ -90,3 +90,16 @@ def test_in_two_transactions_for_each_asset_that_follows_another() -> None:
         with _commits() as found:
             _together(instance)
         assert len(found) == 2 * 3
+
+
+def test_a_batch_that_the_storage_refuses_is_stored_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("too large")
+
+    with dg.DagsterInstance.ephemeral() as instance:
+        monkeypatch.setattr(type(instance.event_log_storage), "store_event_batch", refuse)
+        _together(instance)
+        assert len(instance.fetch_observations(ONE, limit=100).records) == 5
+    assert "stored one by one, not together: too large" in caplog.text

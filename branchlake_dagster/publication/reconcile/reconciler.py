@@ -164,7 +164,9 @@ class Reconciler:
         unsettled = outcome.action in (
             PublicationAction.TRY_AGAIN,
             PublicationAction.WAITING,
+            PublicationAction.CHECKING,
             PublicationAction.KEPT,
+            PublicationAction.SET_ASIDE,
         )
         return (self._fenced(run, name) or self._told(run, name) or outcome) if unsettled else outcome
 

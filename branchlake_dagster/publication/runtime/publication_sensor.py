@@ -25,8 +25,8 @@ from branchlake_dagster.publication.runtime.tick import Tick
 from branchlake_dagster.publication.runtime.unbranched import settle_unbranched
 from branchlake_dagster.settings import Settings
 
-_PATIENCE_S = 2.0
-"""For runs that publish themselves; each takes some tens of milliseconds."""
+_PATIENCE_S = 5.0
+"""For runs that publish themselves, one by one. Longer than theirs, so that they do not starve it."""
 _NO_SENSOR = "add publication_automation_sensor() to the definitions."
 
 

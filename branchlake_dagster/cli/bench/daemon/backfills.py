@@ -22,9 +22,10 @@ def backfill_ratios(
 ) -> dict[str, float]:
     """Seconds of the four backfills, and ours over the plain one's as fifty runs and as one.
 
-    Medians. All through one daemon, launcher and queue, ours and the plain one in turns, into tables that exist
-    and are empty. The clock starts with the creation of the first run: that depends on when the backfill daemon
-    looks around, which it does every 30 seconds.
+    Medians of three. All through one daemon, launcher and queue, ours and the plain one in turns, into tables
+    that exist and are empty. The clock starts with the creation of the first run: that depends on when the
+    backfill daemon looks around, which it does every 30 seconds. A run waits for the queue besides, which is
+    looked at every second: nothing to fifty runs, and up to half of the time of one.
     """
     lake.catalog(MAIN).create_namespace_if_not_exists((NAMESPACE,))
     took: dict[tuple[bool, bool], float] = {}
