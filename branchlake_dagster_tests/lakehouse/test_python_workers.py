@@ -33,6 +33,7 @@ class Server:
         self.folder = folder
         self.secret = uuid.uuid4().hex
         self.daemons: list[subprocess.Popen[bytes]] = []
+        self.connections: list[socket.socket] = []
 
     def daemon(self, **environment: str) -> tuple[subprocess.Popen[bytes], int]:
         """One and the port that it listens at, as `PythonWorkerFactory` starts it."""
@@ -56,15 +57,18 @@ class Server:
         return made, port
 
     def worker(self, port: int) -> int:
-        """The process id of a worker that has been forked, and waits for a task."""
-        with socket.create_connection(("127.0.0.1", port)) as connection:
-            (pid,) = struct.unpack("!i", connection.recv(4))
-            secret = self.secret.encode()
-            connection.sendall(struct.pack("!i", len(secret)) + secret)
-            assert connection.recv(6) == struct.pack("!i", 2) + b"ok"
-            return pid
+        """The process id of a worker that has been forked, and waits for a task until the end."""
+        connection = socket.create_connection(("127.0.0.1", port))
+        self.connections.append(connection)  # it would end with it, now and then before it was looked at
+        (pid,) = struct.unpack("!i", connection.recv(4))
+        secret = self.secret.encode()
+        connection.sendall(struct.pack("!i", len(secret)) + secret)
+        assert connection.recv(6) == struct.pack("!i", 2) + b"ok"
+        return pid
 
     def end(self) -> None:
+        for connection in self.connections:
+            connection.close()
         for one in self.daemons:
             assert one.stdin is not None
             assert one.stdout is not None
