@@ -1,6 +1,6 @@
 """How a fork ends: as the interpreter would, but for taking apart all that it has inherited.
 
-Freeing a quarter of a gigabyte of modules, page by page copied from the template, was a third of the CPU time
+Freeing a quarter of a gigabyte of modules, page by page copied from the template, was a fifth of the CPU time
 of a small run. The kernel does it at once.
 """
 

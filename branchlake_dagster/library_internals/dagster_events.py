@@ -30,7 +30,8 @@ def report_observations(instance: DagsterInstance, observations: Sequence[AssetO
     """As `instance.report_runless_asset_event` for each of them, in their order.
 
     Those of an asset that follow each other are one statement in Postgres, and one transaction for each of
-    the two databases in SQLite.
+    the two databases in SQLite. One that fails may have been stored all the same, as with Dagster's own
+    batches: it is told twice then, and never not at all.
     """
     storage = instance.event_log_storage
     for _, of_asset in groupby(observations, key=_asset):

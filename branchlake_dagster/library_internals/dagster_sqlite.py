@@ -2,7 +2,7 @@
 
 It has a database for each run, and opens one for each event that it stores. Each time it makes SQLAlchemy's
 engine, which compiles every statement anew; and it asks twice in a run for the newest revision of the
-databases, for which Alembic reads and orders ninety scripts. Together that was a third of what a small run
+databases, for which Alembic reads and orders ninety scripts. Together that was a fifth of what a small run
 computed.
 
 Dagster offers no place for either, so names of its modules are replaced, in processes of ours alone.

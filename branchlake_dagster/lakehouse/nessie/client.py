@@ -115,7 +115,9 @@ class NessieClient:
     ) -> Iterator[Reference]:
         """All branches and tags by name; `filter` is a CEL expression on `ref` and `refMeta`."""
         params = _given(filter=filter, fetch="ALL" if fetch_metadata else None)
-        return self._listed("trees", "references", codec.reference, params, page_size, "list references")
+        return paging.items(
+            self._pages("trees", "references", codec.reference, params, page_size, "list references")
+        )
 
     def create_branch(self, name: str, *, from_ref: str, from_hash: str) -> Reference:
         """Make a branch at `from_hash`. `from_ref` is any branch or tag that exists.
@@ -222,7 +224,7 @@ class NessieClient:
             at = codec.reference(page["effectiveReference"]).pinned if page else ref
             return f"trees/{parse_ref(at).path}/entries"
 
-        return self._listed(path, "entries", codec.entry, params, page_size, f"list {ref}")
+        return paging.items(self._pages(path, "entries", codec.entry, params, page_size, f"list {ref}"))
 
     def log(
         self,
@@ -251,7 +253,8 @@ class NessieClient:
 
     def _history(self, ref: str, params: Mapping[str, str], page_size: int) -> Iterator[LogEntry]:
         path = f"trees/{parse_ref(ref).path}/history"
-        return self._listed(path, "logEntries", codec.log_entry, params, page_size, f"read the log of {ref}")
+        action = f"read the log of {ref}"
+        return paging.items(self._pages(path, "logEntries", codec.log_entry, params, page_size, action))
 
     def _history_after(
         self,
@@ -276,13 +279,13 @@ class NessieClient:
 
     def diff(self, from_ref: str, to_ref: str, *, page_size: int = 500) -> Iterator[DiffEntry]:
         """Keys whose content differs between two references, each at one hash."""
-        return (entry for page in self._diff(from_ref, to_ref, page_size) for entry in page.items)
+        return paging.items(self._diff(from_ref, to_ref, page_size))
 
     def diff_at(self, from_ref: str, to_ref: str, *, page_size: int = 500) -> DiffAt:
         """All of `diff` together with the hash at which `to_ref` was read."""
         pages = list(self._diff(from_ref, to_ref, page_size))
         head = codec.reference(pages[0].data["effectiveToReference"])
-        return DiffAt(head, tuple(entry for page in pages for entry in page.items))
+        return DiffAt(head, tuple(paging.items(pages)))
 
     def _diff(self, from_ref: str, to_ref: str, page_size: int) -> Iterator[paging.Page[DiffEntry]]:
 
@@ -395,19 +398,6 @@ class NessieClient:
             ),
             sleep=self._sleep,
         )
-
-    def _listed(
-        self,
-        path: str | Callable[[Mapping[str, Any] | None], str],
-        field: str,
-        decode: Callable[[Any], T],
-        params: Mapping[str, str],
-        page_size: int,
-        action: str,
-    ) -> Iterator[T]:
-        """The items of all pages."""
-        pages = self._pages(path, field, decode, params, page_size, action)
-        return (item for page in pages for item in page.items)
 
     def _pages(
         self,

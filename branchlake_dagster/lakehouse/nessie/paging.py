@@ -35,6 +35,11 @@ def pages(
         page = fetch(path(page.data), {"page-token": token})
 
 
+def items(pages: Iterable[Page[T]]) -> Iterator[T]:
+    """The items of the pages, one after the other."""
+    return (item for page in pages for item in page.items)
+
+
 def first(values: Iterable[T], limit: int | None) -> Iterator[T]:
     """At most `limit` values; all of them for None."""
     return iter(values) if limit is None else islice(values, limit)

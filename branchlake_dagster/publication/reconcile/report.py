@@ -106,7 +106,7 @@ def report_outcome(
     and goes on from there when it is called again. The other tags come last: they mark that all was told.
     """
     tags, run_id = report.tags(), report.run.run_id
-    # Not `get_run_by_id`, which asks for more: of the passes' time with SQLite it was a tenth.
+    # Not `get_run_by_id`, which looks at the table's columns besides.
     current = next(iter(instance.get_runs(RunsFilter(run_ids=[run_id]))), None)
     now = current.tags if current is not None else {}
     if current is not None and tags.items() <= now.items():
