@@ -83,7 +83,31 @@ def test_only_what_does_not_pass_is_final_and_only_when_no_broker_is_left() -> N
     assert not complaints.final
     complaints(WRONG)
     assert complaints.final
-    complaints.forget()
+    complaints.asked()
+    assert not complaints.final
+    complaints(WRONG)
+    assert complaints.final
+    complaints.answered()
     complaints(WRONG)
     assert not complaints.final
     assert [cause for cause in Cause if cause.passes] == [Cause.ADDRESS, Cause.PROTOCOL]
+
+
+def test_what_was_told_before_a_request_counts_until_a_broker_answers() -> None:
+    def cause() -> Cause:
+        return complaints.worst("topic t", "Local: Timed out").cause
+
+    complaints = Complaints("a:1")
+    complaints(WRONG)
+    complaints(DOWN)
+    complaints.asked()
+    assert cause() is Cause.CREDENTIALS
+    complaints(REFUSED)
+    assert cause() is Cause.ADDRESS
+    complaints.answered()
+    complaints(DOWN)
+    complaints.asked()
+    complaints.asked()
+    assert cause() is Cause.PROTOCOL
+    complaints.answered()
+    assert cause() is Cause.ADDRESS

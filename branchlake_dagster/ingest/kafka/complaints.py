@@ -46,28 +46,44 @@ class Complaint:
 
 
 class Complaints:
-    """The latest ones of one client of the brokers `bootstrap`."""
+    """The latest ones of one client of the brokers `bootstrap`, since one of them has answered.
+
+    librdkafka repeats itself once in ten seconds or less: what it told before a request may be all that is
+    told of it.
+    """
 
     def __init__(self, bootstrap: str) -> None:
         self._bootstrap = bootstrap
         self._told: dict[int, str] = {}
+        self._before: dict[int, str] = {}
 
     def __call__(self, error: KafkaError) -> None:
         """The client's `error_cb`."""
         self._told[error.code()] = error.str()
 
-    def forget(self) -> None:
-        """Begin anew."""
-        self._told.clear()
+    def asked(self) -> None:
+        """A request begins. What was told before counts where nothing is told of this one."""
+        self._before |= self._told
+        self._told = {}
+
+    def answered(self) -> None:
+        """A broker has answered: what was told is over."""
+        self._before, self._told = {}, {}
+
+    @property
+    def _lost(self) -> bool:
+        from confluent_kafka import KafkaError
+
+        return KafkaError._ALL_BROKERS_DOWN in self._before | self._told
 
     @property
     def final(self) -> bool:
-        """Whether all brokers are lost, and one of them for a reason that does not pass."""
+        """Whether all brokers are lost, and since the request one of them for a reason that does not pass."""
         from confluent_kafka import KafkaError
 
         refused = self._told.keys() & {KafkaError._AUTHENTICATION, KafkaError._SSL}
         alert = _ALERT in self._told.get(KafkaError._TRANSPORT, "")
-        return (bool(refused) or alert) and KafkaError._ALL_BROKERS_DOWN in self._told
+        return (bool(refused) or alert) and self._lost
 
     def worst(self, what: str, otherwise: str) -> Complaint:
         """Why nobody has answered for `what`; `otherwise` is said where nothing was complained of."""
@@ -80,12 +96,13 @@ class Complaints:
             KafkaError._TRANSPORT: Cause.ADDRESS,
         }
         place, told, cause = self._bootstrap, otherwise, Cause.ADDRESS
-        found = next((code for code in causes if code in self._told), None)
-        if found is not None:
-            parted = _SENTENCE.fullmatch(self._told[found])
-            place, told = parted.groups() if parted else (place, self._told[found])
-            cause = Cause.CERTIFICATE if _ALERT in told else causes[found]
-        elif KafkaError._ALL_BROKERS_DOWN in self._told:
+        heard = ((code, said[code]) for said in (self._told, self._before) for code in causes if code in said)
+        code, sentence = next(heard, (None, ""))
+        if code is not None:
+            parted = _SENTENCE.fullmatch(sentence)
+            place, told = parted.groups() if parted else (place, sentence)
+            cause = Cause.CERTIFICATE if _ALERT in told else causes[code]
+        elif self._lost:
             cause = Cause.PROTOCOL
         told = told.partition(_ADVICE)[0].rstrip(". ")
         return Complaint(cause, f"Kafka at {place} {cause.value} for {what}: {told}.")

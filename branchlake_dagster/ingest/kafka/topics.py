@@ -221,7 +221,7 @@ class KafkaTopics:
 
     def _begin(self) -> None:
         self._admin.poll(0)
-        self._complaints.forget()
+        self._complaints.asked()
 
     def _answer(self, future: Any, what: str) -> Any:
         from confluent_kafka import KafkaException
@@ -229,13 +229,16 @@ class KafkaTopics:
         until = time.monotonic() + _TIMEOUT_S + 5
         while True:
             try:
-                return future.result(_LOOK_S)
+                found = future.result(_LOOK_S)
             except KafkaException as exception:
                 raise self._as_ours(exception, what) from exception
             except TimeoutError as error:
                 self._admin.poll(0)
                 if self._complaints.final or time.monotonic() > until:
                     raise self._unanswered(what, f"nothing came in {_TIMEOUT_S:.0f} s") from error
+            else:
+                self._complaints.answered()
+                return found
 
     def _as_ours(self, exception: KafkaException, what: str) -> KafkaRefused | KafkaUnavailable:
         from confluent_kafka import KafkaError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -290,6 +291,20 @@ def test_a_listener_that_expects_more(configure: Configure, secured: SecuredBrok
     configure("SSL", security="PLAINTEXT", ca=None)
     told = f"Kafka at {secured.address('SSL')} did not answer, and closed the connection, for"
     refused(KafkaUnavailable, told, "Set BRANCHLAKE_KAFKA_SECURITY to what the listener expects")
+
+
+def test_a_listener_that_expects_more_and_says_so_before_it_is_asked(
+    configure: Configure, secured: SecuredBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client tells once in ten seconds that no broker is left."""
+    monkeypatch.setattr(topics, "_TIMEOUT_S", 2.0)
+    asked = KafkaTopics(cluster_of(configure("SSL", security="PLAINTEXT", ca=None)))
+    assert asked._admin is not None  # it connects
+    time.sleep(1)
+    told = f"Kafka at {secured.address('SSL')} did not answer, and closed the connection, for"
+    for _ in range(2):
+        with pytest.raises(KafkaUnavailable, match=re.escape(told)):
+            asked.describe(["orders"])
 
 
 @pytest.mark.usefixtures("alone")

@@ -107,9 +107,10 @@ class KafkaSink:
             self._producer = self._producer or self._new_producer()
         except ck.KafkaException as error:
             raise ConfigurationError(f"An option for Kafka is wrong: {error.args[0].str()}.") from error
-        self._complaints.forget()
+        self._complaints.asked()
         try:
             self._reach()
+            self._complaints.answered()
             return self._resumed() if resume else Resumed()
         except ck.KafkaException as error:
             found = self._complaints.worst(f"topic {self.topic}", error.args[0].str())
@@ -199,7 +200,7 @@ class KafkaSink:
                 [records[number] for number in left],
                 hint="See the broker's log; it is tried again.",
             )
-        self._complaints.forget()
+        self._complaints.answered()
 
     def _queue(self, record: Record, report: Callable[[Any, Any], None]) -> bool:
         """Give it to librdkafka; False when its queue is full."""
