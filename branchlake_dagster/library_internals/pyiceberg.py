@@ -20,7 +20,7 @@ from pyiceberg.manifest import DataFile
 from pyiceberg.schema import Schema
 from pyiceberg.table import CreateTableTransaction, StagedTable, Table, Transaction
 from pyiceberg.table.metadata import TableMetadata
-from pyiceberg.table.snapshots import Operation, Snapshot, Summary
+from pyiceberg.table.snapshots import Operation, Summary
 from pyiceberg.table.update import (
     AddSnapshotUpdate,
     TableUpdate,
@@ -30,7 +30,6 @@ from pyiceberg.table.update import (
 )
 from pyiceberg.table.update import snapshot as snapshot_producers
 from pyiceberg.table.update.snapshot import _FastAppendFiles, _OverwriteFiles
-from pyiceberg.table.update.validate import _validate_data_files_exist
 from pyiceberg.utils.concurrent import ExecutorFactory
 
 __all__ = [
@@ -45,7 +44,6 @@ __all__ = [
     "rows_all_match",
     "snapshot_of",
     "transaction_on",
-    "validate_data_files_exist",
     "with_log_entry",
     "write_metadata",
 ]
@@ -109,7 +107,8 @@ def snapshot_of(
     """A snapshot on `table` of files that exist, as updates; nothing is committed.
 
     The producers are what PyIceberg's own `append` and `overwrite` end in; it exports none that takes data
-    files of two kinds. The manifests that it makes are added to `written`, also when it fails.
+    files of two kinds. The manifests that it makes are added to `written`, also when it fails. Raises
+    ValidationException when `table` has lost one of the files that are removed.
     """
     removing = list(removed)
     kind = _OverwriteFiles if removing else _FastAppendFiles
@@ -181,13 +180,6 @@ def as_compaction(update: TableUpdate) -> TableUpdate:
         return update
     summary = Summary(Operation.REPLACE, **update.snapshot.summary.additional_properties)
     return AddSnapshotUpdate(snapshot=update.snapshot.model_copy(update={"summary": summary}))
-
-
-def validate_data_files_exist(
-    table: Table, head: Snapshot, removed: set[DataFile], start: Snapshot | None
-) -> None:
-    """Iceberg's own word on whether these files are still there. Raises ValidationException."""
-    _validate_data_files_exist(table, head, removed, start)
 
 
 def applied(metadata: TableMetadata, updates: Iterable[TableUpdate]) -> TableMetadata:

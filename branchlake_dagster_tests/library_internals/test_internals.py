@@ -102,11 +102,6 @@ USED = [
     ("pyiceberg.table.update.snapshot", "_FastAppendFiles", "operation transaction io snapshot_properties"),
     ("pyiceberg.table.update.snapshot", "_OverwriteFiles._commit", ""),
     ("pyiceberg.table.update.snapshot", "_OverwriteFiles.delete_data_file", "data_file"),
-    (
-        "pyiceberg.table.update.validate",
-        "_validate_data_files_exist",
-        "table starting_snapshot data_files parent_snapshot",
-    ),
     ("pyspark.sql.connect.client", "SparkConnectClient._handle_error", "error"),
     ("pyspark.sql.connect.client", "SparkConnectClient", "session_hooks"),
     ("pyspark.sql.connect.client", "SparkConnectClient.set_retry_policies", "policies"),

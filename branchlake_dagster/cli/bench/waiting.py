@@ -8,31 +8,50 @@ from uuid import uuid4
 
 import dagster as dg
 import pyarrow as pa
+from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
+from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType
 
 from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.branch.run_tags import Place, opened
-from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster.branching.frames import arrow_frames
+from branchlake_dagster.branching.table.replaced import replaced as predicate_of
+from branchlake_dagster.branching.table.replaced import to_text
+from branchlake_dagster.branching.table.selection import select
+from branchlake_dagster.branching.table.spec import table_metadata, table_spec
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.library_internals.dagster import StepMaterializationData
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 
-_NAMESPACE, _TABLE = "waiting", "t"
+_NAMESPACE = "waiting"
 _SCHEMA = Schema(NestedField(1, "token", StringType(), required=False), NestedField(2, "n", LongType()))
+_ROWS = pa.schema({"token": pa.string(), "n": pa.int64()})
 _BUDGET_S = 30.0
 
 
-@dg.asset(key=[_NAMESPACE, _TABLE], metadata=table_metadata(write_mode="append"))
-def waiting_table() -> None:
-    """What the runs have written."""
+@dg.asset(key=[_NAMESPACE, "appended"], metadata=table_metadata(write_mode="append"))
+def appended() -> None:
+    """What runs have appended to."""
 
 
-@dg.asset_check(asset=waiting_table, metadata={"branchlake/scope": "rows"})
-def waiting_check() -> dg.AssetCheckResult:
-    """Passes."""
-    return dg.AssetCheckResult(passed=True)
+@dg.asset(
+    key=[_NAMESPACE, "replaced"],
+    partitions_def=dg.DynamicPartitionsDefinition(name="waiting"),
+    metadata=table_metadata(partition_by="token"),
+)
+def replaced() -> None:
+    """What runs have replaced, each a partition of its own that holds a row already."""
+
+
+def _passing(asset: dg.AssetsDefinition) -> dg.AssetChecksDefinition:
+    @dg.asset_check(asset=asset, metadata={"branchlake/scope": "rows"})
+    def waiting_check() -> dg.AssetCheckResult:
+        """Passes."""
+        return dg.AssetCheckResult(passed=True)
+
+    return waiting_check
 
 
 def waiting_seconds(lake: Lakehouse, count: int, *, say: Callable[[str], None]) -> dict[str, float]:
@@ -41,13 +60,29 @@ def waiting_seconds(lake: Lakehouse, count: int, *, say: Callable[[str], None]) 
     All of them have started from one `main`, have appended a row to one table and have passed a check. The
     passes follow each other as the sensor's ticks do, without Dagster's pause of five seconds between them.
     """
-    catalog = lake.catalog()
-    catalog.create_namespace((_NAMESPACE,))
-    catalog.create_table((_NAMESPACE, _TABLE), _SCHEMA)
+    first, took, longest = _seconds(lake, appended, count, say=say)
+    return {
+        f"waiting_{count}_first_s": round(first, 2),
+        f"waiting_{count}_s": round(took, 1),
+        "waiting_longest_pass_s": round(longest, 1),
+    }
+
+
+def waiting_replaced_seconds(lake: Lakehouse, count: int, *, say: Callable[[str], None]) -> dict[str, float]:
+    """The same for runs that have each replaced a partition of one table, as a backfill leaves them."""
+    _, took, _ = _seconds(lake, replaced, count, say=say)
+    return {f"waiting_replaced_{count}_s": round(took, 1)}
+
+
+def _seconds(
+    lake: Lakehouse, asset: dg.AssetsDefinition, count: int, *, say: Callable[[str], None]
+) -> tuple[float, float, float]:
+    runs = _Runs(lake, asset, count)
     base = lake.nessie.reference(MAIN).hash
-    definitions = dg.Definitions(assets=[waiting_table], asset_checks=[waiting_check])
+    definitions = dg.Definitions(assets=[asset], asset_checks=[_passing(asset)])
     with dg.DagsterInstance.local_temp() as instance:
-        tokens = [_finished(lake, instance, base) for _ in range(count)]
+        for token in runs.tokens:
+            runs.finish(instance, base, token)
         say(f"{count:,} runs wait.")
         reconciler = Reconciler.of(lake, instance, definitions.get_repository_def().asset_graph)
         first = 0.0
@@ -64,36 +99,66 @@ def waiting_seconds(lake: Lakehouse, count: int, *, say: Callable[[str], None]) 
             if published == before:
                 raise RuntimeError(f"Nothing was published of {count - published} waiting runs.")
         took = time.perf_counter() - began
-    rows = lake.catalog().load_table((_NAMESPACE, _TABLE)).scan().to_arrow()["token"].to_pylist()
-    if sorted(rows) != sorted(tokens):
-        raise RuntimeError(f"{count} runs left {len(rows)} rows, {len(set(rows))} of them different.")
-    return {
-        f"waiting_{count}_first_s": round(first, 2),
-        f"waiting_{count}_s": round(took, 1),
-        "waiting_longest_pass_s": round(max(passes), 1),
-    }
+    rows = lake.catalog().load_table((_NAMESPACE, runs.spec.identifier[-1])).scan().to_arrow()
+    if sorted(rows["token"].to_pylist()) != sorted(runs.tokens) or set(rows["n"].to_pylist()) != {1}:
+        raise RuntimeError(f"{count} runs left {len(rows)} rows of {len(set(rows['token'].to_pylist()))}.")
+    return first, took, max(passes)
 
 
-def _finished(lake: Lakehouse, instance: dg.DagsterInstance, base: str) -> str:
-    """A run as Dagster and the lake would have it; the token that it wrote."""
-    run_id, token = str(uuid4()), str(uuid4())
-    name = branch_name(run_id)
-    lake.nessie.create_branch(name, from_ref=MAIN, from_hash=base)
-    lake.catalog(name).load_table((_NAMESPACE, _TABLE)).append(
-        pa.table({"token": [token], "n": pa.array([1], pa.int64())}),
-        snapshot_properties={"branchlake.write_mode": "append", "branchlake.run_id": run_id},
-    )
-    tags = opened(run_id, Place(name, base), {})
-    instance.add_run(
-        dg.DagsterRun("__ASSET_JOB", run_id=run_id, status=dg.DagsterRunStatus.STARTED, tags=tags)
-    )
-    materialised = StepMaterializationData(dg.AssetMaterialization(waiting_table.key, metadata={"rows": 1}))
-    passed = dg.AssetCheckEvaluation(waiting_table.key, "waiting_check", passed=True)
-    for kind, data, step in (
-        (dg.DagsterEventType.ASSET_MATERIALIZATION, materialised, "write"),
-        (dg.DagsterEventType.ASSET_CHECK_EVALUATION, passed, "check"),
-        (dg.DagsterEventType.RUN_SUCCESS, None, None),
-    ):
-        event = dg.DagsterEvent(kind.value, "__ASSET_JOB", event_specific_data=data, step_key=step)
-        instance.report_dagster_event(event, run_id)
-    return token
+class _Runs:
+    """Finished runs as Dagster and the lake would have them, and the tokens that they write: one each."""
+
+    def __init__(self, lake: Lakehouse, asset: dg.AssetsDefinition, count: int) -> None:
+        self.lake, self.asset = lake, asset
+        self.tokens = [str(uuid4()) for _ in range(count)]
+        self.spec = table_spec(
+            asset.key,
+            asset.metadata_by_key[asset.key],
+            default_namespace=_NAMESPACE,
+            partitioned=asset.partitions_def is not None,
+        )
+        catalog = lake.catalog()
+        catalog.create_namespace_if_not_exists((_NAMESPACE,))
+        spec = UNPARTITIONED_PARTITION_SPEC
+        if asset.partitions_def is not None:
+            spec = PartitionSpec(PartitionField(1, 1000, IdentityTransform(), "token"))
+        table = catalog.create_table(self.spec.identifier, _SCHEMA, partition_spec=spec)
+        if asset.partitions_def is not None:
+            table.append(pa.table({"token": self.tokens, "n": [0] * count}, schema=_ROWS))
+
+    def finish(self, instance: dg.DagsterInstance, base: str, token: str) -> None:
+        """A run that has written a token."""
+        run_id, asset = str(uuid4()), self.asset
+        name = branch_name(run_id)
+        self.lake.nessie.create_branch(name, from_ref=MAIN, from_hash=base)
+        self._write(name, run_id, token)
+        tags = opened(run_id, Place(name, base), {})
+        if asset.partitions_def is not None:
+            tags["dagster/partition"] = token
+        instance.add_run(
+            dg.DagsterRun("__ASSET_JOB", run_id=run_id, status=dg.DagsterRunStatus.STARTED, tags=tags)
+        )
+        partition = token if asset.partitions_def is not None else None
+        written = dg.AssetMaterialization(asset.key, metadata={"rows": 1}, partition=partition)
+        materialised = StepMaterializationData(written)
+        passed = dg.AssetCheckEvaluation(asset.key, "waiting_check", passed=True, partition=partition)
+        for kind, data, step in (
+            (dg.DagsterEventType.ASSET_MATERIALIZATION, materialised, "write"),
+            (dg.DagsterEventType.ASSET_CHECK_EVALUATION, passed, "check"),
+            (dg.DagsterEventType.RUN_SUCCESS, None, None),
+        ):
+            event = dg.DagsterEvent(kind.value, "__ASSET_JOB", event_specific_data=data, step_key=step)
+            instance.report_dagster_event(event, run_id)
+
+    def _write(self, branch: str, run_id: str, token: str) -> None:
+        table = self.lake.catalog(branch).load_table(self.spec.identifier)
+        how = {"branchlake.write_mode": self.spec.write_mode, "branchlake.run_id": run_id}
+        selection = None
+        if self.asset.partitions_def is not None:
+            one = dg.StaticPartitionsDefinition([token])
+            columns = self.spec.columns_by_dimension
+            selection = select([token], one, columns, schema=_SCHEMA, table=self.spec.name)
+            how["branchlake.replaced"] = to_text(predicate_of(selection, _SCHEMA))
+        arrow_frames.write(
+            pa.table({"token": [token], "n": [1]}, schema=_ROWS), table, self.spec, selection, how
+        )

@@ -1,36 +1,30 @@
-"""Reading what a table's snapshots did from its metadata and manifests. No data file is opened."""
+"""What was done to a table between two of its states, from its metadata and its snapshots' files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from urllib.parse import unquote
 
-from pyiceberg.conversions import from_bytes
-from pyiceberg.manifest import DataFile, DataFileContent, FileFormat, ManifestContent, ManifestEntryStatus
-from pyiceberg.schema import Schema
+from pyiceberg.manifest import ManifestContent
 from pyiceberg.table import Table
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.snapshots import Operation, Snapshot
-from pyiceberg.types import PrimitiveType
 
 from branchlake_dagster.branching.consuming.positions import CONSUMED
 from branchlake_dagster.branching.table.provenance import PREFIX
-from branchlake_dagster.branching.table.replaced import Replaced, from_text
+from branchlake_dagster.branching.table.replaced import from_text
 from branchlake_dagster.changes.summary import OFFSETS, REPROCESSED
-from branchlake_dagster.publication.rebase import file_bounds
 from branchlake_dagster.publication.rebase.changes import (
-    Bounds,
     Column,
-    DeleteFile,
     File,
     Layout,
     Mode,
     SnapshotChange,
     TableChange,
 )
+from branchlake_dagster.publication.rebase.snapshot_files import Touched
 
 _WRITE_MODE = f"{PREFIX}write_mode"
 _KEYS = f"{PREFIX}keys"
@@ -43,8 +37,6 @@ _MODES = {
     "upsert": Mode.UPSERT,
     "replace_table": Mode.REPLACE_TABLE,
 }
-_DATA_PATH = 2147483546
-"""The field id of `file_path` in files of position deletes."""
 REPLAYED_FROM = f"{PREFIX}replayed_from"
 """In a replayed snapshot's summary: the id of the snapshot on the run's branch."""
 
@@ -97,16 +89,15 @@ def _statistics(metadata: TableMetadata) -> str:
     return json.dumps(sorted((one.snapshot_id, one.statistics_path) for one in files))
 
 
-def change(before: Table | None, after: Table, *, files: bool = True) -> TableChange:
+def change(before: Table | None, after: Table, files: Callable[[Snapshot], Touched] | None) -> TableChange:
     """What was done to a table between two of its states; without `files` only layouts and snapshot ids.
 
-    `before` None: everything since its creation.
+    `before` None: everything since its creation. `files` reads the snapshots of `after`.
     """
     old = before.metadata if before else None
     snapshots, complete = _since(old, after.metadata)
-    read = _Files(after.metadata)
     steps = [
-        _step(after, snapshot, before, read)
+        _step(snapshot, files(snapshot), before)
         if files
         else SnapshotChange(
             snapshot.snapshot_id, Mode.UNKNOWN, run_id=_property(snapshot, _RUN), origin=_origin(snapshot)
@@ -170,60 +161,36 @@ def _origin(snapshot: Snapshot) -> int | None:
 
 
 def _property(snapshot: Snapshot, name: str) -> str | None:
-    return snapshot.summary.additional_properties.get(name) if snapshot.summary else None
+    # Whether there is one, not whether it holds anything: that is a look at each of its fields.
+    return None if snapshot.summary is None else snapshot.summary.additional_properties.get(name)
 
 
-def _step(table: Table, snapshot: Snapshot, before: Table | None, files: _Files) -> SnapshotChange:
-    added: list[File] = []
-    removed: list[File] = []
-    deletes: list[DeleteFile] = []
-    mode = Mode.COMPACT if _operation(snapshot) == Operation.REPLACE else None
-    default_spec = table.metadata.default_spec_id
-    for manifest in snapshot.manifests(table.io):
-        if manifest.added_snapshot_id != snapshot.snapshot_id:
-            continue
-        for entry in manifest.fetch_manifest_entry(table.io, discard_deleted=False):
-            if entry.snapshot_id != snapshot.snapshot_id or entry.status == ManifestEntryStatus.EXISTING:
-                continue
-            if entry.data_file.spec_id != default_spec:
-                mode = Mode.OLD_LAYOUT
-            new = entry.status == ManifestEntryStatus.ADDED
-            if entry.data_file.content == DataFileContent.DATA:
-                (added if new else removed).append(files.data(entry.data_file))
-            elif new:
-                # One that is taken out is not kept: where it stays, it has nothing left to delete.
-                deletes.append(files.deletes(entry.data_file))
-                vector = entry.data_file.file_format == FileFormat.PUFFIN
-                mode = mode or (Mode.DELETION_VECTORS if vector else Mode.ROW_DELETES)
+def _step(snapshot: Snapshot, files: Touched, before: Table | None) -> SnapshotChange:
     summary = snapshot.summary.additional_properties if snapshot.summary else {}
     keys = tuple(name for name in summary.get(_KEYS, "").split(",") if name)
-    mode = mode or _mode(snapshot, removed, before)
+    mode = files.mode or _mode(snapshot, files.removed, before)
     record = summary.get(_REPLACED) if mode is Mode.REPLACE_PARTITIONS else None
     return SnapshotChange(
         snapshot_id=snapshot.snapshot_id,
         mode=mode,
-        added=tuple(added),
-        removed=tuple(removed),
+        added=files.added,
+        removed=files.removed,
         keys=keys,
         run_id=summary.get(_RUN),
         properties={key: value for key, value in summary.items() if not key.startswith(_TOTALS)},
         origin=_origin(snapshot),
-        deletes=tuple(deletes),
+        deletes=files.deletes,
         recorded=from_text(record) if record is not None else None,
         named=tuple(name for name in summary.get(_PARTITION, "").split(",") if name),
     )
 
 
-def _operation(snapshot: Snapshot) -> Operation | None:
-    return snapshot.summary.operation if snapshot.summary else None
-
-
-def _mode(snapshot: Snapshot, removed: list[File], before: Table | None) -> Mode:
+def _mode(snapshot: Snapshot, removed: Sequence[File], before: Table | None) -> Mode:
     """The recorded write mode; without one, what the operation could have been at worst."""
     recorded = _property(snapshot, _WRITE_MODE)
     if recorded in _MODES:
         return _MODES[recorded]
-    if _operation(snapshot) == Operation.APPEND and not removed:
+    if snapshot.summary and snapshot.summary.operation == Operation.APPEND and not removed:
         return Mode.APPEND
     if before and removed and live_paths(before) <= {file.path for file in removed}:
         return Mode.REPLACE_TABLE
@@ -250,101 +217,3 @@ def live_paths(table: Table) -> set[str]:
         if manifest.content == ManifestContent.DATA
         for entry in manifest.fetch_manifest_entry(table.io)
     }
-
-
-class _Files:
-    """The files of one table as plain values; predicates are bound to its columns once, not per file."""
-
-    def __init__(self, metadata: TableMetadata) -> None:
-        self._schema = metadata.schema()
-        self._specs = metadata.specs()
-        self._rows: dict[Replaced, Callable[[DataFile], bool]] = {}
-        self._partitions: dict[tuple[Replaced, int], Callable[[DataFile], bool]] = {}
-        self._known: dict[tuple[Replaced, int, str], bool] = {}
-
-    def data(self, file: DataFile) -> File:
-        """A data file."""
-
-        def may_hold(predicate: Replaced) -> bool:
-            return self._partition(predicate, file, path) and self._row(predicate)(file)
-
-        path = self._path(file)
-        return File(
-            file.file_path,
-            path,
-            _bounds(file, self._schema),
-            file,
-            may_hold,
-            file.record_count,
-        )
-
-    def deletes(self, file: DataFile) -> DeleteFile:
-        """A file of row-level deletes."""
-
-        def may_hold(predicate: Replaced) -> bool:
-            return everywhere or self._partition(predicate, file, path)
-
-        path = self._path(file)
-        equality = file.content == DataFileContent.EQUALITY_DELETES
-        everywhere = equality and not self._specs[file.spec_id].fields
-        return DeleteFile(
-            file.file_path,
-            path,
-            None if equality else _data_paths(file),
-            everywhere,
-            may_hold,
-        )
-
-    def _path(self, file: DataFile) -> str:
-        spec = self._specs[file.spec_id]
-        try:
-            return unquote(spec.partition_to_path(file.partition, self._schema)) if spec.fields else ""
-        except (ValueError, KeyError):  # an older spec of a column that has been dropped since
-            return str(file.partition)
-
-    def _partition(self, predicate: Replaced, file: DataFile, path: str) -> bool:
-        """Asked once per partition: a thousand files of one day are of one day."""
-        one = predicate, file.spec_id, path
-        if one not in self._known:
-            key = predicate, file.spec_id
-            if key not in self._partitions:
-                spec = self._specs[file.spec_id]
-                self._partitions[key] = file_bounds.in_partition(predicate, self._schema, spec)
-            self._known[one] = self._partitions[key](file)
-        return self._known[one]
-
-    def _row(self, predicate: Replaced) -> Callable[[DataFile], bool]:
-        if predicate not in self._rows:
-            self._rows[predicate] = file_bounds.in_bounds(predicate, self._schema)
-        return self._rows[predicate]
-
-
-def _data_paths(file: DataFile) -> tuple[str, str] | None:
-    """The range of data file paths that a file of position deletes speaks of.
-
-    PyIceberg does not read the field that names the one data file; the bounds say the same.
-    """
-    low = (file.lower_bounds or {}).get(_DATA_PATH)
-    high = (file.upper_bounds or {}).get(_DATA_PATH)
-    if low is None or high is None:
-        return None
-    try:
-        return low.decode(), high.decode()
-    except UnicodeDecodeError:  # cut within a character
-        return None
-
-
-def _bounds(data_file: DataFile, schema: Schema) -> Callable[[str], Bounds | None]:
-    def of(column: str) -> Bounds | None:
-        try:
-            field = schema.find_field(column)
-        except ValueError:  # renamed or dropped since the key was recorded
-            return None
-        low = (data_file.lower_bounds or {}).get(field.field_id)
-        high = (data_file.upper_bounds or {}).get(field.field_id)
-        nulls = (data_file.null_value_counts or {}).get(field.field_id, 0)
-        if low is None or high is None or nulls or not isinstance(field.field_type, PrimitiveType):
-            return None
-        return from_bytes(field.field_type, low), from_bytes(field.field_type, high)
-
-    return of

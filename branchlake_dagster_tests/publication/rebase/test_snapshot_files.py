@@ -1,0 +1,118 @@
+"""What a plan reads of `main`'s snapshots: each once, whoever asks, and never what is not there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from pyiceberg.exceptions import ValidationException
+from pyiceberg.io import FileIO
+from pyiceberg.table.snapshots import Operation, Snapshot
+
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.library_internals.pyiceberg import snapshot_of
+from branchlake_dagster.publication.rebase.changes import Mode
+from branchlake_dagster.publication.rebase.snapshot_files import SnapshotFiles
+from branchlake_dagster_tests.publication.workbench import Workbench
+
+DAYS = tuple("abcdefghij")
+
+
+@pytest.fixture
+def bench(lakehouse: Lakehouse, namespace: str) -> Iterator[Workbench]:
+    bench = Workbench(lakehouse, namespace)
+    yield bench
+    bench.clean()
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How often each snapshot's manifest list was read in looking at what it did."""
+    found: Counter[int] = Counter()
+    real = SnapshotFiles.of
+
+    def of(self: SnapshotFiles, table: object) -> object:
+        touched = real(self, table)  # type: ignore[arg-type]
+
+        def counted(snapshot: Snapshot) -> object:
+            with monkeypatch.context() as context:
+                manifests = Snapshot.manifests
+
+                def noted(one: Snapshot, io: FileIO) -> object:
+                    found[one.snapshot_id] += 1
+                    return manifests(one, io)
+
+                context.setattr(Snapshot, "manifests", noted)
+                return touched(snapshot)
+
+        return counted
+
+    monkeypatch.setattr(SnapshotFiles, "of", of)
+    return found
+
+
+def test_runs_that_replaced_a_partition_each_read_every_snapshot_of_main_once(
+    bench: Workbench, read: Counter[int]
+) -> None:
+    bench.seeded([(day, 1) for day in DAYS])
+    waiting = [bench.run() for _ in DAYS]
+    for day, run in zip(DAYS, waiting, strict=True):
+        run.replace(day, [(day, 2)])
+    beside = bench.run()
+    beside.append([("k", 1)])
+    bench.published(beside)
+    read.clear()
+    bench.published(*waiting)
+    assert bench.rows() == [*((day, 2) for day in DAYS), ("k", 1)]
+    # Those of the ten runs, that of the one beside, and those that were made for all but the last.
+    assert set(read.values()) == {1}
+    own = sum(len(run.table().snapshots()) - 1 for run in waiting)
+    assert own == 20
+    assert len(read) == 1 + own + own - 2
+
+
+def test_what_is_kept_is_bounded(bench: Workbench) -> None:
+    bench.seeded([(day, 1) for day in DAYS])
+    table = bench.main()
+    snapshot = table.current_snapshot()
+    assert snapshot is not None
+    # Ten files of two columns, and the snapshot itself.
+    for most, kept in ((20, False), (21, True)):
+        touched = SnapshotFiles(most).of(table)
+        first = touched(snapshot)
+        assert len(first.added) == 10
+        assert (touched(snapshot) is first) is kept
+
+
+def test_a_column_more_and_another_layout_are_looked_at_anew(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+    files, table = SnapshotFiles(), bench.main()
+    snapshot = table.current_snapshot()
+    assert snapshot is not None
+    first = files.of(table)(snapshot)
+    assert files.of(bench.main())(snapshot) is first
+    (file,) = first.added
+    assert (file.partition, file.bounds("id"), first.mode) == ("day=a", (1, 1), None)
+    with table.update_schema() as update:
+        update.rename_column("id", "number")
+    (file,) = files.of(table)(snapshot).added
+    assert (file.bounds("id"), file.bounds("number")) == (None, (1, 1))
+    with table.update_spec() as change:
+        change.add_identity("number")
+    assert files.of(table)(snapshot).mode is Mode.OLD_LAYOUT
+
+
+def test_a_file_that_is_not_there_cannot_be_replaced(bench: Workbench) -> None:
+    bench.seeded([("a", 1), ("b", 1)])
+    before = bench.main()
+    run = bench.run()
+    run.replace("a", [("a", 2)])
+    bench.published(run)
+    gone = next(task.file for task in before.scan("day = 'a'").plan_files())
+    written: list[str] = []
+    with pytest.raises(ValidationException, match=f"files to delete: {gone.file_path}"):
+        snapshot_of(
+            bench.main(), added=(), removed=[gone], operation=Operation.DELETE, properties={}, written=written
+        )
+    assert written == []
