@@ -5,6 +5,7 @@ They are forked from one process that has imported everything, so a killed one i
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import random
@@ -30,6 +31,8 @@ _PRELOADED = (
 _context = multiprocessing.get_context("forkserver")
 _SPOILT_EVERY = 6
 _PATIENCE_S = 240.0
+_TELL = signal.SIGUSR1
+"""On it a worker writes into its log where it is."""
 
 
 @dataclass
@@ -63,6 +66,7 @@ def work(role: str, board: Board, stop: Synchronized[int], environment: Mapping[
     with Path(log).open("ab", buffering=0) as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
+    faulthandler.register(_TELL)
     import dagster as dg
 
     from branchlake_dagster.errors import BranchlakeError
@@ -159,9 +163,15 @@ class Worker:
     def wait(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _PATIENCE_S
         while not condition():
-            assert time.monotonic() < deadline, f"{self.role} does nothing, see {self.log}"
             assert self.process.is_alive(), f"{self.role} ended by itself, see {self.log}"
+            assert time.monotonic() < deadline, f"{self.role} does nothing: {self._stands()}"
             time.sleep(0.001)
+
+    def _stands(self) -> str:
+        """The end of its log, with the place where it stands."""
+        os.kill(self.process.pid or 0, _TELL)
+        time.sleep(1)
+        return self.log.read_text()[-10_000:]
 
     def finish(self) -> None:
         """Wait for the end of its last piece of work, after `stop`."""
