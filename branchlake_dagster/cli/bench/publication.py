@@ -25,7 +25,7 @@ from branchlake_dagster.cli.bench.history import ledger_ms, rebase_ms
 from branchlake_dagster.cli.bench.overhead import overhead
 from branchlake_dagster.cli.bench.own_lake import own_lake
 from branchlake_dagster.cli.bench.reconcile import reconcile_seconds
-from branchlake_dagster.cli.bench.waiting import waiting_seconds
+from branchlake_dagster.cli.bench.waiting import waiting_replaced_seconds, waiting_seconds
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.nessie.model import Reference
 from branchlake_dagster.publication.commit.publisher import publisher_of
@@ -36,6 +36,8 @@ _NAMESPACE = "bench"
 _SCHEMA = Schema(NestedField(1, "token", StringType(), required=False), NestedField(2, "n", LongType()))
 _WAITING = 8
 """Runs that wait for one table at the same time (group commit)."""
+_REPLACED = 200
+"""Most runs that have replaced a partition and wait. To make them takes longer than to publish them."""
 
 
 @dataclass
@@ -142,6 +144,9 @@ def measure(
             lost, doubled = bench.lost_and_doubled()
             say(f"{waiting:,} finished runs of one table …")
             found |= waiting_seconds(lake, waiting, say=say)
+            replaced = min(waiting, _REPLACED)
+            say(f"{replaced:,} finished runs that replaced a partition each …")
+            found |= waiting_replaced_seconds(lake, replaced, say=say)
             say(f"Reconciling {branches:,} branches …")
             found["reconcile_10k_s"] = round(reconcile_seconds(lake, branches, say=say), 2)
             say(f"A long history: 5,000 snapshots, {commits:,} commits …")

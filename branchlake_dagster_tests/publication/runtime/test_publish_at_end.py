@@ -184,11 +184,10 @@ def test_the_run_and_the_sensor_race_to_one_publication(
                 thread.start()
             for thread in threads:
                 thread.join()
-            assert {o.action for o in outcomes if o} <= {
-                PublicationAction.PUBLISHED,
-                PublicationAction.TRY_AGAIN,
-            }
+            # What comes from outside may find the branch gone; the run itself knows how it ended.
+            told = {o.action for o in outcomes if o and o.detail != "another publisher was faster"}
+            assert told <= {PublicationAction.PUBLISHED, PublicationAction.TRY_AGAIN}
             assert len({o.publication for o in outcomes if o and o.publication}) == 1
             assert times(lakehouse, token) == 1
-            told = [p for p in publications(lakehouse.nessie, limit=10) if p.run_id == result.run_id]
-            assert len(told) == 1
+            entries = [p for p in publications(lakehouse.nessie, limit=10) if p.run_id == result.run_id]
+            assert len(entries) == 1
