@@ -29,7 +29,8 @@ from .assets import FREE, appending, checked, sparked
 from .conftest import Bearer
 from .guard import READ_ONLY, TOKEN, Guard
 
-SOON_S = 20.0
+SOON_S = 50.0
+"""Spark tries for a minute where a server may come back."""
 HINT = "Set BRANCHLAKE_NESSIE_TOKEN"
 References = dict[str, str]
 

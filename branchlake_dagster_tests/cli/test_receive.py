@@ -25,6 +25,7 @@ from branchlake_dagster.cli.main import main
 from branchlake_dagster.cli.receiving.kafka_options import kafka_options
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.receiving.landing import Landing
+from branchlake_dagster.lakehouse.embedded.process import choose_port
 from branchlake_dagster_tests.ingest.receiving.harness import landed
 
 COMMAND = [sys.executable, "-c", "from branchlake_dagster.cli import main; main()"]
@@ -127,6 +128,7 @@ def test_killed_in_the_middle_and_started_again(tmp_path: Path) -> None:
             while landing.offsets("sda.isl", 0)[1] < before + 2_000:
                 time.sleep(0.005)
             running.process.kill()
+            running.process.wait()  # it may be in the middle of a rename
             stop.set()
             sender.join()
             seen = landing.offsets("sda.isl", 0)[1]
@@ -142,9 +144,7 @@ def test_killed_in_the_middle_and_started_again(tmp_path: Path) -> None:
 
 @pytest.mark.chaos
 def test_pages_are_had_once_across_kills(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = choose_port(0, setting="the port of the tests' pages")
     simulator = subprocess.Popen(
         [
             *(*COMMAND, "simulate", "--optical", f"127.0.0.1:{port}", "--rate", "optical=800"),
@@ -195,9 +195,7 @@ def test_pages_are_had_once_across_kills(tmp_path: Path) -> None:
 @pytest.mark.chaos
 def test_into_kafka_and_on_from_there(kafka: str) -> None:
     """The mock cluster of librdkafka, which lives in this process, and receivers in others."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = choose_port(0, setting="the port of the tests' pages")
     simulator = subprocess.Popen(
         [
             *(*COMMAND, "simulate", "--optical", f"127.0.0.1:{port}", "--rate", "optical=300"),

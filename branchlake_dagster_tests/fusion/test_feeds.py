@@ -214,7 +214,7 @@ def test_a_sender_sees_that_its_connection_was_closed_and_loses_nothing() -> Non
     async def play() -> None:
         sink, feed = MemorySink(), a_feed(rates={"isl": 20.0}, corrupted=0.0)
         sent = whole(feed)["isl"]
-        settings = TcpConfig("127.0.0.1", 0, idle_s=0.1)
+        settings = TcpConfig("127.0.0.1", 0, idle_s=1.0)
         intake = an_intake(lambda b, c: TcpSource(settings, b, c), sink)
         async with running(intake):
             host, port = intake.source.address.split(":")
@@ -224,7 +224,7 @@ def test_a_sender_sees_that_its_connection_was_closed_and_loses_nothing() -> Non
             await until(lambda: intake.counts.events["closed_idle"] == 2 and outlet.gone == 2)
             await outlet.send(sent)
             await until(lambda: intake.counts.events["closed_idle"] == 4)
-            assert len(sink.records) == 2 * len(sent)
+            await until(lambda: len(sink.records) == 2 * len(sent))
             await outlet.close()
         assert (outlet.reconnected, outlet.refused) == (2, 0)
 

@@ -304,7 +304,7 @@ def test_no_record_is_none(tmp_path: Path) -> None:
 
 def test_a_server_that_ends_at_once_quotes_its_log(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "nessie.log"
-    command = ["/bin/sh", "-c", "echo starting; sleep 0.2; echo 'ERROR the store is locked' >&2; exit 1"]
+    command = ["/bin/sh", "-c", "echo starting; sleep 2; echo 'ERROR the store is locked' >&2; exit 1"]
     record = process.launch("nessie", command, log=log, environment={}, port=1)
     with pytest.raises(ServerDidNotStart, match=r"nessie ended: ERROR the store is locked .*nessie\.log"):
         process.wait_until(lambda: False, record, log=log, timeout_s=60)

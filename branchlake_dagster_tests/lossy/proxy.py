@@ -61,6 +61,8 @@ class LossyProxy:
         self.port: int = self._listener.getsockname()[1]
         self.uri = f"http://{_LOOPBACK}:{self.port}{parts.path}"
         self._listener.listen(128)
+        self._listening = threading.Event()
+        self._listening.set()
         self._thread = threading.Thread(target=self._accept, name="lossy proxy", daemon=True)
         self._thread.start()
 
@@ -68,7 +70,7 @@ class LossyProxy:
         """From now on everything passes; returns when whatever was held back has been applied."""
         self.dice.rate = 0.0
         deadline = time.monotonic() + _PATIENCE_S
-        while self._late or time.monotonic() < self._refusing_until:
+        while self._late or not self._listening.is_set():
             assert time.monotonic() < deadline, "a late request was never answered"
             time.sleep(0.05)
 
@@ -106,6 +108,7 @@ class LossyProxy:
             time.sleep(min(wait, 0.2))
         fresh.listen(128)
         self._listener = fresh
+        self._listening.set()
 
     def _converse(self, connection: socket.socket, address: Any) -> None:
         proxy = self
@@ -132,6 +135,7 @@ class LossyProxy:
         draw = self.dice.draw(changes=request.changes)
         match draw.fault:
             case Fault.REFUSED:
+                self._listening.clear()
                 self._refusing_until = time.monotonic() + draw.delay_s
                 with contextlib.suppress(OSError):
                     self._listener.shutdown(socket.SHUT_RDWR)

@@ -172,9 +172,9 @@ def crowd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_a_killed_process_left_goes_with_the_next_one(crowd: Path) -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     ended_s = started_s(ended.pid)
-    ended.wait()
+    ended.communicate(b"\n")
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     sleeper_s = started_s(sleeper.pid)
     assert ended_s is not None

@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import requests
@@ -16,6 +17,7 @@ from branchlake_dagster.extras import require
 from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ServerDidNotStart, choose_port
 from branchlake_dagster.waiting import holds_within
 
+_LAST_WORDS_S = 10.0
 _LOCATIONS = """
 { workspaceOrError { ... on Workspace { locationEntries { name locationOrLoadError {
     __typename ... on PythonError { message cause { message } }
@@ -80,13 +82,25 @@ def _require_loaded(url: str, log: Path) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], *, grace_s: float = 20.0) -> None:
-    """End the whole session: the daemon and code servers are children that would outlive the parent."""
+    """End the whole session: the daemon and code servers are children that would outlive the parent.
+
+    Those that are at work, runs above all, have `grace_s` to write down how they ended.
+    """
+    until = time.monotonic() + grace_s
     for ending in (signal.SIGINT, signal.SIGKILL):
         try:
             os.killpg(process.pid, ending)
         except ProcessLookupError:
             return
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            continue
+        left_s = min(_LAST_WORDS_S, until - time.monotonic())
+        holds_within(left_s, lambda: _is_empty(process.pid), every_s=0.05)
+
+
+def _is_empty(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from branchlake_dagster.ingest.receiving.records.record import (
 )
 
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.2, 5.0
+_RETURN_S = 0.1
+_T = TypeVar("_T")
 
 
 class Source(Protocol):
@@ -92,6 +95,7 @@ class Intake:
         self._in_hand: list[Record] = []
         self._now_ns = now_ns
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"sink-{topic}-{partition}")
+        self._call: Future[Any] | None = None
         self._given_up = asyncio.Event()
 
     @property
@@ -106,13 +110,10 @@ class Intake:
             Terminal: the sink or the source can never be opened.
 
         """
-        loop = asyncio.get_running_loop()
         pause_s = _FIRST_PAUSE_S
         while not self.buffer.closed:
             try:
-                resumed = await loop.run_in_executor(
-                    self._thread, lambda: self.sink.open(resume=self.source.resumes)
-                )
+                resumed = await self._in_thread(partial(self.sink.open, resume=self.source.resumes))
                 break
             except Exception as error:
                 if not isinstance(error, Transient):
@@ -131,13 +132,12 @@ class Intake:
             await self._hand_over()
 
     async def _hand_over(self) -> None:
-        loop = asyncio.get_running_loop()
         pause_s = _FIRST_PAUSE_S
         while self._in_hand and not self._given_up.is_set():
             batch, dropped = self._in_hand, self.counts.dropped_in_all()
             left: list[Record] = []
             try:
-                await loop.run_in_executor(self._thread, self.sink.write, batch, dropped)
+                await self._in_thread(partial(self.sink.write, batch, dropped))
                 self.sink_trouble = ""
             except NotHandedOver as error:
                 left, self.sink_trouble = error.records, str(error)
@@ -186,8 +186,9 @@ class Intake:
         return free
 
     def _thread_is_free(self) -> bool:
-        try:
-            self._thread.submit(lambda: None).result(timeout=0.1)
-        except TimeoutError:
-            return False
-        return True
+        """Whether the sink is left alone; a call that is about to return has a moment to do so."""
+        return self._call is None or not wait([self._call], timeout=_RETURN_S).not_done
+
+    def _in_thread(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
+        self._call = future = self._thread.submit(call)
+        return asyncio.wrap_future(future)

@@ -35,34 +35,35 @@ def main() -> int:
         return _ordinary(error)
     with warm:
         try:
-            daemon = _forked(warm)
+            _fork(warm)
         except (OSError, ChannelClosed) as error:
             warm.close()  # a fork that comes later must not begin
             return _ordinary(error)
-        _stand_for(daemon, warm)
+        _stand_in(warm)
     return 0
 
 
-def _forked(warm: socket.socket) -> int:
-    """The process id of a fork that begins. Raises OSError or ChannelClosed, and then none does."""
+def _fork(warm: socket.socket) -> None:
+    """Let a fork begin, and pass SIGTERM on to it. Raises OSError or ChannelClosed, and then none does."""
     warm.settimeout(_PATIENCE_S)
     order = {"arguments": sys.argv[1:], "environment": dict(os.environ), "folder": str(Path.cwd())}
     send(warm, order, passing=[0, 1, 2])
     answer, _ = receive(warm)
     if "declined" in answer:
         raise ChannelClosed(answer["declined"])
-    send(warm, {"go": True})
-    return int(answer["daemon"])
-
-
-def _stand_for(daemon: int, warm: socket.socket) -> None:
-    """Until it has ended: then its end of the socket is closed."""
+    daemon = int(answer["daemon"])
 
     def ended_by(number: int, _: object) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(daemon, number)
 
+    # Before it begins: one that works must not outlive who stands for it.
     signal.signal(signal.SIGTERM, ended_by)
+    send(warm, {"go": True})
+
+
+def _stand_in(warm: socket.socket) -> None:
+    """Until the fork has ended: then its end of the socket is closed."""
     warm.settimeout(None)
     with contextlib.suppress(ConnectionError):
         while warm.recv(1):

@@ -40,14 +40,16 @@ class Runs:
         )
 
 
-def leases(lake: Lakehouse, runs: Runs, run_id: str, *names: str, wait_s: float = 60.0) -> RunLeases:
+def leases(
+    lake: Lakehouse, runs: Runs, run_id: str, *names: str, wait_s: float = 60.0, interval_s: float = 0.05
+) -> RunLeases:
     return RunLeases(
         lambda: lake.nessie,
         runs,  # type: ignore[arg-type]
         run_id,
         lambda: names,
         tuple,
-        interval_s=0.05,
+        interval_s=interval_s,
         wait_s=wait_s,
         say=lambda _: None,
     )
@@ -78,7 +80,7 @@ def test_many_at_once_work_one_after_the_other(lakehouse: Lakehouse, namespace: 
 
     def work(number: int) -> None:
         run_id = f"{namespace}-{number}"
-        leases(lakehouse, runs, run_id, namespace).hold(None)
+        leases(lakehouse, runs, run_id, namespace, interval_s=2.0).hold(None)
         at_work.append(run_id)
         time.sleep(0.02)
         seen.append(len(at_work))

@@ -298,7 +298,7 @@ def test_a_server_that_hangs_or_is_away_is_asked_again() -> None:
             return web.json_response([item(1)])
 
         async with serving(answer) as url:
-            intake = asking(url, sink, timeout_s=0.2)
+            intake = asking(url, sink, timeout_s=2.0)
             async with running(intake):
                 await until(lambda: sink.records)
         assert intake.counts.events["requests_timeout"] == 1

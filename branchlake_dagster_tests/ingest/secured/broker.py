@@ -8,6 +8,7 @@ from pathlib import Path
 
 from confluent_kafka.admin import (
     AclBinding,
+    AclBindingFilter,
     AclOperation,
     AclPermissionType,
     AdminClient,
@@ -21,6 +22,7 @@ from confluent_kafka.admin import (
 from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
 from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, choose_port
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.waiting import holds_within
 
 USER = "ali,ce"
 PASSWORD = 'never-shown "\\;= word'
@@ -78,6 +80,19 @@ class SecuredBroker:
         ]
         for future in admin.create_acls(rules).values():
             future.result(60)
+        # The controller has them then; the broker that goes by them hears of them a little later.
+        everything = AclBindingFilter(
+            ResourceType.ANY,
+            None,
+            ResourcePatternType.ANY,
+            None,
+            None,
+            AclOperation.ANY,
+            AclPermissionType.ANY,
+        )
+        assert holds_within(
+            60, lambda: set(rules) <= set(admin.describe_acls(everything).result(60)), every_s=0.05
+        )
 
     def address(self, security: str) -> str:
         """Where it is reached with this `security.protocol`, or at a listener of this name."""

@@ -161,7 +161,7 @@ def test_a_receiver_whose_broker_stands_still_is_seen_on_the_topic(
 
         def counted(enough: Callable[[TopicCounts], bool]) -> None:
             until = time.monotonic() + 120
-            while not enough(together(scrape([monitor]))[topic]):
+            while not enough(together(scrape([monitor])).get(topic, TopicCounts())):
                 assert time.monotonic() < until, scrape([monitor])
                 time.sleep(0.05)
 

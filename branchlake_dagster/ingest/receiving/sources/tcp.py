@@ -165,13 +165,13 @@ class _Connection:
     async def read(self, take: Callable[[list[bytes], bytes], Awaitable[None]]) -> str:
         """Pass frames on until the connection ends; why it did."""
         loop = asyncio.get_running_loop()
-        begun = 0.0
+        begun, last = 0.0, False
         while True:
             patience = self._config.idle_s
             if self._data:
                 patience = min(patience, max(0.0, begun + self._config.frame_s - loop.time()))
             if self._finishing:
-                patience = _LAST_WORD_S
+                patience = 0.0 if last else _LAST_WORD_S
             due = loop.time() + patience
             try:
                 async with asyncio.timeout(patience) as self._waiting:
@@ -181,11 +181,16 @@ class _Connection:
                     # It is we who are late: what came meanwhile has not been looked at yet.
                     begun = loop.time()
                     continue
+                if self._finishing and not last:
+                    # What came in the same turn as the end of the patience is in the reader.
+                    last = True
+                    continue
                 return "ended" if self._finishing else "slow" if self._data else "idle"
             except OSError:
                 return "reset"
             finally:
                 self._waiting = None
+            last = False
             if not chunk:
                 return "truncated" if self._data else "by_sender"
             if not self._data:
