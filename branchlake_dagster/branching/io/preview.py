@@ -10,6 +10,8 @@ import pyarrow.parquet as pq
 from pyiceberg.manifest import DataFileContent, FileFormat, ManifestEntryStatus
 from pyiceberg.table import Table
 
+from branchlake_dagster.library_internals.manifests import entries_of
+
 _COLUMNS = 12
 _CHARACTERS = 40
 _log = logging.getLogger(__name__)
@@ -37,7 +39,9 @@ def _first_rows(table: Table, rows: int) -> pa.Table | None:
     for manifest in snapshot.manifests(table.io):
         if manifest.added_snapshot_id != snapshot.snapshot_id:
             continue
-        for entry in manifest.fetch_manifest_entry(table.io):
+        with table.io.new_input(manifest.manifest_path).open() as stream:
+            content = stream.read()
+        for entry in entries_of(manifest, content):
             file = entry.data_file
             data = file.content == DataFileContent.DATA and file.file_format == FileFormat.PARQUET
             if data and entry.status == ManifestEntryStatus.ADDED and file.record_count:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from weakref import WeakKeyDictionary
 
 from dagster import DagsterInstance
 
@@ -53,10 +54,15 @@ UNKNOWN = Origin()
 """Of a branch that nobody has asked about, or of which nothing is known."""
 
 
+_ids: WeakKeyDictionary[DagsterInstance, str | None] = WeakKeyDictionary()
+
+
 def instance_id(instance: DagsterInstance) -> str | None:
     """The id of the instance's run storage, which outlives processes; None when the storage has none."""
-    told = getattr(instance.run_storage, "get_run_storage_id", None)
-    return str(told()) if told is not None else None
+    if instance not in _ids:
+        told = getattr(instance.run_storage, "get_run_storage_id", None)
+        _ids[instance] = str(told()) if told is not None else None
+    return _ids[instance]
 
 
 class Makers:

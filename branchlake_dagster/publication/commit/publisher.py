@@ -25,6 +25,7 @@ from branchlake_dagster.publication.ledger.candidate import Candidate, Published
 from branchlake_dagster.publication.ledger.main_log import MainLog
 from branchlake_dagster.publication.ledger.publications import Publication, message, properties
 from branchlake_dagster.publication.rebase.replay import IcebergTables, Tables
+from branchlake_dagster.publication.rebase.snapshot_files import SnapshotFiles
 
 GROUP = 32
 """Most publications in one commit: bounds what is planned again when `main` moves meanwhile."""
@@ -35,15 +36,16 @@ class PublicationUnexplained(BranchlakeError, OutcomeUnknown):  # noqa: N818 - n
 
 
 @lru_cache(maxsize=8)
-def _main_log(uri: str) -> MainLog:  # noqa: ARG001 - the key
-    """One reading of a lake's log for all passes of this process."""
-    return MainLog()
+def _read(uri: str) -> tuple[MainLog, SnapshotFiles]:  # noqa: ARG001 - the key
+    """One reading of a lake's log, and of its tables' snapshots, for all passes of this process."""
+    return MainLog(), SnapshotFiles()
 
 
 def publisher_of(lake: Lakehouse) -> Publisher:
     """The publisher of a lake's Iceberg tables."""
     client = lake.nessie
-    return Publisher(client, IcebergTables(lake.catalog()), _main_log(client.uri))
+    log, files = _read(client.uri)
+    return Publisher(client, IcebergTables(lake.catalog(), files), log)
 
 
 class Publisher:

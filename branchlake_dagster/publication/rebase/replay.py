@@ -91,9 +91,9 @@ class Tables(Protocol):
 class IcebergTables:
     """`Tables` for Iceberg through PyIceberg; safe to keep for long, it caches immutable metadata only."""
 
-    def __init__(self, catalog: NessieCatalog) -> None:
+    def __init__(self, catalog: NessieCatalog, files: SnapshotFiles | None = None) -> None:
         self._catalog = catalog
-        self._files = SnapshotFiles()
+        self._files = files or SnapshotFiles()
         self._opened: LRUCache[str, Table] = LRUCache(_METADATA_CACHED)
         self._lock = threading.Lock()
 

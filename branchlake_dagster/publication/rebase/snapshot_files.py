@@ -30,8 +30,8 @@ from branchlake_dagster.publication.rebase.changes import Bounds, DeleteFile, Fi
 _DATA_PATH = 2147483546
 """The field id of `file_path` in files of position deletes."""
 _LAYOUTS = 64
-_MOST = 200_000
-"""Columns of files that are kept, each with its bounds and counts: some hundred megabytes at most."""
+_MOST = 100_000
+"""Columns of files that are kept, each with its bounds and counts: half a kilobyte, so 50 MB in all."""
 
 
 @dataclass(frozen=True)
