@@ -226,6 +226,7 @@ def test_a_sender_sees_that_its_connection_was_closed_and_loses_nothing() -> Non
             await until(lambda: intake.counts.events["closed_idle"] == 4)
             await until(lambda: len(sink.records) == 2 * len(sent))
             await outlet.close()
+        assert len(sink.records) == 2 * len(sent)
         assert (outlet.reconnected, outlet.refused) == (2, 0)
 
     asyncio.run(play())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from confluent_kafka import KafkaError
 
+from branchlake_dagster.ingest.kafka import topics
 from branchlake_dagster.ingest.kafka.complaints import Cause, Complaints
+from branchlake_dagster.ingest.receiving.sinks import kafka as sinks
 
 DOWN = KafkaError(KafkaError._ALL_BROKERS_DOWN, "1/1 brokers are down")
 REFUSED = KafkaError(KafkaError._TRANSPORT, "b:9092/bootstrap: Connect to ipv4#10.0.0.1:9092 failed: refused")
@@ -88,6 +90,7 @@ def test_only_what_does_not_pass_is_final_and_only_when_no_broker_is_left() -> N
     complaints(WRONG)
     assert complaints.final
     complaints.answered()
+    complaints.asked()
     complaints(WRONG)
     assert not complaints.final
     assert [cause for cause in Cause if cause.passes] == [Cause.ADDRESS, Cause.PROTOCOL]
@@ -105,9 +108,15 @@ def test_what_was_told_before_a_request_counts_until_a_broker_answers() -> None:
     complaints(REFUSED)
     assert cause() is Cause.ADDRESS
     complaints.answered()
+    assert cause() is Cause.ADDRESS, "it may be of another broker than the one that has answered"
+    complaints(WRONG)
+    complaints.asked()
+    assert cause() is Cause.ADDRESS, "what is told after an answer is not of the next request"
     complaints(DOWN)
     complaints.asked()
     complaints.asked()
     assert cause() is Cause.PROTOCOL
-    complaints.answered()
-    assert cause() is Cause.ADDRESS
+
+
+def test_each_cause_has_a_hint() -> None:
+    assert set(topics._HINTS) == set(sinks._HINTS) == set(Cause)

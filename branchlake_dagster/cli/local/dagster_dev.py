@@ -17,7 +17,7 @@ from branchlake_dagster.extras import require
 from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ServerDidNotStart, choose_port
 from branchlake_dagster.waiting import holds_within
 
-_LAST_WORDS_S = 10.0
+_LAST_WORDS_S = 5.0
 _LOCATIONS = """
 { workspaceOrError { ... on Workspace { locationEntries { name locationOrLoadError {
     __typename ... on PythonError { message cause { message } }

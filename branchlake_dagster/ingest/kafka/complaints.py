@@ -46,29 +46,33 @@ class Complaint:
 
 
 class Complaints:
-    """The latest ones of one client of the brokers `bootstrap`, since one of them has answered.
+    """The latest ones of one client of the brokers `bootstrap`, since a request was answered.
 
-    librdkafka repeats itself once in ten seconds or less: what it told before a request may be all that is
-    told of it.
+    librdkafka repeats itself once in ten seconds, or more seldom: what it told before a request may be all
+    that is told of it.
     """
 
     def __init__(self, bootstrap: str) -> None:
         self._bootstrap = bootstrap
         self._told: dict[int, str] = {}
         self._before: dict[int, str] = {}
+        self._answered = False
 
     def __call__(self, error: KafkaError) -> None:
         """The client's `error_cb`."""
         self._told[error.code()] = error.str()
 
     def asked(self) -> None:
-        """A request begins. What was told before counts where nothing is told of this one."""
-        self._before |= self._told
-        self._told = {}
+        """A request begins. What was told before counts where nothing is told of this one.
+
+        Not if the last one was answered: then it is over, or of a broker that was not needed.
+        """
+        self._before = {} if self._answered else self._before | self._told
+        self._told, self._answered = {}, False
 
     def answered(self) -> None:
-        """A broker has answered: what was told is over."""
-        self._before, self._told = {}, {}
+        """All of a request was answered, with an error maybe."""
+        self._answered = True
 
     @property
     def _lost(self) -> bool:

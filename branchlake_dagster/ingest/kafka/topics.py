@@ -125,6 +125,7 @@ class KafkaTopics:
         self._begin()
         asked = self._admin.describe_topics(TopicCollection(wanted), request_timeout=_TIMEOUT_S)
         told = {name: self._answer(asked[name], f"topic {name}") for name in wanted}
+        self._complaints.answered()
         for name, topic in told.items():
             if str(topic.topic_id) == _NO_ID:
                 raise KafkaRefused(
@@ -148,6 +149,7 @@ class KafkaTopics:
             told = self._admin.list_topics(timeout=_TIMEOUT_S)
         except KafkaException as exception:
             raise self._as_ours(exception, what) from exception
+        self._complaints.answered()
         return len(brokers), len(told.topics)
 
     def at_time(self, topic: Topic, moment: datetime) -> Offsets:
@@ -196,10 +198,12 @@ class KafkaTopics:
     def _offsets(self, wanted: dict[Any, Any], isolation: Any) -> dict[tuple[str, int], int]:
         self._begin()
         asked = self._admin.list_offsets(wanted, isolation_level=isolation, request_timeout=_TIMEOUT_S)
-        return {
+        found = {
             (place.topic, place.partition): self._answer(future, f"topic {place.topic}").offset
             for place, future in asked.items()
         }
+        self._complaints.answered()
+        return found
 
     def report(self, group: str, offsets: Offsets) -> None:
         """See `Topics`: the group `group` has committed what the tables have."""
@@ -229,21 +233,20 @@ class KafkaTopics:
         until = time.monotonic() + _TIMEOUT_S + 5
         while True:
             try:
-                found = future.result(_LOOK_S)
+                return future.result(_LOOK_S)
             except KafkaException as exception:
                 raise self._as_ours(exception, what) from exception
             except TimeoutError as error:
                 self._admin.poll(0)
                 if self._complaints.final or time.monotonic() > until:
                     raise self._unanswered(what, f"nothing came in {_TIMEOUT_S:.0f} s") from error
-            else:
-                self._complaints.answered()
-                return found
 
     def _as_ours(self, exception: KafkaException, what: str) -> KafkaRefused | KafkaUnavailable:
         from confluent_kafka import KafkaError
 
         error: KafkaError = exception.args[0]
+        if error.code() not in _unanswered():
+            self._complaints.answered()
         if error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
             return KafkaRefused(
                 f"The cluster has no {what}.", hint="Create it, or correct the ingestion's topics."

@@ -53,13 +53,18 @@ def _fork(warm: socket.socket) -> None:
         raise ChannelClosed(answer["declined"])
     daemon = int(answer["daemon"])
 
+    begun = False
+
     def ended_by(number: int, _: object) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(daemon, number)
+        if not begun:
+            sys.exit(128 + number)
 
     # Before it begins: one that works must not outlive who stands for it.
     signal.signal(signal.SIGTERM, ended_by)
     send(warm, {"go": True})
+    begun = True
 
 
 def _stand_in(warm: socket.socket) -> None:

@@ -8,9 +8,10 @@ the same manifest lists.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from urllib.parse import unquote
+from typing import Any, TypeVar
+from urllib.parse import unquote_plus
 
 from cachetools import LRUCache
 from pyiceberg.conversions import from_bytes
@@ -20,6 +21,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Operation, Snapshot
+from pyiceberg.typedef import Record
 from pyiceberg.types import PrimitiveType
 
 from branchlake_dagster.branching.table.replaced import Replaced
@@ -30,8 +32,12 @@ from branchlake_dagster.publication.rebase.changes import Bounds, DeleteFile, Fi
 _DATA_PATH = 2147483546
 """The field id of `file_path` in files of position deletes."""
 _LAYOUTS = 64
-_MOST = 100_000
-"""Columns of files that are kept, each with its bounds and counts: half a kilobyte, so 50 MB in all."""
+_MOST, _OF_A_FILE = 100_000, 4
+"""Columns of files that are kept, each with its bounds and counts: half a kilobyte, so 50 MB in all. What a
+file has beside them is as much as four."""
+_ANSWERS = 10_000
+"""Most answers of one kind that are kept for a layout."""
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,8 @@ class SnapshotFiles:
         self._most = most
         self._lock = threading.Lock()
         self._layouts: LRUCache[str, _Files] = LRUCache(_LAYOUTS)
-        self._read: LRUCache[tuple[str, str], tuple[Touched, int]] = LRUCache(
-            most, getsizeof=lambda one: one[1]
-        )
+        self._read: LRUCache[tuple[_Files, str], tuple[Touched, int]]
+        self._read = LRUCache(most, getsizeof=lambda kept: kept[1])
 
     def of(self, table: Table) -> Callable[[Snapshot], Touched]:
         """What tells of a snapshot of the table, in words of its present columns and partition fields."""
@@ -65,21 +70,22 @@ class SnapshotFiles:
             if files is None:
                 files = self._layouts[layout] = _Files(metadata)
 
-        def touched(snapshot: Snapshot) -> Touched:
+        def read(snapshot: Snapshot) -> Touched:
             # Files of Iceberg are never written again under the same name.
-            key = layout, snapshot.manifest_list or ""
+            key = files, snapshot.manifest_list or ""
             with self._lock:
                 known = self._read.get(key)
             if known is not None:
                 return known[0]
             found = _read(snapshot, files, table.io)
-            size = 1 + (len(found.added) + len(found.removed) + len(found.deletes)) * files.columns
+            touched = len(found.added) + len(found.removed) + len(found.deletes)
+            size = _OF_A_FILE + touched * (_OF_A_FILE + files.columns)
             if snapshot.manifest_list and size <= self._most:
                 with self._lock:
                     self._read[key] = found, size
             return found
 
-        return touched
+        return read
 
 
 def _layout(metadata: TableMetadata) -> str:
@@ -128,16 +134,16 @@ class _Files:
         self._schema = metadata.schema()
         self._specs = metadata.specs()
         self.default_spec = metadata.default_spec_id
-        self.columns = max(1, len(self._schema.fields))
+        self.columns = len(self._schema.field_ids)  # of nested ones too: their leaves have bounds
         self._rows: dict[Replaced, Callable[[DataFile], bool]] = {}
         self._partitions: dict[tuple[Replaced, int], Callable[[DataFile], bool]] = {}
-        self._known: dict[tuple[Replaced, int, str], bool] = {}
+        self._known: dict[tuple[Replaced, int, Record], bool] = {}
 
     def data(self, file: DataFile) -> File:
         """A data file."""
 
         def may_hold(predicate: Replaced) -> bool:
-            return self._partition(predicate, file, path) and self._row(predicate)(file)
+            return self._partition(predicate, file) and self._row(predicate)(file)
 
         path = self._path(file)
         return File(
@@ -153,7 +159,7 @@ class _Files:
         """A file of row-level deletes."""
 
         def may_hold(predicate: Replaced) -> bool:
-            return everywhere or self._partition(predicate, file, path)
+            return everywhere or self._partition(predicate, file)
 
         path = self._path(file)
         equality = file.content == DataFileContent.EQUALITY_DELETES
@@ -169,25 +175,33 @@ class _Files:
     def _path(self, file: DataFile) -> str:
         spec = self._specs[file.spec_id]
         try:
-            return unquote(spec.partition_to_path(file.partition, self._schema)) if spec.fields else ""
+            return unquote_plus(spec.partition_to_path(file.partition, self._schema)) if spec.fields else ""
         except (ValueError, KeyError):  # an older spec of a column that has been dropped since
             return str(file.partition)
 
-    def _partition(self, predicate: Replaced, file: DataFile, path: str) -> bool:
+    def _partition(self, predicate: Replaced, file: DataFile) -> bool:
         """Asked once per partition: a thousand files of one day are of one day."""
-        one = predicate, file.spec_id, path
-        if one not in self._known:
-            key = predicate, file.spec_id
-            if key not in self._partitions:
-                spec = self._specs[file.spec_id]
-                self._partitions[key] = file_bounds.in_partition(predicate, self._schema, spec)
-            self._known[one] = self._partitions[key](file)
-        return self._known[one]
+
+        def bound() -> Callable[[DataFile], bool]:
+            return file_bounds.in_partition(predicate, self._schema, self._specs[file.spec_id])
+
+        def asked() -> bool:
+            return _kept(self._partitions, (predicate, file.spec_id), bound)(file)
+
+        return _kept(self._known, (predicate, file.spec_id, file.partition), asked)
 
     def _row(self, predicate: Replaced) -> Callable[[DataFile], bool]:
-        if predicate not in self._rows:
-            self._rows[predicate] = file_bounds.in_bounds(predicate, self._schema)
-        return self._rows[predicate]
+        return _kept(self._rows, predicate, lambda: file_bounds.in_bounds(predicate, self._schema))
+
+
+def _kept(answers: dict[Any, _T], key: Hashable, make: Callable[[], _T]) -> _T:
+    """What is known of `key`. A server asks for days, each time of other partitions."""
+    found = answers.get(key)
+    if found is None:
+        if len(answers) >= _ANSWERS:
+            answers.clear()
+        found = answers[key] = make()
+    return found
 
 
 def _data_paths(file: DataFile) -> tuple[str, str] | None:

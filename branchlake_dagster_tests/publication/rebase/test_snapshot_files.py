@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from dagster import StaticPartitionsDefinition
 from pyiceberg.exceptions import ValidationException
 from pyiceberg.io import FileIO
 from pyiceberg.table.snapshots import Operation, Snapshot
 
-from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.branching.table.replaced import replaced as predicate_of
+from branchlake_dagster.branching.table.selection import select
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.lakehouse.nessie.model import IcebergTable
 from branchlake_dagster.library_internals.pyiceberg import snapshot_of
+from branchlake_dagster.publication.commit.publisher import publisher_of
+from branchlake_dagster.publication.ledger.candidate import Published
 from branchlake_dagster.publication.rebase.changes import Mode
+from branchlake_dagster.publication.rebase.replay import IcebergTables, ReplayImpossible
 from branchlake_dagster.publication.rebase.snapshot_files import SnapshotFiles
-from branchlake_dagster_tests.publication.workbench import Workbench
+from branchlake_dagster_tests.publication.workbench import SCHEMA, Workbench
 
 DAYS = tuple("abcdefghij")
 
@@ -72,13 +80,43 @@ def test_runs_that_replaced_a_partition_each_read_every_snapshot_of_main_once(
     assert len(read) == 1 + own + own - 2
 
 
+def test_the_next_pass_of_the_process_reads_none_of_them_again(bench: Workbench, read: Counter[int]) -> None:
+    bench.seeded([("a", 1), ("b", 1)])
+    runs = [bench.run(), bench.run()]
+    for day, run in zip("ab", runs, strict=True):
+        run.replace(day, [(day, 2)])
+    others = [bench.run(), bench.run()]
+    for run in others:
+        run.append([("c", 1)])
+        bench.published(run)
+    for run in runs:
+        candidate = run.candidate()
+        assert isinstance(publisher_of(bench.lake).publish([candidate])[candidate.branch], Published)
+    assert bench.rows() == [("a", 2), ("b", 2), ("c", 1), ("c", 1)]
+    assert set(read.values()) == {1}
+
+
+def test_partitions_of_like_names_are_told_apart(bench: Workbench) -> None:
+    bench.seeded([("a b", 1), ("a+b", 1), ("null", 1)])
+    table = bench.main()
+    snapshot = table.current_snapshot()
+    assert snapshot is not None
+    files = SnapshotFiles().of(table)(snapshot).added
+    assert {file.partition for file in files} == {"day=a b", "day=a+b", "day=null"}
+    for day in ("a b", "a+b", "null"):
+        one = predicate_of(
+            select([day], StaticPartitionsDefinition([day]), {"": "day"}, schema=SCHEMA, table="t"), SCHEMA
+        )
+        assert [file.partition for file in files if file.may_hold(one)] == [f"day={day}"]
+
+
 def test_what_is_kept_is_bounded(bench: Workbench) -> None:
     bench.seeded([(day, 1) for day in DAYS])
     table = bench.main()
     snapshot = table.current_snapshot()
     assert snapshot is not None
-    # Ten files of two columns, and the snapshot itself.
-    for most, kept in ((20, False), (21, True)):
+    # Ten files of two columns and their names, and the snapshot itself.
+    for most, kept in ((63, False), (64, True)):
         touched = SnapshotFiles(most).of(table)
         first = touched(snapshot)
         assert len(first.added) == 10
@@ -116,3 +154,25 @@ def test_a_file_that_is_not_there_cannot_be_replaced(bench: Workbench) -> None:
             bench.main(), added=(), removed=[gone], operation=Operation.DELETE, properties={}, written=written
         )
     assert written == []
+
+
+def test_a_replay_that_would_remove_what_is_gone_is_refused_and_leaves_nothing(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+    tables, key = IcebergTables(bench.lake.catalog()), bench.key()
+
+    def now(ref: str = MAIN) -> IcebergTable:
+        found = bench.lake.nessie.content(ref, key)
+        assert isinstance(found, IcebergTable)
+        return found
+
+    before, run, other = now(), bench.run(), bench.run()
+    run.append([("b", 1)])
+    run.replace("a", [("a", 2)])
+    other.replace("a", [("a", 3)])
+    bench.published(other)
+    after = now(run.name)
+    folder = Path(bench.main().location().removeprefix("file://")) / "metadata"
+    there = sorted(folder.iterdir())
+    with pytest.raises(ReplayImpossible, match="files to delete"):
+        tables.replay(key, tables.change(key, before, after), after, tables.open(key, now()))
+    assert sorted(folder.iterdir()) == there

@@ -37,6 +37,8 @@ _HINTS = {
     Cause.CREDENTIALS: "Look at sasl.username, sasl.password and sasl.mechanism in the options for Kafka.",
     Cause.TRUST: "The option ssl.ca.location is the PEM file of the authority that signed the broker's"
     " certificate, which must be for the host that is named.",
+    Cause.CERTIFICATE: "A broker that knows its clients by certificates wants the options"
+    " ssl.certificate.location and ssl.key.location, from an authority that it trusts.",
     Cause.ADDRESS: "See whether the broker runs and its address is right; it is tried again.",
     Cause.PROTOCOL: "Set the option security.protocol to what the listener expects; it is tried again.",
 }
