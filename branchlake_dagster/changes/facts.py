@@ -1,42 +1,22 @@
-"""What the manifests say of one column in one data file, as far as it may be relied upon.
+"""What holds for one column in all rows of a data file, from its manifest entry: never more than is proved.
 
-Everything here errs on the side of knowing less. The cases, each with a test:
-
-- A count that is missing says nothing: metrics may be off, the column younger than the file.
-- Bounds of text may be cut: they are bounds still, and equal ones leave room for one value only.
-- PyIceberg 0.12 leaves out of a text column's bounds the row groups for which Arrow wrote none (a value of
-  over 4 kB). So they count where the file has one row group, or its footer knows bounds of all of them.
-- Bounds of floating point numbers leave NaN out, so the number of NaN has to be known as well.
-- A bound may be stored in the type that the column had when the file was written.
-- A value of an identity partition is that of every row of the file, whatever is written in the file.
+`reliable_metrics` decides which counts and bounds may be relied upon. A value of an identity partition is
+that of every row of the file, whatever the metrics say.
 """
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
 from pyiceberg import types as ice
-from pyiceberg.conversions import from_bytes
 from pyiceberg.manifest import DataFile
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.transforms import IdentityTransform
 
-_WIDTHS: dict[type[ice.IcebergType], tuple[int, ...]] = {
-    ice.BooleanType: (1,),
-    ice.IntegerType: (4,),
-    ice.LongType: (4, 8),
-    ice.FloatType: (4,),
-    ice.DoubleType: (4, 8),
-    ice.DateType: (4,),
-    ice.TimestampType: (8,),
-    ice.TimestamptzType: (8,),
-}
-"""The bytes that a bound may have, by the column's type now; four of an eight-byte type: it was promoted."""
+from branchlake_dagster.library_internals.column_metrics import bound_value, reliable_metrics
 
 _VALUES: dict[type[ice.IcebergType], type] = {
     ice.BooleanType: bool,
@@ -45,13 +25,16 @@ _VALUES: dict[type[ice.IcebergType], type] = {
     ice.FloatType: float,
     ice.DoubleType: float,
     ice.DateType: int,
+    ice.TimeType: int,
     ice.TimestampType: int,
     ice.TimestamptzType: int,
     ice.StringType: str,
+    ice.BinaryType: bytes,
+    ice.UUIDType: bytes,
     ice.DecimalType: Decimal,
 }
-"""The types whose values can be compared with a contract's, and what they are in Python: days of a date,
-microseconds of a time stamp."""
+"""The types whose bounds are known as values, and what they are in Python: days of a date, microseconds of a
+time or time stamp, the 16 bytes of a UUID."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +55,12 @@ def facts(
     file: DataFile,
     field: ice.NestedField,
     spec: PartitionSpec,
-    bound_all: Callable[[DataFile, int], bool] = lambda *_: False,
+    complete: Callable[[DataFile, int], bool] = lambda *_: False,
 ) -> Facts:
     """The facts on a top-level column; `spec` is the one that the file was written with.
 
-    `bound_all` is asked about a text column, by field id, in a file of several row groups: whether each of
-    them has bounds.
+    `complete` is asked about a text column, by field id, when the manifest entry does not show that its
+    bounds are of all row groups.
     """
     kind = field.field_type
     if not isinstance(kind, ice.PrimitiveType):
@@ -85,22 +68,15 @@ def facts(
     for index, part in enumerate(spec.fields):
         if part.source_id == field.field_id and isinstance(part.transform, IdentityTransform):
             return _constant(file.partition[index], kind)
-    number = field.field_id
-    values = (file.value_counts or {}).get(number)
-    nulls = (file.null_value_counts or {}).get(number)
-    counted = values is not None and values == file.record_count and nulls is not None
-    low, high = (file.lower_bounds or {}).get(number), (file.upper_bounds or {}).get(number)
-    if isinstance(kind, ice.StringType) and (low is not None or high is not None):
-        one_group = len(file.split_offsets or ()) == 1
-        if not one_group and not bound_all(file, number):
-            low = high = None
+    metrics, number = reliable_metrics(file, [field], complete), field.field_id
+    nulls = metrics.null_value_counts.get(number)
     floating = isinstance(kind, ice.FloatType | ice.DoubleType)
     return Facts(
-        no_null=counted and nulls == 0,
-        all_null=counted and nulls == values,
-        no_nan=not floating or (file.nan_value_counts or {}).get(number) == 0,
-        low=_bound(low, kind),
-        high=_bound(high, kind),
+        no_null=nulls == 0,
+        all_null=nulls == file.record_count,
+        no_nan=not floating or metrics.nan_value_counts.get(number) == 0,
+        low=_bound(metrics.lower_bounds.get(number), kind),
+        high=_bound(metrics.upper_bounds.get(number), kind),
     )
 
 
@@ -114,18 +90,5 @@ def _constant(value: Any, kind: ice.PrimitiveType) -> Facts:
 
 
 def _bound(stored: bytes | None, kind: ice.PrimitiveType) -> Any:
-    """A bound as a value; None when it is missing or cannot be relied upon."""
-    if stored is None or type(kind) not in _VALUES:
-        return None
-    widths = _WIDTHS.get(type(kind))
-    if widths is not None and len(stored) not in widths:
-        return None
-    try:
-        value = from_bytes(kind, stored)
-    except (struct.error, UnicodeDecodeError, ValueError, ArithmeticError):
-        return None
-    return None if _is_nan(value) else value
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
+    """A bound as a value; None if it is missing or of a type without order here."""
+    return None if stored is None or type(kind) not in _VALUES else bound_value(stored, kind)

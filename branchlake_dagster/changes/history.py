@@ -46,6 +46,11 @@ def since(metadata: TableMetadata, position: Position, *, table: str) -> list[Sn
 
     Raises ChangeLost.
     """
+    if position.beyond:
+        # Under its own id, the branch's last snapshot is on `main` with all that was before it there.
+        found, reached = line(metadata, position.beyond[-1])
+        if reached:
+            return found
     found, reached = line(metadata, position.snapshot_id)
     beyond = set(position.beyond)
     rest = [one for one in found if not beyond & {one.snapshot_id, replayed_from(one)}]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, date, datetime, timedelta
+from dataclasses import dataclass, replace
+from datetime import UTC, date, datetime, time, timedelta
 from functools import reduce
 from typing import Any
 
@@ -98,6 +98,52 @@ NOTHING = Ranges()
 def union(found: Iterable[Ranges]) -> Ranges:
     """All of them together; of several inputs' changes, say. Their fields must be of one type."""
     return reduce(lambda one, other: one | other, found, NOTHING)
+
+
+def comparable(found: Mapping[str, Ranges], column: str) -> list[Ranges]:
+    """The values of a column in several tables, by table, as values of one type.
+
+    Where dates meet time stamps a date is a whole day of UTC, as Iceberg and Spark promote it; a time stamp
+    without zone is the wall clock of UTC. Numbers of any type are compared as they are. Raises
+    ConfigurationError for other types that differ.
+    """
+    kinds = {name: _kinds(ranges) for name, ranges in found.items()}
+    every = set().union(*kinds.values())
+    if every <= {"date", "naive", "aware"}:
+        return [_moments(ranges) if len(every) > 1 else ranges for ranges in found.values()]
+    if len(every) > 1:
+        told = "; ".join(f"{name}.{column}: {', '.join(sorted(kinds[name])) or 'no value'}" for name in found)
+        raise ConfigurationError(
+            f"Change ranges of {column} are asked for, and its types cannot be compared: {told}.",
+            hint="Name a column that has the same type in all inputs, or consume them by keys.",
+        )
+    return [*found.values()]
+
+
+def _kinds(ranges: Ranges) -> set[str]:
+    return {_kind(value) for part in ranges.parts for value in (part.low, part.high)}
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, datetime):
+        return "naive" if value.tzinfo is None else "aware"
+    if isinstance(value, date):
+        return "date"
+    return "text" if isinstance(value, str) else "number"
+
+
+def _moments(ranges: Ranges) -> Ranges:
+    """Dates and time stamps as time stamps in UTC."""
+    return replace(
+        ranges,
+        parts=joined([Range(_moment(part.low), _moment(part.high, last=True)) for part in ranges.parts]),
+    )
+
+
+def _moment(value: date | datetime, *, last: bool = False) -> datetime:
+    if isinstance(value, datetime):
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value
+    return datetime.combine(value, time.max if last else time.min, UTC)
 
 
 def joined(parts: Sequence[Range]) -> tuple[Range, ...]:

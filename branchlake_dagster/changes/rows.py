@@ -28,6 +28,7 @@ from branchlake_dagster.changes import history
 from branchlake_dagster.changes.errors import RowsUnreadable
 from branchlake_dagster.changes.history import files_gone
 from branchlake_dagster.changes.model import ChangedFile, ChangeKind, ChangeSet
+from branchlake_dagster.library_internals.column_metrics import data_paths
 from branchlake_dagster.library_internals.pyiceberg import deleted_positions
 
 CHANGE_TYPE = "_change_type"
@@ -219,22 +220,10 @@ def _step(one: ChangedFile) -> tuple[int, int]:
     return one.ordinal, one.snapshot_id
 
 
-_PATH = 2147483546
-"""The field id of `file_path` in files of position deletes."""
-
-
 def _applying(file: DataFile, deletes: Sequence[DataFile]) -> set[DataFile]:
-    """The position delete files that may name rows of a data file, by the paths they speak of."""
-    path = file.file_path.encode()
-    found = set()
-    for one in deletes:
-        low, high = (one.lower_bounds or {}).get(_PATH), (one.upper_bounds or {}).get(_PATH)
-        if one.content is not DataFileContent.POSITION_DELETES:
-            continue
-        # Bounds may be cut, so that only their beginning can be compared.
-        if low is None or high is None or (low <= path[: len(low)] and path[: len(high)] <= high):
-            found.add(one)
-    return found
+    """The position delete files that may name rows of a data file."""
+    positions = (one for one in deletes if one.content is DataFileContent.POSITION_DELETES)
+    return {one for one in positions if (paths := data_paths(one)) is None or paths.may_name(file.file_path)}
 
 
 def arrow_schema(schema: Schema) -> pa.Schema:

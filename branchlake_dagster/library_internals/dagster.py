@@ -27,6 +27,7 @@ from dagster._core.definitions.assets.graph.base_asset_graph import BaseAssetGra
 from dagster._core.definitions.declarative_automation.operators import AndAutomationCondition
 from dagster._core.definitions.events import AssetKeyPartitionKey
 from dagster._core.definitions.reconstruct import ReconstructableJob, repository_def_from_target_def
+from dagster._core.definitions.run_request import InstigatorType
 from dagster._core.definitions.target import ExecutableDefinition
 from dagster._core.errors import DagsterImportError
 from dagster._core.events import (
@@ -36,6 +37,7 @@ from dagster._core.events import (
 )
 from dagster._core.execution.backfill import BulkActionsFilter, BulkActionStatus, PartitionBackfill
 from dagster._core.execution.context.compute import current_execution_context
+from dagster._core.scheduler.instigation import InstigatorStatus, SensorInstigatorData
 from dagster._core.storage.tags import ASSET_PARTITION_RANGE_START_TAG as RANGE_START_TAG
 from dagster._core.storage.tags import (
     ASSET_RESUME_RETRY_TAG,
@@ -64,12 +66,14 @@ __all__ = [
     "EntitySubset",
     "ExecutableDefinition",
     "PartitionBackfill",
+    "SensorTicks",
     "StepMaterializationData",
     "TimingMetadata",
     "add_asset_backfill",
     "add_loaded_input_metadata",
     "asset_graph_of",
     "backfill_of",
+    "backfills_tagged",
     "engine_event",
     "fail_backfill",
     "io_manager_key_of",
@@ -78,6 +82,7 @@ __all__ = [
     "report_planned_again",
     "repository_in",
     "running_context",
+    "sensor_ticks",
     "succeeded_backfills",
     "with_executor",
 ]
@@ -228,6 +233,22 @@ def backfill_of(instance: DagsterInstance, backfill_id: str, graph: AssetGraph) 
     if found is None or not found.asset_selection:
         return None
     key = found.asset_selection[0]
+    return _state(found, key, graph)
+
+
+def backfills_tagged(
+    instance: DagsterInstance, graph: AssetGraph, tags: Mapping[str, str]
+) -> list[BackfillState]:
+    """What has become of the backfills of one asset each that have these tags, the oldest first."""
+    found = instance.get_backfills(BulkActionsFilter(tags=tags))
+    return [
+        _state(one, one.asset_selection[0], graph)
+        for one in sorted(found, key=lambda one: one.backfill_timestamp)
+        if one.asset_selection and graph.has(one.asset_selection[0])
+    ]
+
+
+def _state(found: PartitionBackfill, key: AssetKey, graph: AssetGraph) -> BackfillState:
     data = found.get_asset_backfill_data(graph)
     partitioned = graph.get(key).partitions_def is not None
 
@@ -255,6 +276,29 @@ class BackfillState:
     done: tuple[str, ...]
     failed: tuple[str, ...]
     why: str
+
+
+@dataclass(frozen=True)
+class SensorTicks:
+    """Whether somebody started (True) or stopped (False) a sensor, or None, and whether it has ticked."""
+
+    started: bool | None
+    ticked: bool
+
+
+def sensor_ticks(instance: DagsterInstance, name: str) -> SensorTicks | None:
+    """What Dagster knows of a sensor of this name in any code location; None: nothing.
+
+    Of several sensors of that name the one counts that is most alive.
+    """
+    found: list[SensorTicks] = []
+    for state in instance.all_instigator_state(instigator_type=InstigatorType.SENSOR):
+        if state.instigator_name == name:
+            started = {InstigatorStatus.RUNNING: True, InstigatorStatus.STOPPED: False}.get(state.status)
+            data = state.instigator_data
+            ticked = isinstance(data, SensorInstigatorData) and data.last_tick_timestamp is not None
+            found.append(SensorTicks(started, ticked))
+    return max(found, key=lambda one: (one.started is not False, one.ticked), default=None)
 
 
 def repository_in(module: str, folder: str) -> RepositoryDefinition:

@@ -13,7 +13,6 @@ from typing import Any
 import pyarrow as pa
 from pyiceberg.catalog import MetastoreCatalog
 from pyiceberg.expressions import BooleanExpression
-from pyiceberg.expressions.visitors import _StrictMetricsEvaluator
 from pyiceberg.io import FileIO
 from pyiceberg.io.pyarrow import _dataframe_to_data_files, _read_deletes
 from pyiceberg.manifest import DataFile
@@ -31,6 +30,8 @@ from pyiceberg.table.update import (
 from pyiceberg.table.update import snapshot as snapshot_producers
 from pyiceberg.table.update.snapshot import _FastAppendFiles, _OverwriteFiles
 from pyiceberg.utils.concurrent import ExecutorFactory
+
+from branchlake_dagster.library_internals.column_metrics import ReliableStrictEvaluator
 
 __all__ = [
     "applied",
@@ -218,7 +219,7 @@ def iceberg_schema_of(schema: pa.Schema, format_version: int) -> Schema:
 
 def rows_all_match(schema: Schema, row_filter: BooleanExpression, file: DataFile) -> bool:
     """Whether every row of a file certainly matches, by its statistics: what deletes by file go by."""
-    return bool(_StrictMetricsEvaluator(schema, row_filter).eval(file))
+    return bool(ReliableStrictEvaluator(schema, row_filter).eval(file))
 
 
 def data_files(

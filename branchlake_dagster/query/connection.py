@@ -123,7 +123,8 @@ class LakeReader:
         if find_spec("polars_iceberg") is None:
             # Polars plans through PyIceberg then; said so beforehand, it does not warn that it does.
             os.environ.setdefault("POLARS_ICEBERG_PLANNER", "pyiceberg")
-        options = dict(self._lake.settings.file_io_properties())
+        properties = self._lake.settings.file_io_properties()
+        options = {name: value for name, value in properties.items() if name.startswith("s3.")}
         return polars.scan_iceberg(
             self.table(name, branch=branch, run=run, at=at), storage_options=options or None
         )

@@ -53,7 +53,7 @@ class IcebergDataset(ds.Dataset):  # type: ignore[misc]  # PyArrow has no types
         """The rows, a few files at a time; exactly those of the condition."""
         tasks = self.plan()
         if condition is not None:
-            tasks = possible(tasks, self._table.schema(), self.schema, condition)
+            tasks = possible(tasks, self._table.metadata, self.schema, condition)
         scanned = [*wanted, *(_others(self.schema, wanted, condition) if condition is not None else ())]
         # A query such as count(*) may want no column at all, which PyIceberg cannot read.
         chosen = self._table.schema().select(*(scanned or self.schema.names[:1]))

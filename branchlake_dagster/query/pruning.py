@@ -13,21 +13,23 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.dataset as ds
 from pyarrow.fs import LocalFileSystem
-from pyiceberg.conversions import from_bytes
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.manifest import DataFile
+from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
+from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.types import (
     DateType,
     DecimalType,
     IntegerType,
     LongType,
     NestedField,
-    PrimitiveType,
     StringType,
     TimestampType,
     TimestamptzType,
 )
+
+from branchlake_dagster.changes.facts import facts
 
 if TYPE_CHECKING:
     from pyiceberg.table import FileScanTask
@@ -37,42 +39,42 @@ _BOUNDED = (IntegerType, LongType, DateType, DecimalType, StringType, TimestampT
 
 
 def possible(
-    tasks: Sequence[FileScanTask], schema: Schema, arrow_schema: pa.Schema, condition: ds.Expression
+    tasks: Sequence[FileScanTask], metadata: TableMetadata, arrow_schema: pa.Schema, condition: ds.Expression
 ) -> list[FileScanTask]:
     """The tasks whose file may hold a row for which `condition` is true."""
-    fields = [field for field in schema.fields if isinstance(field.field_type, _BOUNDED)]
+    specs = metadata.specs()
+    fields = [
+        (field, schema_to_pyarrow(Schema(field)).types[0])
+        for field in metadata.schema().fields
+        if isinstance(field.field_type, _BOUNDED)
+    ]
     parquet, files = ds.ParquetFileFormat(), LocalFileSystem()
     fragments = [
-        parquet.make_fragment(str(number), files, partition_expression=_promise(task.file, fields))
+        parquet.make_fragment(
+            str(number), files, partition_expression=_promise(task.file, specs[task.file.spec_id], fields)
+        )
         for number, task in enumerate(tasks)
     ]
     dataset = ds.FileSystemDataset(fragments, arrow_schema, parquet, files)
     return [tasks[int(fragment.path)] for fragment in dataset.get_fragments(filter=condition)]
 
 
-def _promise(file: DataFile, fields: Iterable[NestedField]) -> ds.Expression:
+def _promise(
+    file: DataFile, spec: PartitionSpec, fields: Iterable[tuple[NestedField, pa.DataType]]
+) -> ds.Expression:
     """What is true of every row of the file."""
     promise = pa.compute.scalar(True)
-    for field in fields:
-        column = ds.field(field.name)
-        nulls = (file.null_value_counts or {}).get(field.field_id)
-        if nulls is not None and nulls == file.record_count:
+    for field, kind in fields:
+        known, column = facts(file, field, spec), ds.field(field.name)
+        if known.all_null:
             promise = promise & column.is_null()
-            continue
-        lower, upper = _bound(file.lower_bounds, field), _bound(file.upper_bounds, field)
-        if lower is None or upper is None:
-            continue
-        within = (column >= lower) & (column <= upper)
-        promise = promise & (within if nulls == 0 else within | column.is_null())
+        elif known.low is not None and known.high is not None:
+            within = (column >= _scalar(known.low, kind)) & (column <= _scalar(known.high, kind))
+            promise = promise & (within if known.no_null else within | column.is_null())
     return promise
 
 
-def _bound(bounds: dict[int, bytes] | None, field: NestedField) -> pa.Scalar | None:
-    data = (bounds or {}).get(field.field_id)
-    if data is None or not isinstance(field.field_type, PrimitiveType):
-        return None
-    value: Any = from_bytes(field.field_type, data)
-    kind = schema_to_pyarrow(Schema(field))[0].type
+def _scalar(value: Any, kind: pa.DataType) -> pa.Scalar:
     # Iceberg counts days and microseconds.
     if isinstance(value, int):
         return pa.scalar(value, pa.int32() if pa.types.is_date(kind) else pa.int64()).cast(kind)

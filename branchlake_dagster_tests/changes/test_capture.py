@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from pyiceberg.catalog import Catalog
 from pyiceberg.manifest import ManifestEntry, ManifestFile
@@ -245,11 +248,36 @@ def test_a_manifest_is_read_once(table: Table, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_cache_forgets_what_was_used_least(table: Table) -> None:
-    start, cache = position_of(table), OwnFilesCache(most=2)
+    start, cache = position_of(table), OwnFilesCache(most_bytes=8_000)
     append(table, [("c", 8)])
     append(table, [("d", 9)])
     capture(table, start, name="shop.t", cache=cache)
     assert len(cache._found) == 1
+
+
+@pytest.mark.parametrize(("columns", "text"), [(2, "short"), (40, "short"), (10, "x" * 4_000)])
+def test_the_cache_is_bounded_by_the_memory_that_files_take(tmp_path: Path, columns: int, text: str) -> None:
+    """A file of many columns, or with long bounds, counts for as much as it takes."""
+    most = 1_000_000
+    cache = OwnFilesCache(most_bytes=most)
+    with catalogue(tmp_path) as catalog:
+        rows = pa.table({f"c{number}": [text] for number in range(columns)})
+        properties = {"write.metadata.metrics.default": "full"}
+        table = catalog.create_table("shop.wide", rows.schema, properties=properties)
+        table.append(rows)
+        snapshot = table.current_snapshot()
+        assert snapshot is not None
+        path = snapshot.manifest_list.removeprefix("file://")
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(600):
+            shutil.copy(path, f"{path}-{number}")
+            same = snapshot.model_copy(update={"manifest_list": f"{snapshot.manifest_list}-{number}"})
+            cache.of([same], None, table.io)
+        taken = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+    assert len(cache._found) > 1
+    assert taken < 1.5 * most
 
 
 def test_rows_are_read_with_the_columns_of_today(table: Table) -> None:

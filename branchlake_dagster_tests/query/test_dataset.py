@@ -135,3 +135,13 @@ def test_equality_deletes_are_refused_rather_than_ignored(table: Table) -> None:
     delete_equal(table, "n", 3)
     with pytest.raises(QueryFailed, match=r"equality deletes.* \[table db\.t\] Read it with Spark"):
         IcebergDataset(table.refresh()).plan()
+
+
+def test_rows_of_row_groups_without_bounds_are_found(catalog: Catalog) -> None:
+    """Arrow writes no bounds for a row group with a text of over 4 kB."""
+    rows = pa.table({"t": ["bcd", "bcd", "a" * 5000, "z" * 6000]})
+    table = catalog.create_table("db.long", rows.schema, properties={"write.parquet.row-group-limit": "2"})
+    table.append(rows)
+    assert ask(table, "SELECT count(*) FROM t WHERE t >= 'y'") == [(1,)]
+    assert ask(table, "SELECT count(*) FROM t WHERE t < 'b'") == [(1,)]
+    assert ask(table, "SELECT count(*) FROM t WHERE t = 'bcd'") == [(2,)]

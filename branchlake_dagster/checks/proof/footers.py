@@ -1,7 +1,7 @@
-"""Whether the bounds that a manifest has for a text column are of all rows of the file: its footer knows.
+"""Whether the bounds that a manifest entry has for a text column are of all row groups, by the file's footer.
 
-PyIceberg 0.12 takes the bounds of the row groups that have any for those of the file, and Arrow writes none
-for a row group with a value of over 4 kB.
+The footer is read where the manifest entry does not show it: for files of several row groups that PyIceberg
+wrote outside this package.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from branchlake_dagster.branching.table.replaced import EVERYTHING, Replaced
+from branchlake_dagster.library_internals.column_metrics import DataPaths
 
 Bounds = tuple[Any, Any]
 """(lowest, highest) value of a column in a file, both inclusive; possibly wider than the truth."""
@@ -69,8 +70,8 @@ class DeleteFile:
 
     path: str
     partition: str = ""
-    paths: tuple[str, str] | None = None
-    """The lowest and highest path of the data files whose rows it names; None when it does not tell."""
+    paths: DataPaths | None = None
+    """The data files whose rows it may name; None if its manifest entry does not say."""
     everywhere: bool = False
     """Whether it speaks of all partitions, as an equality delete without partition does."""
     may_hold: Callable[[Replaced], bool] = field(default=_anything, compare=False, repr=False)
@@ -79,7 +80,7 @@ class DeleteFile:
     def may_hit(self, file: File) -> bool:
         """Whether rows of a data file that was there before it may be deleted by it."""
         if self.paths is not None:
-            return self.paths[0] <= file.path <= self.paths[1]
+            return self.paths.may_name(file.path)
         return self.everywhere or self.partition == file.partition
 
 

@@ -19,17 +19,14 @@ from pyiceberg.expressions import (
     LessThanOrEqual,
     Or,
 )
-from pyiceberg.expressions.visitors import (
-    _InclusiveMetricsEvaluator,
-    expression_evaluator,
-    inclusive_projection,
-)
+from pyiceberg.expressions.visitors import expression_evaluator, inclusive_projection
 from pyiceberg.manifest import DataFile
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.types import DateType, IcebergType, StringType, TimestampType, TimestamptzType
 
 from branchlake_dagster.branching.table.replaced import Among, Condition, Replaced, Slice
+from branchlake_dagster.library_internals.column_metrics import ReliableInclusiveEvaluator
 
 _TYPES: dict[str, tuple[type[IcebergType], ...]] = {
     "string": (StringType,),
@@ -50,7 +47,7 @@ def in_partition(predicate: Replaced, schema: Schema, spec: PartitionSpec) -> Ca
 
 def in_bounds(predicate: Replaced, schema: Schema) -> Callable[[DataFile], bool]:
     """Whether a data file's bounds leave room for rows of the predicate."""
-    evaluator = _InclusiveMetricsEvaluator(schema, expression(predicate, schema), case_sensitive=True)
+    evaluator = ReliableInclusiveEvaluator(schema, expression(predicate, schema))
     return lambda file: bool(evaluator.eval(file))
 
 

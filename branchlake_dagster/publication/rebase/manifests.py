@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from pyiceberg.manifest import ManifestContent
 from pyiceberg.table import Table
@@ -25,6 +26,8 @@ from branchlake_dagster.publication.rebase.changes import (
     TableChange,
 )
 from branchlake_dagster.publication.rebase.snapshot_files import Touched
+
+T = TypeVar("T")
 
 _WRITE_MODE = f"{PREFIX}write_mode"
 _KEYS = f"{PREFIX}keys"
@@ -95,7 +98,7 @@ def change(before: Table | None, after: Table, files: Callable[[Snapshot], Touch
     `before` None: everything since its creation. `files` reads the snapshots of `after`.
     """
     old = before.metadata if before else None
-    snapshots, complete = _since(old, after.metadata)
+    snapshots, complete = snapshots_since(old.current_snapshot_id if old else None, after.metadata)
     steps = [
         _step(snapshot, files(snapshot), before)
         if files
@@ -140,18 +143,30 @@ def _properties(metadata: TableMetadata) -> dict[str, str]:
     return {key: value for key, value in metadata.properties.items() if not key.startswith("nessie.")}
 
 
-def _since(before: TableMetadata | None, after: TableMetadata) -> tuple[list[Snapshot], bool]:
-    """The snapshots after `before`'s current one, oldest first, and whether the chain leads back to it."""
-    start = before.current_snapshot_id if before else None
-    found: list[Snapshot] = []
-    current = after.current_snapshot_id
-    # From the end, where the new ones are: a table with a long history is not gone through for two snapshots.
-    for snapshot in reversed(after.snapshots):
+def snapshots_since(start: int | None, after: TableMetadata) -> tuple[list[Snapshot], bool]:
+    """The snapshots after `start`, oldest first, and whether the chain of parents leads back to it.
+
+    `start` None: all snapshots since the table was created.
+    """
+    newest_first = ((one.snapshot_id, one.parent_snapshot_id, one) for one in reversed(after.snapshots))
+    return chain(start, after.current_snapshot_id, newest_first)
+
+
+def chain(
+    start: int | None, current: int | None, newest_first: Iterable[tuple[int, int | None, T]]
+) -> tuple[list[T], bool]:
+    """The items from `start`, which is not among them, to `current`, and whether the parents lead back to it.
+
+    `newest_first` has the id, the parent's id and the item of each snapshot. It is read only as far as
+    needed: a table with a long history is not gone through for two snapshots.
+    """
+    found: list[T] = []
+    for number, parent, item in newest_first:
         if current is None or current == start:
             break
-        if snapshot.snapshot_id == current:
-            found.append(snapshot)
-            current = snapshot.parent_snapshot_id
+        if number == current:
+            found.append(item)
+            current = parent
     return found[::-1], current == start
 
 

@@ -164,13 +164,16 @@ def _hit(step: SnapshotChange, own: Set[str], theirs: TableChange) -> Overlap | 
 
 def _which(deletes: Sequence[DeleteFile], files: Sequence[File]) -> list[File]:
     """The files that one of the delete files may hit. Most of those name one file, or one partition."""
-    one_file = {one.paths[0] for one in deletes if one.paths and one.paths[0] == one.paths[1]}
+    one_path = {one.paths.low for one in deletes if one.paths and one.paths.low == one.paths.high}
+    lengths = {len(path) for path in one_path}  # a truncated path is the beginning of the file's
     partitions = {one.partition for one in deletes if one.paths is None}
-    rest = [one for one in deletes if one.everywhere or (one.paths and one.paths[0] != one.paths[1])]
+    rest = [one for one in deletes if one.everywhere or (one.paths and one.paths.low != one.paths.high)]
     return [
         file
         for file in files
-        if file.path in one_file or file.partition in partitions or any(one.may_hit(file) for one in rest)
+        if file.partition in partitions
+        or any(file.path.encode()[:length] in one_path for length in lengths)
+        or any(one.may_hit(file) for one in rest)
     ]
 
 

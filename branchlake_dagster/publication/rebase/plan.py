@@ -22,6 +22,7 @@ from branchlake_dagster.lakehouse.nessie.model import (
     IcebergTable,
     Namespace,
     Operation,
+    OtherContent,
     Put,
     Unchanged,
 )
@@ -170,6 +171,10 @@ class CommitPlan:
         for entry in candidate.changes:
             if entry.to_content is None and entry.key in self.contents:
                 return False  # what the run dropped is still there
+            if isinstance(entry.to_content, OtherContent) and not _same(
+                entry.to_content, self.contents.get(entry.key)
+            ):
+                return False  # a view or function of the run has not come with its tables
         for key, before, after in _written_tables(candidate):
             now = self.contents.get(key)
             if now == before or not isinstance(now, IcebergTable):
@@ -261,9 +266,9 @@ class CommitPlan:
         if twice := _same_properties(mine, theirs):
             why = _met(twice)
             raise _Stop(key, why, (), runs)
-        told = any(name.startswith((OFFSETS, REPROCESSED)) for name in mine.properties_set)
-        if told and not theirs.complete:
-            why = "it was rolled back or replaced, and the offsets that the run has recorded would hide that"
+        recorded = any(name.startswith((CONSUMED, OFFSETS, REPROCESSED)) for name in mine.properties_set)
+        if recorded and not theirs.complete:
+            why = "it was rolled back or replaced, and what the run has recorded as read would hide that"
             raise _Stop(key, why, (), runs)
         mine = mapped(mine, theirs)
         if found := overlap(mine, theirs):
@@ -282,6 +287,14 @@ def _written_tables(
         before = entry.from_content if isinstance(entry.from_content, IcebergTable) else None
         if isinstance(entry.to_content, IcebergTable):
             yield entry.key, before, entry.to_content
+
+
+def _same(content: OtherContent, on_main: Content | None) -> bool:
+    """Whether `main` holds the same view or function. It may have another id there."""
+    return isinstance(on_main, OtherContent) and (content.type, content.payload) == (
+        on_main.type,
+        on_main.payload,
+    )
 
 
 def _only_appends(change: TableChange) -> bool:

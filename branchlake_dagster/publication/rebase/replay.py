@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import islice
+from typing import Any, Protocol
 
 from cachetools import LRUCache
+from pyiceberg.catalog import WAREHOUSE_LOCATION
 from pyiceberg.exceptions import ValidationException
+from pyiceberg.io import FileIO, load_file_io
+from pyiceberg.manifest import DataFileContent, ManifestEntry, ManifestEntryStatus
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.locations import load_location_provider
 from pyiceberg.table.metadata import TableMetadata
-from pyiceberg.table.snapshots import Operation
+from pyiceberg.table.snapshots import Operation, Snapshot
 from pyiceberg.table.update import (
     AddSchemaUpdate,
     RemovePropertiesUpdate,
@@ -29,7 +34,15 @@ from pyiceberg.table.update import (
 
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
-from branchlake_dagster.lakehouse.catalog.catalog import table_content
+from branchlake_dagster.lakehouse.catalog.catalog import NO_SNAPSHOT, table_content
+from branchlake_dagster.lakehouse.catalog.durable_files import synchronize
+from branchlake_dagster.lakehouse.catalog.stored_files import (
+    REQUESTS_AT_ONCE,
+    StoredFile,
+    each_at_once,
+    file_errors,
+    read_metadata_fields,
+)
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.library_internals.pyiceberg import (
     applied,
@@ -46,6 +59,10 @@ from branchlake_dagster.publication.rebase.snapshot_files import SnapshotFiles
 _log = logging.getLogger(__name__)
 
 _METADATA_CACHED = 64
+_FILE_IO_PROPERTIES = ("s3.", "hdfs.", "gcs.", "adls.", "oss.", "client.", "py-io-impl")
+
+TableStates = tuple[ContentKey, IcebergTable | None, IcebergTable]
+"""A table, what it was before a change (None: it is new), and what it is after it."""
 
 
 class ReplayImpossible(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -60,6 +77,54 @@ class Staged:
     table: Table
     written: list[str] = field(default_factory=list)
     """Files made for it, to be deleted if it is certainly not committed."""
+
+
+@dataclass(frozen=True)
+class _AddedFiles:
+    """What a change adds to a table; its metadata files have been read."""
+
+    unsynchronized: tuple[str, ...] = ()
+    """Files whose writer may have left them to the kernel."""
+    data: tuple[StoredFile, ...] = ()
+    error: Exception | None = None
+
+    def synchronized(self) -> OSError | None:
+        """Make the files durable."""
+        try:
+            synchronize(self.unsynchronized)
+        except OSError as error:
+            return error
+        return None
+
+
+def _synchronized(files: Sequence[_AddedFiles]) -> list[OSError | None]:
+    """The disk flushes once for requests that come together."""
+    if len(files) < 2:
+        return [one.synchronized() for one in files]
+    with ThreadPoolExecutor(min(REQUESTS_AT_ONCE, len(files))) as pool:
+        return list(pool.map(_AddedFiles.synchronized, files))
+
+
+def _number(snapshot_id: int | None) -> int | None:
+    return None if snapshot_id == NO_SNAPSHOT else snapshot_id
+
+
+def _written_by_java(snapshot: Snapshot) -> bool:
+    """Whether an engine on Iceberg's Java library (Spark, Flink, Trino) has written the snapshot.
+
+    It does not synchronize its files, `DurableFileIO` does. The library notes its version in each summary.
+    """
+    return snapshot.summary is not None and "iceberg-version" in snapshot.summary.additional_properties
+
+
+def _note(data: dict[str, StoredFile], io: FileIO, entries: Iterable[ManifestEntry]) -> None:
+    """Follow in `data` what a snapshot did to files. A later snapshot of the run may remove a data file."""
+    for entry in entries:
+        file = entry.data_file
+        if entry.status == ManifestEntryStatus.ADDED:
+            data[file.file_path] = StoredFile(io, file.file_path, file.file_size_in_bytes)
+        elif file.content == DataFileContent.DATA:
+            data.pop(file.file_path, None)
 
 
 class Tables(Protocol):
@@ -78,6 +143,12 @@ class Tables(Protocol):
     ) -> TableChange:
         """What was done between two states; `before` None: since it was created."""
 
+    def read_errors(self, states: Sequence[TableStates]) -> list[Exception | None]:
+        """Open what a change adds to each table; None where everybody will be able to read it.
+
+        The files are durable then. Nothing that was read before counts: every call asks the storage.
+        """
+
     def replay(self, key: ContentKey, mine: TableChange, after: IcebergTable, onto: Staged) -> Staged:
         """`onto` plus the change `mine`, which led to `after`; raises ReplayImpossible."""
 
@@ -95,6 +166,7 @@ class IcebergTables:
         self._catalog = catalog
         self._files = files or SnapshotFiles()
         self._opened: LRUCache[str, Table] = LRUCache(_METADATA_CACHED)
+        self._io = load_file_io(catalog.properties, catalog.properties.get(WAREHOUSE_LOCATION))
         self._lock = threading.Lock()
 
     def open(self, key: ContentKey, content: IcebergTable) -> Staged:
@@ -123,6 +195,65 @@ class IcebergTables:
         table = after.table if isinstance(after, Staged) else self._open(key, after)
         read = self._files.of(table) if files else None
         return manifests.change(self._open(key, before) if before else None, table, read)
+
+    def read_errors(self, states: Sequence[TableStates]) -> list[Exception | None]:
+        """The first error of each table among its metadata, manifests, data and delete files.
+
+        Reads the metadata file of each table and, for each snapshot that the change adds, the manifest list
+        and the manifests that it added; sends a request for each file of these (see `file_errors`).
+        """
+        added = each_at_once(self._added_files, states, lambda state: state[2].metadata_location)
+        answers = iter(file_errors([file for files in added for file in files.data]))
+        errors: list[Exception | None] = []
+        for files in added:
+            data = [error for error in islice(answers, len(files.data)) if error is not None]
+            errors.append(files.error or next(iter(data), None))
+        readable = [number for number, error in enumerate(errors) if error is None]
+        for number, failure in zip(
+            readable, _synchronized([added[number] for number in readable]), strict=True
+        ):
+            errors[number] = failure
+        return errors
+
+    def _added_files(self, state: TableStates) -> _AddedFiles:
+        """The files that a change adds to a table; the metadata files among them have been read."""
+        key, before, after = state
+        unsynchronized, data = [after.metadata_location], dict[str, StoredFile]()
+        java_files: set[str] = set()
+        try:
+            fields = read_metadata_fields(self._io, after.metadata_location)
+            io = self._io_of(fields.get("properties") or {}, after.metadata_location)
+            for snapshot in self._unpublished_snapshots(key, before, fields):
+                stored = self._files.stored(snapshot, io)
+                _note(data, io, stored.entries)
+                if _written_by_java(snapshot):
+                    unsynchronized += [snapshot.manifest_list, *stored.manifests]
+                    java_files |= {entry.data_file.file_path for entry in stored.entries}
+        except Exception as error:  # noqa: BLE001 - it is the answer for this table, not for the others
+            return _AddedFiles(error=error)
+        unsynchronized += java_files & data.keys()
+        return _AddedFiles(tuple(filter(None, unsynchronized)), tuple(data.values()))
+
+    def _unpublished_snapshots(
+        self, key: ContentKey, before: IcebergTable | None, after: Mapping[str, Any]
+    ) -> list[Snapshot]:
+        """The snapshots of `after`, the fields of its metadata file, that the table did not have `before`."""
+        snapshots: list[dict[str, Any]] = after.get("snapshots") or []
+        newest_first = (
+            (one["snapshot-id"], one.get("parent-snapshot-id"), one) for one in reversed(snapshots)
+        )
+        start, current = before.snapshot_id if before else NO_SNAPSHOT, after.get("current-snapshot-id")
+        found, complete = manifests.chain(_number(start), _number(current), newest_first)
+        if not complete and before is not None:
+            # It was rolled back, or snapshots have expired: only the older metadata tells which ones are new.
+            old = {snapshot.snapshot_id for snapshot in self._open(key, before).metadata.snapshots}
+            found = [one for one in snapshots if one["snapshot-id"] not in old]
+        return [Snapshot.model_validate(one) for one in found]
+
+    def _io_of(self, properties: Mapping[str, str], location: str) -> FileIO:
+        """The catalog's FileIO (one takes 0.4 ms to make), or one with the table's own properties."""
+        own = {name: value for name, value in properties.items() if name.startswith(_FILE_IO_PROPERTIES)}
+        return load_file_io({**self._catalog.properties, **own}, location) if own else self._io
 
     def replay(self, key: ContentKey, mine: TableChange, after: IcebergTable, onto: Staged) -> Staged:
         """`onto` plus the steps of `mine`, one snapshot each, with their summaries' own entries."""

@@ -8,33 +8,34 @@ the same manifest lists.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import unquote_plus
 
 from cachetools import LRUCache
-from pyiceberg.conversions import from_bytes
 from pyiceberg.io import FileIO
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat, ManifestEntry, ManifestEntryStatus
+from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Operation, Snapshot
 from pyiceberg.typedef import Record
-from pyiceberg.types import PrimitiveType
 
 from branchlake_dagster.branching.table.replaced import Replaced
-from branchlake_dagster.library_internals.manifests import entries_of
+from branchlake_dagster.changes.facts import facts
+from branchlake_dagster.lakehouse.catalog.stored_files import read_entries, read_manifests
+from branchlake_dagster.library_internals.column_metrics import data_paths
 from branchlake_dagster.publication.rebase import file_bounds
 from branchlake_dagster.publication.rebase.changes import Bounds, DeleteFile, File, Mode
 
-_DATA_PATH = 2147483546
-"""The field id of `file_path` in files of position deletes."""
 _LAYOUTS = 64
 _MOST, _OF_A_FILE = 100_000, 4
 """Columns of files that are kept, each with its bounds and counts: half a kilobyte, so 50 MB in all. What a
 file has beside them is as much as four."""
+_STORED = 10_000
+"""Manifest entries that are kept between the opening of a run's files and its plan: 2 kB each."""
 _ANSWERS = 10_000
 """Most answers of one kind that are kept for a layout."""
 _T = TypeVar("_T")
@@ -51,6 +52,14 @@ class Touched:
     """How it changed the table, where its operation and its files tell."""
 
 
+@dataclass(frozen=True)
+class StoredSnapshot:
+    """What the storage holds of one snapshot: its own manifests by location, and what they did to files."""
+
+    manifests: tuple[str, ...]
+    entries: tuple[ManifestEntry, ...]
+
+
 class SnapshotFiles:
     """Reads snapshots; keeps what it has read, within a bound. Several threads may ask."""
 
@@ -60,6 +69,19 @@ class SnapshotFiles:
         self._layouts: LRUCache[str, _Files] = LRUCache(_LAYOUTS)
         self._read: LRUCache[tuple[_Files, str], tuple[Touched, int]]
         self._read = LRUCache(most, getsizeof=lambda kept: kept[1])
+        self._stored: LRUCache[str, StoredSnapshot]
+        self._stored = LRUCache(_STORED, getsizeof=lambda stored: 1 + len(stored.entries))
+
+    def stored(self, snapshot: Snapshot, io: FileIO) -> StoredSnapshot:
+        """The snapshot as the storage holds it now, whatever was read before.
+
+        A plan that needs the snapshot next does not read it again. Raises as `stored_files.read_metadata`.
+        """
+        stored = _stored_snapshot(snapshot, io)
+        if snapshot.manifest_list and len(stored.entries) < _STORED:
+            with self._lock:
+                self._stored[snapshot.manifest_list] = stored
+        return stored
 
     def of(self, table: Table) -> Callable[[Snapshot], Touched]:
         """What tells of a snapshot of the table, in words of its present columns and partition fields."""
@@ -75,9 +97,10 @@ class SnapshotFiles:
             key = files, snapshot.manifest_list or ""
             with self._lock:
                 known = self._read.get(key)
+                stored = self._stored.pop(key[1], None)
             if known is not None:
                 return known[0]
-            found = _read(snapshot, files, table.io)
+            found = _read(stored or _stored_snapshot(snapshot, table.io), snapshot, files)
             touched = len(found.added) + len(found.removed) + len(found.deletes)
             size = _OF_A_FILE + touched * (_OF_A_FILE + files.columns)
             if snapshot.manifest_list and size <= self._most:
@@ -94,13 +117,13 @@ def _layout(metadata: TableMetadata) -> str:
     return "\n".join((metadata.schema().model_dump_json(), str(metadata.default_spec_id), *specs))
 
 
-def _read(snapshot: Snapshot, files: _Files, io: FileIO) -> Touched:
+def _read(stored: StoredSnapshot, snapshot: Snapshot, files: _Files) -> Touched:
     added: list[File] = []
     removed: list[File] = []
     deletes: list[DeleteFile] = []
     operation = snapshot.summary.operation if snapshot.summary else None
     mode = Mode.COMPACT if operation == Operation.REPLACE else None
-    for entry in _entries(snapshot, io):
+    for entry in stored.entries:
         file = entry.data_file
         if file.spec_id != files.default_spec:
             mode = Mode.OLD_LAYOUT
@@ -115,16 +138,15 @@ def _read(snapshot: Snapshot, files: _Files, io: FileIO) -> Touched:
     return Touched(tuple(added), tuple(removed), tuple(deletes), mode)
 
 
-def _entries(snapshot: Snapshot, io: FileIO) -> Iterator[ManifestEntry]:
-    """What the snapshot itself added and removed."""
-    for manifest in snapshot.manifests(io):
-        if manifest.added_snapshot_id != snapshot.snapshot_id:
-            continue
-        with io.new_input(manifest.manifest_path).open() as stream:
-            content = stream.read()
-        for entry in entries_of(manifest, content):
-            if entry.snapshot_id == snapshot.snapshot_id and entry.status != ManifestEntryStatus.EXISTING:
-                yield entry
+def _stored_snapshot(snapshot: Snapshot, io: FileIO) -> StoredSnapshot:
+    own = [one for one in read_manifests(io, snapshot) if one.added_snapshot_id == snapshot.snapshot_id]
+    entries = (
+        entry
+        for manifest in own
+        for entry in read_entries(io, manifest)
+        if entry.snapshot_id == snapshot.snapshot_id and entry.status != ManifestEntryStatus.EXISTING
+    )
+    return StoredSnapshot(tuple(manifest.manifest_path for manifest in own), tuple(entries))
 
 
 class _Files:
@@ -149,7 +171,7 @@ class _Files:
         return File(
             file.file_path,
             path,
-            _bounds(file, self._schema),
+            _bounds(file, self._schema, self._specs[file.spec_id]),
             file,
             may_hold,
             file.record_count,
@@ -167,7 +189,7 @@ class _Files:
         return DeleteFile(
             file.file_path,
             path,
-            None if equality else _data_paths(file),
+            None if equality else data_paths(file),
             everywhere,
             may_hold,
         )
@@ -204,32 +226,17 @@ def _kept(answers: dict[Any, _T], key: Hashable, make: Callable[[], _T]) -> _T:
     return found
 
 
-def _data_paths(file: DataFile) -> tuple[str, str] | None:
-    """The range of data file paths that a file of position deletes speaks of.
+def _bounds(file: DataFile, schema: Schema, spec: PartitionSpec) -> Callable[[str], Bounds | None]:
+    """The lowest and highest value of a column by name; None if not known, or if a row may be null or NaN."""
 
-    PyIceberg does not read the field that names the one data file; the bounds say the same.
-    """
-    low = (file.lower_bounds or {}).get(_DATA_PATH)
-    high = (file.upper_bounds or {}).get(_DATA_PATH)
-    if low is None or high is None:
-        return None
-    try:
-        return low.decode(), high.decode()
-    except UnicodeDecodeError:  # cut within a character
-        return None
-
-
-def _bounds(data_file: DataFile, schema: Schema) -> Callable[[str], Bounds | None]:
     def of(column: str) -> Bounds | None:
         try:
             field = schema.find_field(column)
         except ValueError:  # renamed or dropped since the key was recorded
             return None
-        low = (data_file.lower_bounds or {}).get(field.field_id)
-        high = (data_file.upper_bounds or {}).get(field.field_id)
-        nulls = (data_file.null_value_counts or {}).get(field.field_id, 0)
-        if low is None or high is None or nulls or not isinstance(field.field_type, PrimitiveType):
+        known = facts(file, field, spec)
+        if known.low is None or known.high is None or not (known.no_null and known.no_nan):
             return None
-        return from_bytes(field.field_type, low), from_bytes(field.field_type, high)
+        return known.low, known.high
 
     return of

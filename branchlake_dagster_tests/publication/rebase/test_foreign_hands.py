@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import shutil
 import sqlite3
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,12 +20,12 @@ from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.commit.committer import TableFilesUnreadable
+from branchlake_dagster.publication.commit.table_files import TableFilesUnreadable
 from branchlake_dagster.publication.ledger import report_metadata
 from branchlake_dagster.publication.ledger.candidate import Published, Refused
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.settings import Settings
-from branchlake_dagster_tests.harness import project
+from branchlake_dagster_tests.harness import assign_main, project
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench
 
 pytestmark = pytest.mark.spark
@@ -310,19 +309,6 @@ def own_lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lakehouse]:
     main_with_history(lake.nessie)
     yield lake
     lake.servers.down()
-
-
-def assign_main(lake: Lakehouse, to: str) -> None:
-    """What `ASSIGN BRANCH` does, which our client has no need of."""
-    head = lake.nessie.reference(MAIN).hash
-    request = urllib.request.Request(
-        f"{lake.nessie.uri}/trees/{MAIN}@{head}?type=BRANCH",
-        data=f'{{"type": "BRANCH", "name": "main", "hash": "{to}"}}'.encode(),
-        headers={"Content-Type": "application/json"},
-        method="PUT",
-    )
-    with urllib.request.urlopen(request) as response:
-        assert response.status == 200
 
 
 def test_main_set_back_to_before_a_publication(own_lake: Lakehouse, namespace: str) -> None:

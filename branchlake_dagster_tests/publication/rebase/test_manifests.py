@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from branchlake_dagster.publication.rebase.manifests import _expired, _since
+from branchlake_dagster.publication.rebase.manifests import _expired, snapshots_since
 
 
 def history(*parents: tuple[int, int | None], current: int | None = None) -> Any:
@@ -39,7 +39,8 @@ BASE = history((1, None), (2, 1))
     ],
 )
 def test_the_snapshots_since_a_base(before: Any, after: Any, found: list[int], complete: bool) -> None:
-    assert ([one.snapshot_id for one in _since(before, after)[0]], _since(before, after)[1]) == (
+    snapshots, leads_back = snapshots_since(before.current_snapshot_id if before else None, after)
+    assert ([one.snapshot_id for one in snapshots], leads_back) == (
         found,
         complete,
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from branchlake_dagster.branching.table.replaced import EVERYTHING, Among, Between, Replaced
+from branchlake_dagster.library_internals.column_metrics import DataPaths
 from branchlake_dagster.publication.rebase.changes import (
     Column,
     DeleteFile,
@@ -295,10 +296,11 @@ def deleting(*deletes: DeleteFile, mode: Mode = Mode.ROW_DELETES) -> SnapshotCha
 @pytest.mark.parametrize(
     ("deletes", "hit"),
     [
-        (DeleteFile("d", "day=1", ("old", "old")), True),
-        (DeleteFile("d", "day=1", ("other", "other")), False),
-        (DeleteFile("d", "day=1", ("a", "z")), True),
-        (DeleteFile("d", "day=1", ("p", "z")), False),
+        (DeleteFile("d", "day=1", DataPaths(b"old", b"old")), True),
+        (DeleteFile("d", "day=1", DataPaths(b"ol", b"ol")), True),  # truncated
+        (DeleteFile("d", "day=1", DataPaths(b"other", b"other")), False),
+        (DeleteFile("d", "day=1", DataPaths(b"a", b"z")), True),
+        (DeleteFile("d", "day=1", DataPaths(b"p", b"z")), False),
         (DeleteFile("d", "day=1"), True),
         (DeleteFile("d", "day=2"), False),
         (DeleteFile("d", "day=2", everywhere=True), True),
@@ -360,9 +362,9 @@ def test_a_compaction_is_mapped_when_all_its_files_were_removed() -> None:
         change(SnapshotChange(9, Mode.COMPACT, (sized("big", 6),), (F1, F2), run_id="them")),
         change(SnapshotChange(9, Mode.COMPACT, (sized("big", None),), (F1, F2), run_id="them")),
         change(SnapshotChange(9, Mode.COMPACT, (sized("big", 9),), (F1, F2, sized("f3", 2)), run_id="them")),
-        change(deleting(DeleteFile("d", "day=1", ("f1", "f1"))), MERGED),
+        change(deleting(DeleteFile("d", "day=1", DataPaths(b"f1", b"f1"))), MERGED),
         change(MERGED, step(Mode.REWRITE, (), (BIG,), run="them")),
-        change(MERGED, deleting(DeleteFile("d", "day=1", ("big", "big")))),
+        change(MERGED, deleting(DeleteFile("d", "day=1", DataPaths(b"big", b"big")))),
         change(MERGED, step(Mode.APPEND, (file("more"),), run="them")),
     ],
 )

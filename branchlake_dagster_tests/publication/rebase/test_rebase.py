@@ -11,11 +11,12 @@ from pyiceberg.table.snapshots import Operation
 from pyiceberg.types import IntegerType, LongType, NestedField, StringType
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.commit.committer import TableFilesMissing
+from branchlake_dagster.publication.commit.table_files import TableFilesMissing
 from branchlake_dagster.publication.ledger.candidate import NeedsChecks, Published, Refused
 from branchlake_dagster.publication.ledger.publications import publications
 from branchlake_dagster.publication.rebase.manifests import REPLAYED_FROM
 from branchlake_dagster_tests.harness import published
+from branchlake_dagster_tests.library_internals.plain_pyiceberg import plain_pyiceberg
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench, frame
 
 
@@ -462,6 +463,21 @@ def test_upserts_without_partitions_meet_by_the_bounds_of_their_keys(bench: Work
     bench.published(two)
     assert "the same keys" in bench.refused(three).reason()
     assert bench.rows() == [("a", 1), ("a", 9), ("a", 100), ("a", 109)]
+
+
+def test_upserts_meet_in_a_row_group_that_the_bounds_leave_out(bench: Workbench) -> None:
+    """PyIceberg in another process: the bounds of the first file are those of its first row group."""
+    first = bench.run()
+    with first.create(spec=FLAT).transaction() as change:
+        change.set_properties({"write.parquet.row-group-limit": "2"})
+    bench.published(first)
+    one, two = pair(bench)
+    with plain_pyiceberg():
+        for run, keys in ((one, ["m", "m", "a" * 5000, "q"]), (two, ["q"])):
+            rows = [(key, number) for number, key in enumerate(keys)]
+            run.table().append(frame(rows), snapshot_properties=run.properties("upsert", "day"))
+    bench.published(one)
+    assert bench.refused(two).conflicts.keys() == {f"{bench.namespace}.t"}
 
 
 def test_update_and_delete_in_sql(bench: Workbench) -> None:

@@ -1,0 +1,337 @@
+"""PyIceberg 0.12: the column metrics of a manifest entry that may be relied upon, and nothing else evaluated.
+
+Its writer leaves row groups without statistics out of a file's bounds, and its evaluators take a missing
+count of nulls or NaN for zero. Scans skipped files with matching rows, deletes dropped rows without a match.
+Importing this module corrects both for the whole process. The findings are in `docs/upstream.md`.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pyarrow.parquet as pq
+import pyiceberg.table as tables
+from pyiceberg import types as ice
+from pyiceberg.conversions import from_bytes
+from pyiceberg.expressions import BooleanExpression, visitors
+from pyiceberg.expressions.visitors import (
+    _InclusiveMetricsEvaluator,
+    _StrictMetricsEvaluator,
+    extract_field_ids,
+)
+from pyiceberg.io import FileIO
+from pyiceberg.io import pyarrow as arrow_files
+from pyiceberg.io.fileformat import DataFileStatistics
+from pyiceberg.io.pyarrow import StatisticsCollector
+from pyiceberg.manifest import DATA_FILE_TYPE, DataFile
+from pyiceberg.schema import Schema
+from pyiceberg.table import WriteTask, delete_file_index
+from pyiceberg.table.metadata import TableMetadata
+from pyiceberg.table.sorting import UNSORTED_SORT_ORDER_ID
+from pyiceberg.table.update import snapshot as snapshot_producers
+from pyiceberg.table.update import validate
+
+__all__ = [
+    "DATA_PATH",
+    "DataPaths",
+    "ReliableMetrics",
+    "bound_value",
+    "data_paths",
+    "reliable_metrics",
+]
+
+DATA_PATH = 2147483546
+"""The field id of `file_path` in files of position deletes."""
+
+_VARIABLE_LENGTH = (
+    ice.StringType,
+    ice.BinaryType,
+    ice.FixedType,
+    ice.GeometryType,
+    ice.GeographyType,
+)
+"""Types with values of over 4 kB: Arrow and parquet-java write no bounds for a row group that has one."""
+
+_WIDTHS: dict[type[ice.IcebergType], tuple[int, ...]] = {
+    ice.BooleanType: (1,),
+    ice.IntegerType: (4,),
+    ice.LongType: (4, 8),
+    ice.FloatType: (4,),
+    ice.DoubleType: (4, 8),
+    ice.DateType: (4,),
+    ice.TimeType: (8,),
+    ice.TimestampType: (8,),
+    ice.TimestamptzType: (8,),
+    ice.TimestampNanoType: (8,),
+    ice.TimestamptzNanoType: (8,),
+    ice.UUIDType: (16,),
+}
+"""The bytes that a bound may have, by the column's present type. Four for eight-byte types: promoted ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReliableMetrics:
+    """The metrics of some columns of one file, by field id. What is absent is not known.
+
+    Every value that is neither null nor NaN is within the bounds. Bounds of text may be truncated, so wider.
+    The attributes are named as `DataFile`'s, because PyIceberg's evaluators read them from here.
+    """
+
+    record_count: int
+    value_counts: Mapping[int, int] = field(default_factory=dict)
+    null_value_counts: Mapping[int, int] = field(default_factory=dict)
+    nan_value_counts: Mapping[int, int] = field(default_factory=dict)
+    lower_bounds: Mapping[int, bytes] = field(default_factory=dict)
+    upper_bounds: Mapping[int, bytes] = field(default_factory=dict)
+
+    def of_every_row(self, fields: Iterable[ice.NestedField]) -> ReliableMetrics:
+        """Without the bounds of columns that may hold nulls or NaN: those rows are within no bounds."""
+        whole = {one.field_id for one in fields if self._has_values_only(one)}
+        return replace(
+            self,
+            lower_bounds={number: bound for number, bound in self.lower_bounds.items() if number in whole},
+            upper_bounds={number: bound for number, bound in self.upper_bounds.items() if number in whole},
+        )
+
+    def _has_values_only(self, column: ice.NestedField) -> bool:
+        floating = isinstance(column.field_type, ice.FloatType | ice.DoubleType)
+        no_nan = not floating or self.nan_value_counts.get(column.field_id) == 0
+        return no_nan and self.null_value_counts.get(column.field_id) == 0
+
+
+def reliable_metrics(
+    file: DataFile,
+    fields: Iterable[ice.NestedField],
+    complete: Callable[[DataFile, int], bool] = lambda *_: False,
+) -> ReliableMetrics:
+    """The metrics of `fields` in `file` that may be relied upon, from the manifest entry alone.
+
+    `complete` is asked about a column of variable length, by field id, when the entry does not show that its
+    bounds are of all row groups. Cost: a few microseconds per column.
+    """
+    values: dict[int, int] = {}
+    nulls: dict[int, int] = {}
+    nan: dict[int, int] = {}
+    lower: dict[int, bytes] = {}
+    upper: dict[int, bytes] = {}
+    for column in fields:
+        number, kind = column.field_id, column.field_type
+        if not isinstance(kind, ice.PrimitiveType):
+            continue
+        # A list's elements are counted, not its rows; other writers count otherwise.
+        if (file.value_counts or {}).get(number) == file.record_count:
+            values[number] = file.record_count
+            _copy(file.null_value_counts, number, nulls)
+            _copy(file.nan_value_counts, number, nan)
+        low, high = (file.lower_bounds or {}).get(number), (file.upper_bounds or {}).get(number)
+        if low is None and high is None:
+            continue
+        if not _covers_all_row_groups(file, column) and not complete(file, number):
+            continue
+        if low is not None and bound_value(low, kind) is not None:
+            lower[number] = low
+        if high is not None and bound_value(high, kind) is not None:
+            upper[number] = high
+    return ReliableMetrics(file.record_count, values, nulls, nan, lower, upper)
+
+
+def _copy(source: Mapping[int, int] | None, number: int, target: dict[int, int]) -> None:
+    count = (source or {}).get(number)
+    if count is not None:
+        target[number] = count
+
+
+def _covers_all_row_groups(file: DataFile, column: ice.NestedField) -> bool:
+    """Whether the manifest entry shows that bounds are of all row groups of the file.
+
+    PyIceberg 0.12 writes no sort order id. Iceberg's Java library and this package write one, and both leave
+    out the bounds of a column that a row group has none for.
+    """
+    return (
+        not isinstance(column.field_type, _VARIABLE_LENGTH)
+        or len(file.split_offsets or ()) == 1
+        or file.sort_order_id is not None
+        or column.field_id == DATA_PATH  # no store takes a path of over 4 kB
+    )
+
+
+def bound_value(stored: bytes, kind: ice.PrimitiveType) -> Any:
+    """A bound as a value; None if it was written in a type that cannot be read as `kind`, or is NaN."""
+    widths = _WIDTHS.get(type(kind))
+    if widths is not None and len(stored) not in widths:
+        return None
+    try:
+        value = from_bytes(kind, stored)
+    except (struct.error, UnicodeDecodeError, ValueError, ArithmeticError, TypeError):
+        return None
+    return None if _is_nan(value) else value
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+@dataclass(frozen=True, slots=True)
+class DataPaths:
+    """The data files whose rows a file of position deletes may name: a range of paths in UTF-8.
+
+    Bounds may be truncated, also within a character, so only their beginning is compared.
+    """
+
+    low: bytes
+    high: bytes
+
+    def may_name(self, path: str) -> bool:
+        """Whether rows of the data file at `path` may be deleted."""
+        encoded = path.encode()
+        return self.low <= encoded and encoded[: len(self.high)] <= self.high
+
+
+def data_paths(file: DataFile) -> DataPaths | None:
+    """The paths that a file of position deletes may name; None if its manifest entry does not say."""
+    low = (file.lower_bounds or {}).get(DATA_PATH)
+    high = (file.upper_bounds or {}).get(DATA_PATH)
+    return None if low is None or high is None else DataPaths(low, high)
+
+
+# -- evaluators ----------------------------------------------------------------------------------------
+
+
+class ReliableInclusiveEvaluator(_InclusiveMetricsEvaluator):  # type: ignore[misc]  # untyped
+    """Whether a file may hold rows that match: scans skip files by it."""
+
+    def __init__(
+        self,
+        schema: Schema,
+        expr: BooleanExpression,
+        case_sensitive: bool = True,
+        include_empty_files: bool = False,
+    ) -> None:
+        super().__init__(schema, expr, case_sensitive, include_empty_files)
+        self._fields = [schema.find_field(number) for number in extract_field_ids(self.expr)]
+
+    def eval(self, file: DataFile) -> bool:
+        """False is a proof, True is not."""
+        return bool(super().eval(reliable_metrics(file, self._fields)))
+
+
+class ReliableStrictEvaluator(_StrictMetricsEvaluator):  # type: ignore[misc]  # untyped
+    """Whether all rows of a file match: deletes and overwrites drop whole files by it."""
+
+    def __init__(
+        self,
+        schema: Schema,
+        expr: BooleanExpression,
+        case_sensitive: bool = True,
+        include_empty_files: bool = False,
+    ) -> None:
+        super().__init__(schema, expr, case_sensitive, include_empty_files)
+        self._fields = [schema.find_field(number) for number in extract_field_ids(self.expr)]
+
+    def eval(self, file: DataFile) -> bool:
+        """True is a proof, False is not."""
+        metrics = reliable_metrics(file, self._fields).of_every_row(self._fields)
+        return bool(super().eval(metrics))
+
+
+for _module in (visitors, tables, delete_file_index, snapshot_producers, validate):
+    for _name, _evaluator in (
+        ("_InclusiveMetricsEvaluator", ReliableInclusiveEvaluator),
+        ("_StrictMetricsEvaluator", ReliableStrictEvaluator),
+    ):
+        if hasattr(_module, _name):
+            setattr(_module, _name, _evaluator)
+
+
+# -- writer --------------------------------------------------------------------------------------------
+
+_plain_statistics = arrow_files.data_file_statistics_from_parquet_metadata
+_plain_write_file = arrow_files.write_file
+_plain_upper_bound = arrow_files.truncate_upper_bound_text_string  # type: ignore[attr-defined]
+
+
+class _NoBounds:
+    """Stands in for the aggregate of a column whose bounds are not those of the whole file."""
+
+    def __init__(self, column: str) -> None:
+        self._column = column
+
+    def min_as_bytes(self) -> None:
+        """No lower bound."""
+
+    def max_as_bytes(self) -> None:
+        """No upper bound."""
+
+    @property
+    def current_min(self) -> Any:
+        """`add_files` derives a partition value from the lowest and highest value."""
+        raise ValueError(
+            f"Cannot infer a partition value from column {self._column}: "
+            "a row group of the file has no bounds for it."
+        )
+
+    current_max = current_min
+
+
+def _statistics(
+    parquet_metadata: pq.FileMetaData,
+    stats_columns: dict[int, StatisticsCollector],
+    parquet_column_mapping: dict[str, int],
+) -> DataFileStatistics:
+    """As PyIceberg's, without the bounds and null counts that leave row groups out."""
+    found = _plain_statistics(parquet_metadata, stats_columns, parquet_column_mapping)
+    if parquet_metadata.num_row_groups > 1:
+        without_bounds, without_nulls = _partly_known(parquet_metadata)
+        for name in without_bounds:
+            number = parquet_column_mapping[name]
+            if number in found.column_aggregates:
+                found.column_aggregates[number] = _NoBounds(stats_columns[number].column_name)  # type: ignore[assignment]
+        for name in without_nulls:
+            found.null_value_counts.pop(parquet_column_mapping[name], None)
+    return found
+
+
+def _partly_known(parquet_metadata: pq.FileMetaData) -> tuple[Set[str], Set[str]]:
+    """The columns that a row group has no bounds for, and those that it has no null count for, by path."""
+    without_bounds, without_nulls = set(), set()
+    for group in map(parquet_metadata.row_group, range(parquet_metadata.num_row_groups)):
+        for column in map(group.column, range(parquet_metadata.num_columns)):
+            statistics = column.statistics
+            if statistics is None or not statistics.has_null_count:
+                without_nulls.add(column.path_in_schema)
+            nulls = statistics.null_count if statistics is not None and statistics.has_null_count else 0
+            if statistics is None or not (statistics.has_min_max or nulls == column.num_values):
+                without_bounds.add(column.path_in_schema)
+    return without_bounds, without_nulls
+
+
+_SORT_ORDER_ID = [one.name for one in DATA_FILE_TYPE[2].fields].index("sort_order_id")
+
+
+def _write_file(io: FileIO, table_metadata: TableMetadata, tasks: Iterator[WriteTask]) -> Iterator[DataFile]:
+    """As PyIceberg's, with the sort order id of unsorted rows, as Iceberg's Java library writes it."""
+    return map(_with_sort_order, _plain_write_file(io, table_metadata, tasks))
+
+
+def _with_sort_order(file: DataFile) -> DataFile:
+    file[_SORT_ORDER_ID] = UNSORTED_SORT_ORDER_ID
+    return file
+
+
+def _upper_bound(value: str, trunc_length: int | None) -> str | None:
+    """As PyIceberg's; None where its result is not a text: the successor of U+D7FF is a surrogate."""
+    found = _plain_upper_bound(value, trunc_length)
+    try:
+        (found or "").encode()
+    except UnicodeEncodeError:
+        return None
+    return found
+
+
+arrow_files.data_file_statistics_from_parquet_metadata = _statistics
+arrow_files.write_file = _write_file
+arrow_files.truncate_upper_bound_text_string = _upper_bound  # type: ignore[attr-defined]
