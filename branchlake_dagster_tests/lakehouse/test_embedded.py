@@ -195,7 +195,10 @@ def test_known_jars_cost_no_java_and_no_room(monkeypatch: pytest.MonkeyPatch, tm
     path.parent.mkdir(parents=True)
     path.touch()
     (tmp_path / "jars.classpath").write_text(f"{path}{os.pathsep}/elsewhere/thing-2.0.jar\n")
-    assert resolve([jar], tmp_path, ivy_settings=None, say=pytest.fail) == {jar: path}
+    verified: list[Path] = []
+    known = resolve([jar], tmp_path, ivy_settings=None, say=pytest.fail, verify=verified.extend)
+    assert known == {jar: path}
+    assert verified == [path]
     path.unlink()  # a cache that was emptied: brought again, not trusted
     with pytest.raises(ConfigurationError, match="free on the disk"):
         resolve([jar], tmp_path, ivy_settings=None, say=lambda _: None)
@@ -416,3 +419,13 @@ def test_data_survives_a_kill_and_a_down(own_folder: Path, own_lake: Callable[[]
     assert lake.servers.down() == ()
     assert not revived.alive()
     assert own_lake().nessie.reference("main").hash == head
+
+
+@pytest.mark.spark
+def test_the_internal_ports_of_the_embedded_spark_ask_for_a_secret(lakehouse: Lakehouse) -> None:
+    session = lakehouse.spark_session()
+    try:
+        assert session.conf.get("spark.authenticate") == "true"
+        assert session.range(3, numPartitions=2).count() == 3
+    finally:
+        session.stop()

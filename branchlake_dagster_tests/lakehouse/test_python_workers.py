@@ -208,5 +208,5 @@ def test_sessions_of_spark_share_what_is_imported_and_no_workers(lakehouse: Lake
     assert len({one["warm"] for one in found}) == 1
     assert len({one["daemon"] for one in found}) == 2
     assert all(one["imported"] for one in found)
-    workers = {one["worker"] for one in found}
-    assert len({one["drawn"] for one in found}) == len(workers), "they draw the same numbers"
+    # A worker that serves two tasks draws twice, and other numbers.
+    assert len({one["drawn"] for one in found}) == len(found), "they draw the same numbers"

@@ -1,7 +1,8 @@
 """The jars of the embedded servers, by coordinates, through the Ivy that ships inside pyspark.
 
 Ivy checks the repository's checksums, keeps one copy in its own cache for all projects and obeys the
-user's `ivysettings.xml`: a downloader of our own would do none of it. Versions are locked here.
+user's `ivysettings.xml`: a downloader of our own would do none of it. Versions are locked here. SHA-256
+digests are locked in `lakehouse/jar_lock`: each jar is compared with its digest before its path is returned.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Transient
+from branchlake_dagster.lakehouse.embedded.archives import archives_folder
 from branchlake_dagster.lakehouse.embedded.java import user_java
+from branchlake_dagster.lakehouse.jar_lock.lock_file import packaged_lock
+from branchlake_dagster.lakehouse.jar_lock.verification import verify_jars
 
 _FREE_BYTES_NEEDED = 1 << 30
+_MEMORY = "verified-jars.json"
+"""In the folder of the archives: the digests of jars that were hashed before."""
 
 
 class DownloadFailed(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
@@ -61,6 +67,14 @@ SPARK_KAFKA = (
 NESSIE_SERVER = Jar("org.projectnessie.nessie", "nessie-quarkus", "0.99.0", "runner", megabytes=245)
 
 
+def require_locked(paths: Iterable[Path]) -> None:
+    """Raise JarRefused unless each jar is the artifact that the package's lock file names.
+
+    Costs less than a millisecond for jars that were hashed before, and 2 s per GB for others.
+    """
+    verify_jars(paths, packaged_lock(), memory=archives_folder() / _MEMORY)
+
+
 def ivy_module(jars: Sequence[Jar], *, conf: str = "default->master") -> str:
     """An ivy.xml that asks for exactly `jars`; with another `conf` also for what they need."""
     rows = []
@@ -79,12 +93,18 @@ def ivy_module(jars: Sequence[Jar], *, conf: str = "default->master") -> str:
 
 
 def resolve_with_all(
-    jar: Jar, folder: Path, *, ivy_settings: Path | None, say: Callable[[str], None]
+    jar: Jar,
+    folder: Path,
+    *,
+    ivy_settings: Path | None,
+    say: Callable[[str], None],
+    verify: Callable[[Iterable[Path]], None] = require_locked,
 ) -> list[Path]:
     """A jar and all that it needs, as a class path. `folder` keeps the answer. Raises as `resolve`."""
     listing = folder / f"{jar.short_name}-{jar.rev}.classpath"
     known = _paths(listing)
     if known and all(path.exists() for path in known):
+        verify(known)
         return known
     folder.mkdir(parents=True, exist_ok=True)
     if ivy_settings or not _cached(jar):
@@ -93,20 +113,29 @@ def resolve_with_all(
     module = folder / f"{jar.short_name}-ivy.xml"
     module.write_text(ivy_module([jar], conf="default->default,runtime"))
     _run_ivy(module, listing, folder, ivy_settings)
-    return _paths(listing)
+    paths = _paths(listing)
+    verify(paths)
+    return paths
 
 
 def resolve(
-    jars: Sequence[Jar], folder: Path, *, ivy_settings: Path | None, say: Callable[[str], None]
+    jars: Sequence[Jar],
+    folder: Path,
+    *,
+    ivy_settings: Path | None,
+    say: Callable[[str], None],
+    verify: Callable[[Iterable[Path]], None] = require_locked,
 ) -> dict[Jar, Path]:
     """Paths of `jars` in Ivy's cache, downloaded if they are not there yet.
 
-    `folder` keeps the answer, so a second call costs no JVM. `say` is told before a download starts.
-    Raises DownloadFailed or ConfigurationError (no Java, no room on the disk).
+    `folder` keeps the answer, so a second call costs no JVM. `say` is told before a download starts. `verify`
+    compares the files with the lock file, downloaded or not. Raises DownloadFailed, JarRefused or
+    ConfigurationError (no Java, no room on the disk).
     """
     listing = folder / "jars.classpath"
     known = _read(listing, jars)
     if known:
+        verify(known.values())
         return known
     folder.mkdir(parents=True, exist_ok=True)
     if ivy_settings or (absent := [jar for jar in jars if not _cached(jar)]):
@@ -121,6 +150,7 @@ def resolve(
     found = _read(listing, jars)
     if not found:
         raise _not_brought(output)
+    verify(found.values())
     return found
 
 

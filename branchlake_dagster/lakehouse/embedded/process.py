@@ -21,6 +21,7 @@ import psutil
 
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
 from branchlake_dagster.lakehouse.embedded.private import private_folder
+from branchlake_dagster.lakehouse.logs.rotation import rotate_by_copy
 from branchlake_dagster.waiting import holds_within
 
 LOOPBACK = "127.0.0.1"
@@ -122,9 +123,11 @@ def launch(
 ) -> ProcessRecord:
     """Start `command` in a session of its own (Ctrl-C in the caller's terminal does not reach it).
 
-    Not through subprocess: the server outlives us on purpose, and a Popen object warns about that.
+    Not through subprocess: the server outlives us on purpose, and a Popen object warns about that. The log is
+    opened in append mode, which its rotation needs.
     """
     private_folder(log.parent)
+    rotate_by_copy(log)
     with log.open("a") as output:
         output.write(f"{_MARK} {name}\n")
     pid = os.posix_spawn(

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import requests
 
-from branchlake_dagster.lakehouse.embedded import process, spark_log
+from branchlake_dagster.lakehouse.embedded import process
 from branchlake_dagster.lakehouse.embedded.archives import Archive, archive_of
 from branchlake_dagster.lakehouse.embedded.jars import (
     ICEBERG_AWS,
@@ -44,11 +44,20 @@ from branchlake_dagster.lakehouse.embedded.private import (
 from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ProcessRecord
 from branchlake_dagster.lakehouse.embedded.rest_catalog import catalog_environment, catalog_flags
 from branchlake_dagster.lakehouse.embedded.token import credentials, stored
+from branchlake_dagster.lakehouse.logs import spark_log
+from branchlake_dagster.lakehouse.logs.rotation import rotate_folder
 from branchlake_dagster.lakehouse.python_workers import daemon
 from branchlake_dagster.settings import Settings
 
 NESSIE = "nessie"
 SPARK = "spark"
+AVRO_LIMITS = {
+    "org.apache.avro.limits.bytes.maxLength": str(64 << 20),
+    "org.apache.avro.limits.string.maxLength": str(64 << 20),
+    "org.apache.avro.limits.collectionItems.maxLength": "10000000",
+}
+"""Java system properties of Spark's driver and executors. Avro allocates as many bytes and items as a value
+claims to have: by default, six bytes that claim two billion items exhaust the heap and end Spark."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,7 @@ class EmbeddedServers:
         return tuple(name for name, ours in wanted if ours)
 
     def endpoints(self, *, spark: bool = True, start: bool = True) -> Endpoints:
-        """Addresses of running servers; those that do not run are started first.
+        """Addresses of running servers; those that do not run are started first. Rotates large logs.
 
         Costs two loopback connections when they run. `spark=False` neither needs nor starts Spark. Without
         `start` LakeNotRunning is raised instead, and no folder is made. Raises LakeMoved.
@@ -178,6 +187,8 @@ class EmbeddedServers:
 
     def _running(self, names: tuple[str, ...]) -> dict[str, ProcessRecord]:
         self._require_place()
+        # Every use of the lake comes here, the sensors' every few seconds: no process only watches the logs.
+        rotate_folder(self._root / "logs")
         records = ((name, ProcessRecord.load(self._record_path(name))) for name in names)
         return {
             name: record
@@ -291,6 +302,9 @@ class EmbeddedServers:
             "spark.sql.shuffle.partitions": str(max(2, os.cpu_count() or 2)),
             **catalog_conf(settings, nessie_uri),
         }
+        if settings.spark_master.startswith("local"):
+            # Other accounts reach the loopback address too. Spark makes the ports' secret itself.
+            conf["spark.authenticate"] = "true"
         paths = [str(path) for path in _spark_jars(jars)]
         command = [str(home / "bin" / "spark-submit"), "--master", settings.spark_master]
         command += ["--driver-memory", settings.spark_driver_memory]
@@ -302,7 +316,10 @@ class EmbeddedServers:
         if not configured:
             options = [f"-Dlog4j2.configurationFile={spark_log.configure(scratch / 'conf').as_uri()}"]
             options += [self._scratch_option(SPARK)]
+            options += avro_options()
             options += self._archive_options(_spark_archive(jars, java))
+            if not settings.spark_master.startswith("local"):
+                conf["spark.executor.extraJavaOptions"] = " ".join(avro_options())
             # Its workers are on this machine, and what has imported libraries can be forked.
             if settings.spark_master.startswith("local") and sys.platform == "linux":
                 conf["spark.python.daemon.module"] = daemon.__name__
@@ -349,6 +366,11 @@ class EmbeddedServers:
         return path.read_text()
 
 
+def avro_options() -> list[str]:
+    """`AVRO_LIMITS` as options of a JVM."""
+    return [f"-D{name}={limit}" for name, limit in AVRO_LIMITS.items()]
+
+
 def _spark_jars(jars: dict[Jar, Path]) -> list[Path]:
     return [path for jar, path in jars.items() if jar is not NESSIE_SERVER]
 
@@ -363,21 +385,24 @@ def _spark_archive(jars: dict[Jar, Path], java: Path | None = None) -> Archive |
 
 
 def catalog_conf(settings: Settings, nessie_uri: str, *, ref: str = "main") -> dict[str, str]:
-    """Spark settings of the catalogue `nessie`; no secret in it.
+    """Spark settings of the catalog `nessie`, without secrets. At `name@hash` the catalog is read-only.
 
     The catalogue cache is off because it hides other commits on Nessie (projectnessie/nessie#2165).
     """
     prefix = "spark.sql.catalog.nessie"
+    name, _, hash_ = ref.partition("@")
     conf = {
         "spark.sql.extensions": "org.apache.iceberg.spark.extensions.IcebergSparkSessionExtensions",
         "spark.sql.session.timeZone": "UTC",
         prefix: "org.apache.iceberg.spark.SparkCatalog",
         f"{prefix}.type": "nessie",
         f"{prefix}.uri": nessie_uri,
-        f"{prefix}.ref": ref,
+        f"{prefix}.ref": name,
         f"{prefix}.warehouse": settings.warehouse_uri,
         f"{prefix}.cache-enabled": "false",
     }
+    if hash_:
+        conf[f"{prefix}.ref.hash"] = hash_
     if settings.warehouse_uri.startswith("s3"):
         conf |= {
             f"{prefix}.io-impl": "org.apache.iceberg.aws.s3.S3FileIO",

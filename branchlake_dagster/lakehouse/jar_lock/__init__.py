@@ -1,0 +1,1 @@
+"""The lock file of the embedded servers' jars, and the comparison of jars with it."""

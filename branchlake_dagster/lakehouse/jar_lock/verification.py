@@ -1,0 +1,99 @@
+"""The comparison of jars with the lock file, before a server loads them.
+
+Hashing all jars takes about half a second, so the digest of a file is remembered with the file's identity:
+device, inode, size, modification time and change time. The kernel sets the change time at every write, and no
+program can set it back. So a file that was replaced or edited is hashed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.lakehouse.jar_lock.lock_file import sha256_of
+
+Identity = tuple[int, int, int, int, int]
+"""Device, inode, size in bytes, modification time and change time in nanoseconds since 1970."""
+
+
+class JarRefused(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """A jar is not the artifact that the lock file names, so no server loads it.
+
+    Attributes:
+        file: The jar.
+        expected: The SHA-256 digest in the lock file; None if the lock file does not name the jar.
+        actual: The SHA-256 digest of the file.
+
+    """
+
+    def __init__(self, file: Path, expected: str | None, actual: str) -> None:
+        if expected is None:
+            text = f"The jar {file} is not in the lock file. Its SHA-256 is {actual}."
+            hint = (
+                "Only jars of the lock file are loaded. If BRANCHLAKE_IVY_SETTINGS resolves other versions or"
+                " file names, correct it. If a version in branchlake itself was changed: make lock-jars."
+            )
+        else:
+            text = f"The jar {file} has the SHA-256 {actual}, but the lock file expects {expected}."
+            hint = (
+                "Delete the file and run the command again, which downloads it anew. If the digest differs"
+                " again, the repository or mirror delivers another artifact: do not use it."
+            )
+        super().__init__(text, hint=hint)
+        self.file, self.expected, self.actual = file, expected, actual
+
+
+def verify_jars(paths: Iterable[Path], lock: Mapping[str, str], *, memory: Path | None = None) -> None:
+    """Raise JarRefused unless each jar is in `lock` with its digest.
+
+    `lock` maps file names to SHA-256 digests. `memory` is a file that keeps digests from one call to the
+    next; without it, and where it cannot be read or written, all jars are hashed. Raises OSError for a
+    missing jar.
+    """
+    remembered = _load(memory)
+    digests: dict[str, tuple[Identity, str]] = {}
+    for path in paths:
+        identity = _identity(path)
+        known_identity, digest = remembered.get(str(path), (None, ""))
+        if known_identity != identity:
+            digest = sha256_of(path)
+        expected = lock.get(path.name)
+        if digest != expected:
+            raise JarRefused(path, expected, digest)
+        digests[str(path)] = (identity, digest)
+    if memory is not None and any(remembered.get(name) != entry for name, entry in digests.items()):
+        _save(memory, remembered | digests)
+
+
+def _identity(path: Path) -> Identity:
+    stat = path.stat()
+    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+def _load(memory: Path | None) -> dict[str, tuple[Identity, str]]:
+    """Return the remembered identity and digest of each jar by its path; empty for a damaged file."""
+    try:
+        entries: dict[str, Any] = json.loads(memory.read_text()) if memory else {}
+        return {name: (_as_identity(numbers), str(digest)) for name, (numbers, digest) in entries.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _as_identity(numbers: Iterable[Any]) -> Identity:
+    device, inode, size, modified, changed = (int(number) for number in numbers)
+    return (device, inode, size, modified, changed)
+
+
+def _save(memory: Path, entries: Mapping[str, tuple[Identity, str]]) -> None:
+    """Write the entries of jars that still exist. A cache that cannot be written costs time, nothing else."""
+    existing = {name: entry for name, entry in entries.items() if Path(name).exists()}
+    scratch = memory.with_suffix(f".{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):
+        memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        scratch.write_text(json.dumps(existing))
+        scratch.replace(memory)
