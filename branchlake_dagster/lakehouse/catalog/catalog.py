@@ -17,7 +17,6 @@ from pyiceberg.exceptions import (
 from pyiceberg.io import FileIO
 from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionSpec
 from pyiceberg.schema import Schema
-from pyiceberg.serializers import FromInputFile
 from pyiceberg.table import (
     CommitTableResponse,
     CreateTableTransaction,
@@ -39,6 +38,7 @@ from branchlake_dagster.lakehouse.catalog.namespaces import (
     require_namespace,
 )
 from branchlake_dagster.lakehouse.catalog.store import ReferenceStore
+from branchlake_dagster.lakehouse.catalog.stored_files import read_metadata
 from branchlake_dagster.lakehouse.catalog.views import NoViews
 from branchlake_dagster.lakehouse.nessie import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, ReferenceNotFound
@@ -164,6 +164,11 @@ class NessieCatalog(NoViews, NamespaceOperations):
         """The reference argument this catalogue was opened on."""
         return self._store.ref
 
+    @property
+    def last_hash(self) -> str | None:
+        """Hash of the reference at this catalog's last read or commit; None before the first one."""
+        return self._store.last_hash
+
     def close(self) -> None:
         """Close the connections, unless they belong to a client that was passed in."""
         if self._owns_client:
@@ -176,7 +181,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
 
     def _load(self, key: ContentKey, content: IcebergTable) -> Table:
         location = content.metadata_location
-        metadata = FromInputFile.table_metadata(self._load_file_io(location=location).new_input(location))
+        metadata = read_metadata(self._load_file_io(location=location), location)
         return Table(
             identifier=key.elements,
             metadata=metadata,
@@ -340,8 +345,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
     ) -> Table:
         """Let a name hold an existing metadata file, instead of what it held when `overwrite`."""
         key = self._key(identifier)
-        io = self._load_file_io(location=metadata_location)
-        metadata = FromInputFile.table_metadata(io.new_input(metadata_location))
+        metadata = read_metadata(self._load_file_io(location=metadata_location), metadata_location)
         self._put_new(key.elements, metadata_location, metadata, "Register table", overwrite=overwrite)
         return self.load_table(key.elements)
 

@@ -76,6 +76,11 @@ class ReferenceStore:
         self._last = _Known(frozenset(keys), seen, asked)
         return seen
 
+    @property
+    def last_hash(self) -> str | None:
+        """Hash of the reference at the last read or commit here; None before that, or if a commit failed."""
+        return self._last.seen.reference.hash if self._last else None
+
     def remembered(self, *keys: ContentKey) -> ContentsAt | None:
         """What the last read or commit here told of `keys`, lately; None: read them.
 

@@ -106,6 +106,14 @@ class NessieClient:
             params={"fetch": "ALL"} if fetch_metadata else {},
         )
 
+    def has_reference(self, name: str) -> bool:
+        """Whether a branch or tag of this name exists. One request."""
+        try:
+            self.reference(name)
+        except ReferenceNotFound:
+            return False
+        return True
+
     def references(
         self,
         *,

@@ -7,6 +7,7 @@ two runs in one process stay apart: each has a session of its own, never `getOrC
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from branchlake_dagster.lakehouse.embedded.process import LOOPBACK
 from branchlake_dagster.lakehouse.embedded.servers import (
     EmbeddedServers,
     Endpoints,
+    avro_options,
     catalog_conf,
     s3_environment,
 )
@@ -32,16 +34,20 @@ from branchlake_dagster.library_internals.pyspark import (
     keep_connect_log_off,
     leave_sessions_to_stop,
 )
-from branchlake_dagster.settings import Settings
+from branchlake_dagster.settings import Settings, require_tls
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _SERVER_SIDE = ("spark.sql.extensions",)
 _CATALOG = "spark.sql.catalog."
+_NESSIE_AUTHENTICATION = f"{_CATALOG}nessie.authentication"
+_NESSIE_TOKEN = f"{_NESSIE_AUTHENTICATION}.token"
 _REFUSALS = ("NessieNotAuthorizedException", "NessieForbiddenException")
 _PATIENCE_S = 60.0
 """With an embedded server that does not answer: one that has no processor for a while does."""
+_SECRET_KEY = re.compile(r"(?i)secret|password|token|access[.]?key")
+"""Names of settings that hold secrets, as Spark recognizes them by default (`spark.redaction.regex`)."""
 _classic_start = threading.Lock()
 
 
@@ -51,7 +57,7 @@ def open_session(
     """A new session at `ref`; `conf` (for instance from dagster-pyspark) wins over our defaults.
 
     Connect: 15 ms against a running server. Classic: the first one in a process starts a JVM (11-18 s),
-    later ones share it but not its settings.
+    later ones share it but not its settings. Raises SecretWithoutTls before it connects.
     """
     settled = {**catalog_conf(settings, endpoints.nessie_uri, ref=ref), **_authentication(endpoints), **conf}
     if settings.session_kind == "classic":
@@ -124,6 +130,7 @@ def _open_connect(settings: Settings, endpoints: Endpoints, conf: dict[str, str]
     keep_connect_log_off()
     leave_sessions_to_stop()
     url = connect_url(remote, endpoints.spark_token)
+    require_tls(url, _secrets_in(conf))
     session: SparkSession = SparkSession.builder.remote(url).create()
     if settings.embedded_spark and not named:
         # One that was killed comes back at another port: nothing is waited for at the old one. A live run
@@ -134,6 +141,12 @@ def _open_connect(settings: Settings, endpoints: Endpoints, conf: dict[str, str]
         if key not in _SERVER_SIDE:
             session.conf.set(key, value)
     return session
+
+
+def _secrets_in(conf: Mapping[str, str]) -> list[str]:
+    """Descriptions of the secrets among a session's settings: Nessie's token, and what a user has set."""
+    names = {_NESSIE_TOKEN: "Nessie's token (BRANCHLAKE_NESSIE_TOKEN, or run/nessie.token)"}
+    return [names.get(key, f"the session's setting {key}") for key in conf if _SECRET_KEY.search(key)]
 
 
 def _open_classic(settings: Settings, conf: dict[str, str]) -> SparkSession:
@@ -161,6 +174,10 @@ def _open_classic(settings: Settings, conf: dict[str, str]) -> SparkSession:
                 "spark.driver.host": LOOPBACK,
                 "spark.sql.shuffle.partitions": str(max(2, os.cpu_count() or 2)),
             }
+        if "SPARK_CONF_DIR" not in os.environ:
+            # A configuration of the user's own may set these, and ours would replace them.
+            for name in ("spark.driver.extraJavaOptions", "spark.executor.extraJavaOptions"):
+                of_process[name] = " ".join(avro_options())
         # Not the catalogue's: as settings of the process they would be every session's, the branch included.
         of_process |= {key: value for key, value in conf.items() if not key.startswith(_CATALOG)}
         builder = SparkSession.builder.master(settings.spark_master).appName("branchlake")
@@ -176,5 +193,4 @@ def _authentication(endpoints: Endpoints) -> dict[str, str]:
     """The bearer token for Spark's own Nessie client, set per session so that no command line shows it."""
     if endpoints.nessie_token is None:
         return {}
-    prefix = "spark.sql.catalog.nessie.authentication"
-    return {f"{prefix}.type": "BEARER", f"{prefix}.token": endpoints.nessie_token}
+    return {f"{_NESSIE_AUTHENTICATION}.type": "BEARER", _NESSIE_TOKEN: endpoints.nessie_token}
