@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,18 @@ from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseR
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.library_internals.dagster import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 from branchlake_dagster.publication.ledger.publications import Publication, publications
 from branchlake_dagster.publication.reconcile.outcome import Outcome
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
 from branchlake_dagster.settings import Settings
+from branchlake_dagster_tests.dagster_internals import (
+    InMemoryJob,
+    KnownExecutionState,
+    create_execution_plan,
+    execute_run,
+)
 from branchlake_dagster_tests.suite.instances import new_instance
 
 
@@ -82,6 +90,46 @@ class Project:
         return [record.asset_observation for record in records if record.asset_observation]
 
 
+def retry(p: Project, parent_id: str, *steps: str, ok: bool = True) -> str:
+    """Retry from failure, or of the given steps, as the UI does; the run id."""
+    parent = p.instance.get_run_by_id(parent_id)
+    assert parent is not None
+    job = p.definitions.resolve_implicit_global_asset_job_def()
+    if steps:
+        known = KnownExecutionState.build_for_reexecution(p.instance, parent)
+        keys: Any = list(steps)
+        known = known.update_for_step_selection(keys)
+    else:
+        keys, known = KnownExecutionState.build_resume_retry_reexecution(p.instance, parent)
+    plan = create_execution_plan(
+        job, step_keys_to_execute=keys, known_state=known, instance_ref=p.instance.get_ref()
+    )
+    root = parent.root_run_id or parent.run_id
+    run = p.instance.create_run_for_job(
+        job,
+        execution_plan=plan,
+        parent_run_id=parent_id,
+        root_run_id=root,
+        tags={**parent.tags, PARENT_RUN_ID_TAG: parent_id, ROOT_RUN_ID_TAG: root},
+    )
+    p.last = execute_run(InMemoryJob(job), run, p.instance)  # type: ignore[assignment]
+    assert p.last.success is ok, [e.message for e in p.last.all_events if e.is_failure]
+    return run.run_id
+
+
+def assign_main(lake: Lakehouse, to: str) -> None:
+    """What `ASSIGN BRANCH` does, which our client has no need of."""
+    head = lake.nessie.reference(MAIN).hash
+    request = urllib.request.Request(
+        f"{lake.nessie.uri}/trees/{MAIN}@{head}?type=BRANCH",
+        data=f'{{"type": "BRANCH", "name": "main", "hash": "{to}"}}'.encode(),
+        headers={"Content-Type": "application/json"},
+        method="PUT",
+    )
+    with urllib.request.urlopen(request) as response:
+        assert response.status == 200
+
+
 def published(client: NessieClient, branches: Iterable[str]) -> dict[str, Publication]:
     """What the ledger says of `branches`."""
     wanted = set(branches)
@@ -89,8 +137,8 @@ def published(client: NessieClient, branches: Iterable[str]) -> dict[str, Public
 
 
 @contextmanager
-def project(lake: Lakehouse, *parts: Any) -> Iterator[Project]:
-    """A project of assets and asset checks."""
+def project(lake: Lakehouse, *parts: Any, instance: dg.DagsterInstance | None = None) -> Iterator[Project]:
+    """A project of assets and asset checks, with a new instance on Dagster's default storage unless given one."""
     assets = [p for p in parts if not isinstance(p, dg.AssetChecksDefinition)]
     checks = [p for p in parts if isinstance(p, dg.AssetChecksDefinition)]
     # Without its token: that comes from the environment at each run, which tests change in between.
@@ -100,5 +148,5 @@ def project(lake: Lakehouse, *parts: Any) -> Iterator[Project]:
         machinery,
         dg.Definitions(assets=assets, asset_checks=checks, executor=dg.in_process_executor),
     )
-    with new_instance() as instance:
-        yield Project(lake, instance, merged)
+    with nullcontext(instance) if instance else new_instance() as its_instance:
+        yield Project(lake, its_instance, merged)

@@ -57,7 +57,7 @@ def play(state: Path, seed: int, *, runs: int, rate: float, at_once: int) -> lis
             "BRANCHLAKE_NESSIE_URI": proxy.uri,
             "BRANCHLAKE_NESSIE_TOKEN": lake.endpoints(spark=False).nessie_token or "",
             "BRANCHLAKE_REAP_INTERVAL_MIN": "3",
-            "BRANCHLAKE_DISCARD_GRACE_H": "0",
+            "BRANCHLAKE_DISCARD_GRACE_H": "0.000001",
         }
         with daemon(state / "dagster", environment, at_once=at_once) as dagster:
             say(f"the daemon runs after {time.monotonic() - began:.0f} s; the network is lossy from now on")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,14 @@ from dagster import DagsterRun, DagsterRunStatus
 from branchlake_dagster.branching.branch.run_tags import CHECK_HASH_TAG, CHECKS_FOR_TAG
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.nessie.model import IcebergTable
-from branchlake_dagster.publication.gate.evidence import AssetRules, Evaluation, RunEvidence, Written
+from branchlake_dagster.publication.gate.event_position import EventPosition
+from branchlake_dagster.publication.gate.evidence import (
+    AssetRules,
+    CheckName,
+    Evaluation,
+    RunEvidence,
+    Written,
+)
 from branchlake_dagster.publication.reconcile.outcome import CheckRun
 from branchlake_dagster_tests.simulation.runs import Plan, table_key
 from branchlake_dagster_tests.simulation.scheduler import Died
@@ -77,24 +85,35 @@ class Checks:
         found = self._verdicts.get(run_id, {})
         results: dict[tuple[tuple[str, str], str | None], Evaluation] = {}
         for name, passed in found.items():
-            results[name, None] = Evaluation(passed, True, 0, None, "")
+            results[name, None] = Evaluation(passed, True, EventPosition(0, 0), None, "")
         return RunEvidence(run_id=run_id, succeeded=True, evaluations=results)
 
 
 def evidence(plans: Sequence[Plan], run: DagsterRun, write_set: frozenset[str]) -> RunEvidence:
-    """What Dagster recorded of a run and of those whose work it continues, the newest last."""
-    tables, order = sorted(write_set), int(plans[-1].run_id[-12:], 16)
-    passes, whole = all(plan.passes for plan in plans), any(plan.whole for plan in plans)
+    """What Dagster recorded of a run and of those whose work it continues, the newest last.
+
+    Each run counts its events from a number of its own, as Dagster's default storage does.
+    """
+    whole = any(plan.whole for plan in plans)
     strict = [plan.reads for plan in plans if plan.reads is not None]
     reads = frozenset(table_key(name).name for names in strict for name in names)
+    written: dict[tuple[str, str | None], Written] = {}
+    evaluations: dict[tuple[CheckName, str | None], Evaluation] = {}
+    for index, plan in enumerate(plans):
+        passes = all(one.passes for one in plans[: index + 1])
+        numbers = count(Random(plan.run_id).randrange(1000))
+        tables = sorted({table_key(change.table).name for change in plan.changes})
+        for name in tables:
+            written[name, None] = Written(EventPosition(index, next(numbers)), f"write {name}")
+        for name in [] if plan.skips_checks else tables:
+            position = EventPosition(index, next(numbers))
+            evaluations[(name, "check"), None] = Evaluation(passes, True, position, f"check {name}", "")
     return RunEvidence(
         run_id=run.run_id,
         succeeded=run.is_success,
-        planned=frozenset(((name, "check"), None) for name in tables),
-        evaluations={
-            ((name, "check"), None): Evaluation(passes, True, 2 * order + 1, None, "") for name in tables
-        },
-        written={(name, None): Written(2 * order, None, None) for name in tables},
+        planned=frozenset(evaluations),
+        evaluations=evaluations,
+        written=written,
         rules={
             name: AssetRules(
                 name,
@@ -102,11 +121,12 @@ def evidence(plans: Sequence[Plan], run: DagsterRun, write_set: frozenset[str]) 
                 True,
                 whole_tables={"check": frozenset([name])} if whole else {},
                 serializable=bool(strict),
-                upstream=reads | {name} if strict else frozenset(),
+                upstream=reads | ({name} & write_set) if strict else frozenset(),
             )
-            for name in tables
+            for name, _ in written
         },
         write_set=write_set,
+        branch_heads=frozenset().union(*(plan.recorded_heads for plan in plans)),
     )
 
 

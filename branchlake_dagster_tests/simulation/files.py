@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,8 @@ class SimulatedTableFiles:
     """What `TableFiles` is to the sweeper."""
 
     warehouse: Warehouse
+    deletes: Callable[[str], None]
+    """Is called with the location of each file that is deleted."""
 
     def metadata(self, location: str) -> Any:
         """The table metadata in a file; None when it is missing."""
@@ -75,7 +78,9 @@ class SimulatedTableFiles:
 
     def delete(self, location: str) -> None:
         """Delete a file."""
-        self.warehouse.deleted.add(location)
+        if location not in self.warehouse.deleted:  # two sweepers may be at the same tag
+            self.warehouse.deleted.add(location)
+            self.deletes(location)
 
 
 def _manifest(state: State, number: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ class Hands:
         for _ in range(self.random.randint(1, 2)):
             for _ in range(self.random.randint(0, 12)):
                 world.network.sleep(1.0)
-            if self.random.random() < 0.7:
+            if self.random.random() < 0.5:
                 self._merge(world)
             else:
                 self._set_back(world)
@@ -71,11 +72,27 @@ class Hands:
 
     def _set_back(self, world: World) -> None:
         history = world.server.history
-        line = [commit.hash for commit in history.first_parents(history.references["main"].hash)]
-        choices = line[1 : len(line) - _TABLES_AND_FIRST + 1][:3]
+        for _ in range(20):
+            world.network.sleep(1.0)
+            line = [commit.hash for commit in history.first_parents(history.references["main"].hash)]
+            choices = line[1 : len(line) - _TABLES_AND_FIRST + 1][:3]
+            bases = self._bases(world, line)
+            # To before the commit that a run started from is the one that matters.
+            if any(base < len(choices) for base in bases):
+                break
         if not choices:
             return
         to = self.random.choice(choices)
         self.undone |= set(line[: line.index(to)])
         history.references["main"] = Pointer("BRANCH", to)
         world.network.note("set main back", f"to {to[:8]}, {line.index(to)} commits")
+
+    def _bases(self, world: World, line: list[str]) -> set[int]:
+        """How many commits of `main` are newer than those that the run branches started from."""
+        history = world.server.history
+        found = set()
+        for name, pointer in history.references.items():
+            if name != "main":
+                commits = (commit.hash for commit in history.first_parents(pointer.hash))
+                found |= {line.index(one) for one in islice((c for c in commits if c in line), 1)}
+        return found

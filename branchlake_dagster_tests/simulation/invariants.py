@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from branchlake_dagster.branching.branch.reference_names import DISCARDED_PREFIX, SWEEPING_PREFIX
 from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.branch.run_tags import (
     BASE_TAG,
@@ -17,7 +18,7 @@ from branchlake_dagster.branching.fencing.taken_back import FAILS
 from branchlake_dagster.lakehouse.nessie.model import IcebergTable
 from branchlake_dagster.publication.ledger.publications import Publication, publications_in
 from branchlake_dagster_tests.simulation.changes import Change, Kind
-from branchlake_dagster_tests.simulation.runs import TABLES, Plan, table_key
+from branchlake_dagster_tests.simulation.runs import TABLES, Plan, table_key, unchecked_tables
 from branchlake_dagster_tests.simulation.tables import Row
 from branchlake_dagster_tests.simulation.world import World
 from branchlake_dagster_tests.simulation.writer import CHANGE
@@ -38,9 +39,11 @@ def must(condition: object, text: str) -> None:
 def check(world: World) -> None:
     """Raise Violated with the first thing that is wrong."""
     look = _Look(world)
+    must(not world.wrongly_swept, f"a sweep deleted {world.wrongly_swept}: its run was not discarded")
     look.every_state_of_main()
     for plan in world.plans.values():
-        must(not plan.fenced, f"run {plan.run_id} was at work and was fenced {plan.fenced}")
+        touched = plan.run_id in world.stranger.touched
+        must(touched or not plan.fenced, f"run {plan.run_id} was at work and was fenced {plan.fenced}")
         if not plan.foreign and world.at(plan.run_id).knows(plan.run_id):
             look.run(plan)
     foreign = [plan for plan in world.plans.values() if plan.foreign]
@@ -48,7 +51,13 @@ def check(world: World) -> None:
     left = set(world.server.history.references)
     for plan in foreign:
         kept = branch_name(plan.run_id) in left or plan.forgotten or not plan.written
+        kept = kept or plan.run_id in world.stranger.touched
         must(kept, f"run {plan.run_id} of another Dagster instance lost its branch")
+    if world.hands.undone:
+        # Whose files main still needs cannot be told then, so what was discarded is kept, and reported.
+        left = {name for name in left if not name.startswith((DISCARDED_PREFIX, SWEEPING_PREFIX))}
+    # What a run that had not recorded its base wrote, and what a stranger added to it, are the same to a sweep.
+    left -= {f"{SWEEPING_PREFIX}{run_id}" for run_id in world.stranger.touched}
     must(left <= {"main", *theirs}, f"references are left: {sorted(left)}")
 
 
@@ -110,6 +119,8 @@ class _Look:
         brought = self._brought.setdefault(run_id, set())
         must(before is None or not before[1].verdict, f"run {run_id} is in the ledger twice")
         must(all(plan.passes for plan in plans), f"run {run_id} was published although its checks failed")
+        unchecked = unchecked_tables(plans) & {change.table for change in self._written(run_id)}
+        must(not unchecked, f"run {run_id} was published with rows in {unchecked} that no check saw")
         self._done[run_id] = number, one
         left_out = set(plans[-1].written) - {change.id for change in self._written(run_id)}
         late = plans[-1].late.id if plans[-1].late else None
@@ -200,6 +211,10 @@ class _Look:
         hash_ = done[1].hash if done else None
         told = None if told == "none" or run.tags.get(OPENED_TAG) != plan.run_id else told
         hands = self._world.hands
+        status = run.tags.get(STATUS_TAG) if run.tags.get(OPENED_TAG) == plan.run_id else None
+        must(status != Status.PENDING or not run.is_finished, f"run {plan.run_id} is pending for ever")
+        if told in hands.undone and branch_name(plan.run_id) in self._world.stranger.restored_branches:
+            must(done or status != Status.PUBLISHED, f"run {plan.run_id} is published and main lost its rows")
         if told in hands.undone:
             return  # it was on main when it was told; it may have come back by hand
         if hash_ in hands.merged and told in {entry.commit.hash for entry in self._log}:
@@ -211,11 +226,13 @@ class _Look:
         must(told == hash_, f"run {plan.run_id} is told to be published as {told}, and main has {hash_}")
         # One that publishes itself may die between that and its end.
         # One that was refused, and then published by another publisher because main was set back, has failed.
-        fine = run.is_success or plan.publishes_itself or bool(hands.undone)
+        # One whose branch was gone for a while, before Nessie was restored, has failed too.
+        touched = plan.run_id in self._world.stranger.touched
+        fine = run.is_success or plan.publishes_itself or bool(hands.undone) or touched
         must(done is None or fine, f"run {plan.run_id} is published and ended as {run.status.value}")
-        passes = all(one.passes for one in self._ancestry(plan.run_id))
+        ancestry = self._ancestry(plan.run_id)
+        passes = all(one.passes for one in ancestry) and not unchecked_tables(ancestry)
         late = plan.late.id if plan.late else None
-        status = run.tags.get(STATUS_TAG) if run.tags.get(OPENED_TAG) == plan.run_id else None
         must(status not in FAILS or not run.is_success, f"run {plan.run_id} is {status} and looks green")
         unpublished = run.is_success or status == Status.REFUSED
         if done is None and unpublished and passes and set(plan.written) - {late}:
@@ -225,6 +242,11 @@ class _Look:
         """Somebody else published into what this run changed or read, and not only appends met appends."""
         if plan.run_id in self._world.checks.refused or self._world.hands.undone:
             return  # what it collided with may have been taken back
+        if self._world.stranger.touched & {one.run_id for one in self._ancestry(plan.run_id)}:
+            return  # somebody else changed its branch
+        late = {one.late.id for one in self._ancestry(plan.run_id) if one.late}
+        if late & {commit.properties.get(CHANGE) for commit in self._world.server.history.commits.values()}:
+            return  # a commit may have come after the run's end, which no check saw
         mine = self._written(plan.run_id)
         since = [entry.commit.hash for entry in self._log].index(tags[BASE_TAG])
         others = [

@@ -49,6 +49,11 @@ class Network:
         """Everything that is still under way arrives."""
         self._arrive(float("inf"))
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is under way that its sender has given up."""
+        return bool(self._under_way)
+
     def _arrive(self, now: float) -> None:
         for late in [one for one in self._under_way if one[0] <= now]:
             self._under_way.remove(late)

@@ -55,7 +55,7 @@ def _happened(world: World) -> Iterator[str]:
             yield "swept"
             if " files" in how:
                 yield "files swept"
-        elif what in ("merged by hand", "set main back"):
+        elif what in BY_OTHERS:
             yield what
         elif what == "pass failed" and "database is locked" in how:
             yield "database is locked"
@@ -69,6 +69,16 @@ def _happened(world: World) -> Iterator[str]:
             yield "retry"
 
 
+BY_OTHERS = (
+    "merged by hand",
+    "set main back",
+    "a stranger appended",
+    "a stranger set a branch back",
+    "a stranger deleted a branch",
+    "Nessie was restored",
+    "a file was lost",
+    "a publisher stands still",
+)
 _FAULTS = tuple(fault.value for fault in Fault if fault is not Fault.NONE)
 _ACTIONS = (
     "published",

@@ -11,6 +11,7 @@ from branchlake_dagster.branching.reaping.rules import Limits
 from branchlake_dagster.branching.sweeping.sweeper import Sweeper
 from branchlake_dagster.branching.table.files import TableFiles
 from branchlake_dagster.publication.cleanup.reaping import DagsterRuns
+from branchlake_dagster.publication.ledger.main_log import MainLog
 from branchlake_dagster_tests.simulation.files import SimulatedTableFiles
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def reap(world: World, home: str) -> Iterator[str]:
         now=world.clock.now,
         monotonic=world.clock.monotonic,
         sleep=world.network.sleep,
+        is_on_main=lambda commit: MainLog().holds(world.client(), commit),
         instance=home,
     )
     return map(str, reaper.run())
@@ -39,7 +41,7 @@ def reap(world: World, home: str) -> Iterator[str]:
 
 def sweep(world: World, home: str) -> Iterator[str]:
     """One pass of a Dagster instance; what became of each discarded state."""
-    files = cast(TableFiles, SimulatedTableFiles(world.warehouse))
+    files = cast(TableFiles, SimulatedTableFiles(world.warehouse, world.swept))
     runs = DagsterRuns(cast(Any, world.instances[home]))
     sweeper = Sweeper(world.client(), files, runs.owners, grace=GRACE, now=world.clock.now, instance=home)
     return map(str, sweeper.run())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
@@ -58,6 +59,8 @@ class Plan:
     """The tables a serializable run reads; None: isolation snapshot."""
     passes: bool = True
     """Whether its checks pass."""
+    skips_checks: bool = False
+    """Whether it re-executes selected steps of its parent, and the steps of the checks are not among them."""
     whole: bool = False
     """Whether its checks see all rows of its tables."""
     end: End = End.SUCCESS
@@ -84,6 +87,8 @@ class Plan:
     """The rows of each table it read, at its base."""
     written: list[str] = field(default_factory=list)
     """The ids of the changes that it knows to be on its branch."""
+    recorded_heads: set[str] = field(default_factory=set)
+    """The hashes of its branch that it recorded after its writes."""
     heads: set[str] = field(default_factory=set)
     """The hashes of its branch that a publisher wanted to publish."""
     fenced: str | None = None
@@ -108,6 +113,7 @@ class Plan:
             "foreign": self.foreign,
             "forgotten": self.forgotten,
             "blocked": not self.passes,
+            "skips checks": self.skips_checks,
             "whole": self.whole,
             "publishes itself": self.publishes_itself,
         }
@@ -135,6 +141,12 @@ class Mood:
             whole=random.choice((0.0, 0.0, 0.2, 0.6)),
             kinds=random.choice((_KINDS, _KINDS, _KINDS, _PHYSICAL)),
         )
+
+
+def unchecked_tables(plans: Sequence[Plan]) -> set[str]:
+    """The tables that a run which skips checks is the last to change, of runs on one branch, oldest first."""
+    last = {change.table: plan.skips_checks for plan in plans for change in plan.changes}
+    return {table for table, skips_checks in last.items() if skips_checks}
 
 
 def table_key(name: str) -> ContentKey:
@@ -177,6 +189,7 @@ def draw(random: Random, mood: Mood, earlier: dict[str, Plan]) -> Plan:
     ended_badly = [one.run_id for one in earlier.values() if one.end is not End.SUCCESS and not one.foreign]
     if ended_badly and random.random() < 0.6:
         plan.parent, plan.retries = random.choice(ended_badly), random.random() < 0.7
+        plan.skips_checks = plan.retries and random.random() < 0.3
     return plan
 
 

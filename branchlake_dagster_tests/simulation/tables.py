@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -10,6 +10,7 @@ from zlib import crc32
 
 from branchlake_dagster.branching.table.replaced import Among, Replaced
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
+from branchlake_dagster.library_internals.column_metrics import DataPaths
 from branchlake_dagster.publication.rebase.changes import (
     Bounds,
     Column,
@@ -20,7 +21,7 @@ from branchlake_dagster.publication.rebase.changes import (
     SnapshotChange,
     TableChange,
 )
-from branchlake_dagster.publication.rebase.replay import ReplayImpossible, Staged
+from branchlake_dagster.publication.rebase.replay import ReplayImpossible, Staged, TableStates
 
 Row = tuple[str, str, str]
 """(partition, key, token). The partition is Dagster's; files are finer, see `slot`."""
@@ -70,12 +71,15 @@ class State:
 class Warehouse:
     """All files. `locations` are metadata files with the states they describe."""
 
-    def __init__(self) -> None:
+    def __init__(self, actor: Callable[[], str] = lambda: "") -> None:
         self._numbers = count(1)
         self.locations: dict[str, State] = {}
         self.rows: dict[str, tuple[Row, ...]] = {}
         self.dead: dict[str, frozenset[tuple[str, Row]]] = {}
         self.deleted: set[str] = set()
+        self.writers: dict[str, str] = {}
+        """Who wrote each data file: an actor's name, which is a run's id for what runs write."""
+        self._actor = actor
 
     def number(self) -> int:
         return next(self._numbers)
@@ -85,6 +89,7 @@ class Warehouse:
         held = tuple(rows)
         path = f"{FOLDER}data-{self.number()}"
         self.rows[path] = held
+        self.writers[path] = self._actor()
         part = held[0][0]
         kept = replacing(part)
         return File(path, f"part={part}/slot={slot(held[0])}", _bounds(held), path, kept.meets, len(held))
@@ -101,7 +106,7 @@ class Warehouse:
         path = f"deletes-{self.number()}"
         gone = tuple(rows)
         self.dead[path] = frozenset((file.path, row) for row in gone)
-        named = file.path, file.path
+        named = DataPaths(file.path.encode(), file.path.encode())
         return DeleteFile(path, file.partition, named, may_hold=replacing(gone[0][0]).meets)
 
     def rows_in(self, state: State, file: File) -> list[Row]:
@@ -117,13 +122,15 @@ class Warehouse:
 
     def state(self, content: IcebergTable) -> State:
         """The state of a metadata file; raises FilesMissing when anything it needs is gone."""
-        state = self.locations[content.metadata_location]
-        lists = [f"{state.manifests[-1]}.list"] if state.manifests else []
-        files = [file.path for file in state.files]
-        needed = [content.metadata_location, *lists, *state.manifests, *files]
-        if gone := self.deleted.intersection(needed):
+        if gone := self.deleted.intersection(self.needed(content.metadata_location)):
             raise FilesMissing(f"{content.metadata_location} needs {sorted(gone)}, which was deleted")
-        return state
+        return self.locations[content.metadata_location]
+
+    def needed(self, location: str) -> set[str]:
+        """The files without which the state of a metadata file cannot be read."""
+        state = self.locations[location]
+        lists = [f"{state.manifests[-1]}.list"] if state.manifests else []
+        return {location, *lists, *state.manifests, *(file.path for file in state.files)}
 
     def rows_of(self, state: State) -> list[Row]:
         """The rows that a reader sees."""
@@ -210,6 +217,17 @@ class SimulatedTables:
             steps,
             base_snapshot_id=old.snapshot_id if old else None,
         )
+
+    def read_errors(self, states: Sequence[TableStates]) -> list[Exception | None]:
+        self.pause()
+        return [self._read_error(after) for _, _, after in states]
+
+    def _read_error(self, content: IcebergTable) -> FilesMissing | None:
+        try:
+            self.warehouse.state(content)
+        except FilesMissing as error:
+            return error
+        return None
 
     def replay(self, key: ContentKey, mine: TableChange, after: IcebergTable, onto: Staged) -> Staged:
         self.pause()

@@ -24,6 +24,7 @@ from branchlake_dagster.publication.rebase.changes import Mode, SnapshotChange
 from branchlake_dagster.publication.reconcile import assess, recheck
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster.publication.reconcile.trouble import give_up
 from branchlake_dagster.publication.runtime.publish_at_end import NotPublished
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.simulation import evidence
@@ -47,7 +48,9 @@ from branchlake_dagster_tests.simulation.runs import (
     table_key,
 )
 from branchlake_dagster_tests.simulation.scheduler import Clock, Died, Scheduler
+from branchlake_dagster_tests.simulation.stall import AnotherPassAtWork, Stall
 from branchlake_dagster_tests.simulation.storage import Storage, StorageAwayError
+from branchlake_dagster_tests.simulation.strangers import Stranger
 from branchlake_dagster_tests.simulation.tables import Row, SimulatedTables, State, Warehouse, table_content
 from branchlake_dagster_tests.simulation.transport import DirectTransport
 from branchlake_dagster_tests.simulation.writer import Writer
@@ -59,7 +62,11 @@ _QUIET_AFTER = 60
 _SETTINGS = cast(
     Settings,
     SimpleNamespace(
-        default_namespace="lake", require_checks=True, keep_failed_hours=0.0, recheck_timeout_min=60.0
+        lake_id="lake",
+        default_namespace="lake",
+        require_checks=True,
+        keep_failed_hours=0.0,
+        recheck_timeout_min=60.0,
     ),
 )
 
@@ -81,9 +88,15 @@ class World:
             home: SimulatedInstance(now=self.clock.now, pause=self.storage.pause) for home in (HERE, THERE)
         }
         self.hands = Hands(Random(f"hands {seed}"))
+        self.stranger = Stranger(Random(f"stranger {seed}"))
         self.hearts = Hearts(self.clock, self.scheduler.pause)
-        self.warehouse = Warehouse()
+        self.stall = Stall(Random(f"stall {seed}"))
+        self.warehouse = Warehouse(lambda: self.scheduler.current)
         self.checks = evidence.Checks(self)
+        self.wrongly_swept: list[str] = []
+        """Data files that a sweeper deleted although their run was not discarded."""
+        self.passes_at_work = 0
+        """Publishers and reapers that are in the middle of a pass."""
         self.dead: set[str] = set()
         """Runs whose process is gone and of which Dagster does not know it yet."""
         self.plans: dict[str, Plan] = {}
@@ -162,12 +175,24 @@ class World:
         clock = self.clock.monotonic
         publisher = NotedPublisher(client, tables, self.plans, log or MainLog())
         return Reconciler(
-            client, publisher, instance, graph, _SETTINGS, clock=clock, now=self.clock.now, at_once=1
+            client,
+            publisher,
+            instance,
+            graph,
+            _SETTINGS,
+            read_metadata=lambda _: None,
+            clock=clock,
+            now=self.clock.now,
+            at_once=1,
         )
 
     def publish_now(self, run_id: str) -> None:
         """A run publishes itself as its last act."""
-        outcome = self.reconciler(self.homes[run_id]).publish_now(self.at(run_id).look(run_id))
+        self.passes_at_work += 1
+        try:
+            outcome = self.reconciler(self.homes[run_id]).publish_now(self.at(run_id).look(run_id))
+        finally:
+            self.passes_at_work -= 1
         self.network.note("published itself", str(outcome))
         if outcome and outcome.action in (PublicationAction.BLOCKED, PublicationAction.REFUSED):
             raise NotPublished(outcome.detail, run_id=run_id)
@@ -182,11 +207,14 @@ class World:
 
     def _publish(self, home: str, log: MainLog | None = None, budget_s: float = math.inf) -> list[Outcome]:
         outcomes = []
-        for outcome in self.reconciler(home, log).run(budget_s=budget_s):
-            self.network.note("outcome", str(outcome))
-            if outcome.check_run:
-                self.checks.launch(outcome.check_run, home)
-            outcomes.append(outcome)
+        with self.stall.one_pass(self) as is_ours:
+            if not is_ours:
+                raise AnotherPassAtWork
+            for outcome in self.reconciler(home, log).run(budget_s=budget_s):
+                self.network.note("outcome", str(outcome))
+                if outcome.check_run:
+                    self.checks.launch(outcome.check_run, home)
+                outcomes.append(outcome)
         return outcomes
 
     def _reaper(self, home: str, passes: int) -> None:
@@ -203,6 +231,22 @@ class World:
         for told in sweep(self, home):
             self.network.note("swept", told)
 
+    def swept(self, location: str) -> None:
+        """A sweeper has deleted a file. It may be a data file of discarded runs only."""
+        run_id = self.warehouse.writers.get(location, "")
+        if run_id in self.plans:
+            tags = tuple(f"create tag {discarded_name(branch_name(one))} " for one in self._family(run_id))
+            if not any(what.startswith(tags) for _, what, _ in self.network.trace):
+                self.wrongly_swept.append(f"{location} of run {run_id}")
+
+    def _family(self, run_id: str) -> set[str]:
+        """The runs that may have the run's work on their branch: those it continues, and its retries."""
+        found = {run_id}
+        for _ in self.plans:
+            found |= {one.parent for one in self.plans.values() if one.parent and one.run_id in found}
+            found |= {one.run_id for one in self.plans.values() if one.parent in found}
+        return found
+
     def _monitor(self) -> None:
         """Dagster's run monitoring: it finds runs whose process is gone."""
         for _ in range(20):
@@ -216,13 +260,18 @@ class World:
 
     def _guarded(self, work: Callable[[], object]) -> None:
         """A pass in a process of its own; what it leaves undone is found by the next one."""
+        self.passes_at_work += 1
         try:
             work()
+        except AnotherPassAtWork:
+            self.network.note("another pass is at work")
         except (BranchlakeError, FileNotFoundError, StorageAwayError) as error:
             # A file may be gone: the sweeper does not wait for a slow publisher of what others discarded.
             self.network.note("pass failed", str(error))
         except Died:
             self.network.note("died")
+        finally:
+            self.passes_at_work -= 1
 
     # -- the course of it ------------------------------------------------------------------------------
 
@@ -249,6 +298,10 @@ class World:
             spawn("monitor", self._monitor)
             if random.random() < 0.2:
                 spawn("somebody", partial(self.hands.meddle, self))
+            elif self.stranger.random.random() < 0.25:
+                spawn("stranger", partial(self.stranger.act, self))
+            if self.stall.happens:
+                spawn("stalled publisher", partial(self.stall.begin, self))
             self.scheduler.run()
             self.faults.heal()
             self.storage.heal()
@@ -259,9 +312,16 @@ class World:
 
     def _settle(self) -> None:
         self._bury()
+        waits = False
         for _ in range(_QUIET_AFTER):
-            outcomes = [outcome for home in self.inhabited for outcome in self._publish(home)]
-            self.clock.advance(5.0)
+            self.clock.advance(60.0 if waits else 5.0)
+            try:
+                outcomes = [outcome for home in self.inhabited for outcome in self._publish(home)]
+            except AnotherPassAtWork:
+                outcomes = []
+                continue
+            waits = any(outcome.action is PublicationAction.WAITING for outcome in outcomes)
+            self._give_up(outcomes)
             self.scheduler.run()  # the checks that were asked for
             if all(outcome.action is PublicationAction.UNKNOWN_RUN for outcome in outcomes):
                 for home in self.inhabited:
@@ -272,6 +332,14 @@ class World:
                 if not self._waiting():
                     return
         raise AssertionError(f"never quiet: {self._waiting()}, {[str(outcome) for outcome in outcomes]}")
+
+    def _give_up(self, outcomes: list[Outcome]) -> None:
+        """As a person does with runs whose files are lost."""
+        for outcome in outcomes:
+            if outcome.action is PublicationAction.SET_ASIDE:
+                instance = self.at(outcome.run_id)
+                told = give_up(self.client(), cast(Any, instance), instance.look(outcome.run_id))
+                self.network.note("given up", told)
 
     def _waiting(self) -> set[str]:
         """The branches of our runs, discarded ones too: the reaper gives those of passed runs back."""
@@ -286,6 +354,7 @@ class World:
             patch.object(assess, "collect", collect),
             patch.object(recheck, "collect", collect),
             patch.object(sweeper, "ThreadPoolExecutor", InTurn),
+            self.stall,
         ):
             yield
 

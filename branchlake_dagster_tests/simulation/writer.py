@@ -10,6 +10,7 @@ from dagster import DagsterRun, DagsterRunStatus
 from branchlake_dagster.branching.branch.run_branch import RunBranch, branch_name
 from branchlake_dagster.branching.reaping.origin import INSTANCE
 from branchlake_dagster.branching.resources.retry import inherited
+from branchlake_dagster.changes.summary import RUN_ID
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable, Namespace, Put
@@ -57,6 +58,7 @@ class Writer:
             tags=lambda: self._runs.look(plan.run_id).tags,
             remember=lambda tags: self._runs.add_run_tags(plan.run_id, tags),
             inherit=lambda: inherited(self._client, instance, self._runs.look(plan.run_id)),
+            report_head=lambda _, head: plan.recorded_heads.add(head),
         )
 
     def run(self) -> None:
@@ -96,9 +98,10 @@ class Writer:
                 self._world.network.sleep(0.1)
             if plan.end is End.DEATH:
                 raise Died
+            self._branch.record_head()
             if plan.publishes_itself and plan.end is End.SUCCESS:
                 self._world.publish_now(plan.run_id)
-        except BranchlakeError as error:
+        except (BranchlakeError, FileNotFoundError) as error:
             self._world.network.note("failed", str(error))
             self._runs.end(plan.run_id, DagsterRunStatus.FAILURE)
         else:
@@ -160,7 +163,7 @@ class Writer:
         if NAMESPACE not in seen.contents:
             operations.insert(0, Put(NAMESPACE, Namespace(None, NAMESPACE.elements)))
         asked = self._world.clock.monotonic()
-        self._client.commit(
+        done = self._client.commit(
             branch,
             expected_hash=seen.reference.hash,
             operations=operations,
@@ -168,8 +171,11 @@ class Writer:
             properties={
                 CHANGE: change.id,
                 INSTANCE: self._maker,
+                RUN_ID: self._plan.run_id,
             },
         )
+        if change is not self._plan.late:  # nobody records what a process does after its run
+            self._plan.recorded_heads.add(done.hash)
         self._plan.written.append(change.id)
         self._wrote = asked  # the commit is no older than that, and its reply may have taken long
 
@@ -197,7 +203,7 @@ class Writer:
             expected_hash=at,
             operations=[Put(key, table_content(content_id, location, state))],
             message=f"restore {key}",
-            properties={INSTANCE: self._maker},
+            properties={INSTANCE: self._maker, RUN_ID: self._plan.run_id},
         )
 
     def _note_fence(self) -> None:

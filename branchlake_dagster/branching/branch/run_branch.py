@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 
 from branchlake_dagster.branching.branch.run_tags import Place, base_hash_of, opened, place_of
 from branchlake_dagster.branching.errors import RunBranchGone
+from branchlake_dagster.errors import OutcomeUnknown, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import (
     NessieAlreadyExists,
     NessieConflict,
     NessieError,
-    NessieUnauthorized,
     ReferenceNotFound,
 )
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, Namespace, Put, Reference
@@ -69,6 +69,7 @@ class RunBranch:
     run as though it were all of it. `inherit` takes over the work of a run that this one retries, and
     answers None when there is none. `direct_main`: stand on `main` when the branch cannot be made, and
     `warn` of it. `hold` makes sure of the run's leases, before the branch is made and at each access.
+    `report_head` stores a hash of the branch with the run's evidence, see `record_head`.
     """
 
     def __init__(
@@ -82,8 +83,15 @@ class RunBranch:
         direct_main: bool = False,
         warn: Callable[[str], None] = _log.warning,
         hold: Callable[[Place | None], None] = lambda _: None,
+        report_head: Callable[[str, str], None] = lambda *_: None,
     ) -> None:
         self._hold = hold
+        self._report_head = report_head
+        self._recorded_heads: set[str] = set()
+        self._used_since_record = False
+        self._used_by_code = False
+        self._accesses: set[tuple[str, int]] = set()
+        self._access_lock = threading.Lock()
         self._client = client
         self._tags = tags
         self._remember = remember
@@ -104,6 +112,7 @@ class RunBranch:
                 self._place = self._settle(self._create)
             assert self._place is not None  # noqa: S101 - it was created at the latest
             self._hold(self._place)
+            self._used_since_record = True
             return self._place
 
     def take_over(self) -> bool:
@@ -116,6 +125,50 @@ class RunBranch:
     def head(self) -> Reference:
         """The branch as it is now. Raises RunBranchGone."""
         return self._must_exist(self.open().branch)
+
+    def at_first_access(self, step: str, attempt: int, action: Callable[[], None]) -> None:
+        """Call `action` once in this process for this attempt of a step, and again only if it raised."""
+        with self._access_lock:
+            if (step, attempt) not in self._accesses:
+                action()
+                self._accesses.add((step, attempt))
+
+    def note_use_by_code(self) -> None:
+        """Note that a step's own code can write to the branch from now on, without another call here."""
+        self._used_by_code = True
+
+    def record_head(self) -> None:
+        """Record the branch's hash as one that this run wrote, unless it is recorded already.
+
+        Called when a step has succeeded and when the process gives up its resources. The publisher refuses a
+        branch whose head no run recorded. Costs one request to Nessie, and none if nobody opened the branch
+        since its head was recorded. An error is logged and not raised: the steps are done, and a later call
+        tries again.
+        """
+        with self._lock:
+            place, used = self._place, self._used_since_record or self._used_by_code
+            if place is None or place.unbranched or not used:
+                return
+            # Before the request: a use while it is on its way has to be recorded by the next call.
+            self._used_since_record = self._used_by_code = False
+        try:
+            head = self._client().reference(place.branch).hash
+            if head != place.base_hash and head not in self._recorded_heads:
+                self._report_head(place.branch, head)
+                self._recorded_heads.add(head)
+        except ReferenceNotFound:
+            return  # the run was fenced, or published already
+        except NessieError as error:
+            self._used_since_record = True
+            _log.warning("The head of branch %s could not be recorded: %s", place.branch, error)
+        except BaseException:
+            self._used_since_record = True
+            raise
+
+    def head_recorded(self, hash_: str) -> None:
+        """Note that a materialization of this process carries the branch's present hash."""
+        self._recorded_heads.add(hash_)
+        self._used_since_record = False
 
     def _settle(self, otherwise: Callable[[], Place | None]) -> Place | None:
         tags = self._tags()
@@ -150,8 +203,9 @@ class RunBranch:
             found = client.reference(own, fetch_metadata=True)
             return Place(own, (found.metadata and found.metadata.common_ancestor_hash) or base)
         except NessieError as error:
-            # A Nessie that says no is not unavailable, and what it refuses must not go around the gate.
-            if not self._direct_main or isinstance(error, NessieUnauthorized):
+            # A Nessie that refuses is available, and what it refuses must not go around the gate: with
+            # an expired certificate every run would write to main.
+            if not self._direct_main or not isinstance(error, Transient | OutcomeUnknown):
                 raise
             self._warn(FALLING_BACK)
             _log.warning("Branch %s could not be made: %s", own, error)

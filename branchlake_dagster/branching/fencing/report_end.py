@@ -19,7 +19,15 @@ from branchlake_dagster.branching.branch.run_tags import (
 from branchlake_dagster.branching.fencing.taken_back import take_back
 
 
-def report_end(instance: DagsterInstance, run_id: str, branch: str, *, verdict: str, reason: str) -> bool:
+def report_end(
+    instance: DagsterInstance,
+    run_id: str,
+    branch: str,
+    *,
+    verdict: str,
+    reason: str,
+    status: Status = Status.DISCARDED,
+) -> bool:
     """Show `verdict` and `reason` on a run that opened `branch` and has no verdict; whether it was shown.
 
     It is no publisher's word: should the run pass after all, it is judged as though nothing had been said.
@@ -33,9 +41,9 @@ def report_end(instance: DagsterInstance, run_id: str, branch: str, *, verdict: 
         return False
     instance.report_engine_event(f"Not published: {reason.rstrip('.')}.", run)
     aside = {NEXT_ATTEMPT_TAG: NONE} if NEXT_ATTEMPT_TAG in run.tags else {}
-    status = Status.CONTINUED if verdict == CONTINUED else Status.DISCARDED
+    status = Status.CONTINUED if verdict == CONTINUED else status
     shown = {STATUS_TAG: str(status), VERDICT_TAG: verdict, REASON_TAG: shortened(reason)}
     instance.add_run_tags(run_id, {**shown, **aside})
-    if status is Status.DISCARDED:
+    if status is not Status.CONTINUED:
         take_back(instance, run, [run_id])
     return True

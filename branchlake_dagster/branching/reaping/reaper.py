@@ -79,7 +79,8 @@ class Reaper:
     run; `instance` is the id of this Dagster instance. What another one made is left to it, unless
     `anyones`: a person has named it. With `only` nothing but these branches is looked at.
 
-    `now` is the wall clock, `monotonic` and `sleep` are for watching silent writers.
+    `now` is the wall clock, `monotonic` and `sleep` are for watching silent writers. `is_on_main` returns
+    whether `main`'s history holds a commit.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Reaper:
         now: Callable[[], datetime],
         monotonic: Callable[[], float],
         sleep: Callable[[float], None],
+        is_on_main: Callable[[str], bool],
         listing: str = OUR_BRANCHES,
         fenced: str = DISCARDED_TAGS,
         claims: str = CLAIM_TAGS,
@@ -107,6 +109,7 @@ class Reaper:
         self._now = now
         self._monotonic = monotonic
         self._sleep = sleep
+        self._is_on_main = is_on_main
         self._listing = listing
         self._fenced = fenced
         self._claims = claims
@@ -236,6 +239,7 @@ class Reaper:
             claimed=seen.in_publication(branch.name),
             told=owner.told,
             made=made,
+            on_main=owner.state is RunState.PUBLISHED and self._is_on_main(owner.publication),
         )
         action, reason = decide(facts, self._limits)
         heartbeat = ", ".join(sorted(set(here.values()))) or "none"

@@ -67,6 +67,8 @@ class Facts:
     told: bool = False
     made: Origin = UNKNOWN
     """Who made the branch, where its run is not known."""
+    on_main: bool = False
+    """Whether `main` holds the publication, of a run that Dagster calls published."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,12 @@ class Owner:
     ended: datetime | None = None
     told: bool = False
     """Whether the publisher has told its verdict."""
+    publication: str = ""
+    """The commit on `main` that the run's tags name; empty if they name none."""
     continued: bool = False
     """Whether a retry took its work over, of a run that waits for the publisher."""
+    base_hash: str = ""
+    """The commit of `main` that its branch started from, by the run's tags; empty if they name none."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,8 @@ def decide(facts: Facts, limits: Limits) -> tuple[ReapingAction, str]:
     """What becomes of a branch, and why. A pure function."""
     if facts.publishers - {Liveness.DEAD}:
         return ReapingAction.KEEP, "its publication is in progress"
+    if facts.state is RunState.PUBLISHED and not facts.on_main:
+        return ReapingAction.KEEP, "Dagster calls its run published, but main does not hold its publication"
     if facts.state is RunState.PUBLISHED:
         return ReapingAction.DELETE, "its run is published and only the clean-up was missed"
     if facts.claimed and facts.state is not RunState.MISSING:

@@ -9,13 +9,14 @@ import threading
 from collections.abc import Callable, Mapping
 from weakref import WeakValueDictionary
 
-from dagster import DagsterInstance, DagsterRun, InitResourceContext
+from dagster import DagsterInstance, DagsterRun, InitResourceContext, MetadataValue
 from pyarrow import ArrowException
 from pydantic import PrivateAttr
 
+from branchlake_dagster.branching.branch.check_run import checked_reference
 from branchlake_dagster.branching.branch.owner import is_retry
 from branchlake_dagster.branching.branch.run_branch import RunBranch, branch_name
-from branchlake_dagster.branching.branch.run_tags import BRANCH_TAG, CHECK_REF_TAG, LAKE_TAG, opened_by
+from branchlake_dagster.branching.branch.run_tags import BRANCH_TAG, LAKE_TAG, Place, opened_by
 from branchlake_dagster.branching.errors import OneLakeOnly, RetryNeedsFullRun
 from branchlake_dagster.branching.lease.holding import RunLeases
 from branchlake_dagster.branching.liveness.heartbeat import SharedHeartbeats, first_heartbeat
@@ -23,11 +24,17 @@ from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
 from branchlake_dagster.branching.reaping.origin import INSTANCE, instance_id
 from branchlake_dagster.branching.resources.exclusive import ExclusiveNames
 from branchlake_dagster.branching.resources.lake_config import LakeConfig
-from branchlake_dagster.branching.resources.read_set import ReadSet
+from branchlake_dagster.branching.resources.read_set import ReadSet, running_step
 from branchlake_dagster.branching.resources.retry import inherited
+from branchlake_dagster.branching.resources.step_retry import CODE_OF_STEP, undo_earlier_attempts
+from branchlake_dagster.branching.table.files import TableFiles
+from branchlake_dagster.branching.table.provenance import BRANCH_HEAD
+from branchlake_dagster.changes.summary import RUN_ID
+from branchlake_dagster.errors import ReadOnlyReference
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.catalog.options import COMMIT_PROPERTY, NAMESPACE_CREATE
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.library_internals.dagster import report_engine_event
 from branchlake_dagster.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -49,6 +56,7 @@ class LakehouseResource(LakeConfig):
 
     Raises:
         RunBranchGone: From `open_branch()` and what uses it: the run was fenced, its branch is gone.
+        InvalidCheckRun: When the run starts: its tags make it a check run of a state that is not one.
         LeaseHeld: The same, of a run that writes an exclusive asset: another one does, and did not end.
         LeaseLost: The same: another run has taken over what is exclusive, for this one was silent.
 
@@ -71,10 +79,11 @@ class LakehouseResource(LakeConfig):
     _lakehouse: Lakehouse | None = PrivateAttr(default=None)
     _run_branch: RunBranch | None = PrivateAttr(default=None)
     _reads: ReadSet | None = PrivateAttr(default=None)
-    _stands_on: str = PrivateAttr(default=MAIN)
+    _pinned: str | None = PrivateAttr(default=None)
     _heartbeat: tuple[str, str] | None = PrivateAttr(default=None)
     _instance: str | None = PrivateAttr(default=None)
     _ended: Callable[[], bool] | None = PrivateAttr(default=None)
+    _retries_parent: bool = PrivateAttr(default=False)
 
     def setup_for_execution(self, context: InitResourceContext) -> None:
         """Bind to the run. Touches neither Nessie nor Spark: a run that uses no table gets no branch.
@@ -92,25 +101,30 @@ class LakehouseResource(LakeConfig):
         self._ended = lambda: (found := instance.get_run_by_id(run.run_id)) is None or found.is_finished
         # From the start of the process: one that dies before it touches the lake would not be missed.
         self._beat(branch_name(run.run_id), run.run_id)
-        if CHECK_REF_TAG in run.tags:
-            # It checks a state that the publisher prepared, and writes nothing. It beats under a branch of
-            # its own, which is never made: publications wait for it, so they must learn of its death.
-            self._stands_on = run.tags[CHECK_REF_TAG]
+        if reference := checked_reference(run.run_id, run.tags):
+            # It sends heartbeats for a branch of its own, which never exists: publications wait for the run,
+            # so its death must be noticed.
+            self._pinned = reference
             return
         with _first_use:
             bound = shared or self._bound(run, instance, context.log)
             self._run_branch = _branches.setdefault((os.getpid(), run.run_id, settings), bound)
         self._reads = ReadSet.of_run(instance, run, lambda: self.lakehouse.nessie, self.open_branch)
-        if is_retry(run):
+        self._retries_parent = is_retry(run)
+        if self._retries_parent:
             with contextlib.suppress(RetryNeedsFullRun):  # said again by the step that needs a table, if any
                 if self._run_branch.take_over():
                     self.open_branch()
 
     def teardown_after_execution(self, context: InitResourceContext) -> None:  # noqa: ARG002 - Dagster's signature
-        """Stop the heartbeat when no other resource of this process works on the branch."""
+        """Record the branch's head. Stop the heartbeat when no other resource here works on the branch."""
         held, self._heartbeat = self._heartbeat, None
-        if held is not None:
-            _heartbeats.give_back(held, self._ended)
+        try:
+            if self._run_branch is not None:
+                self._run_branch.record_head()
+        finally:
+            if held is not None:
+                _heartbeats.give_back(held, self._ended)
 
     def _bound(self, run: DagsterRun, instance: DagsterInstance, log: logging.Logger | None) -> RunBranch:
         run_id, lake = run.run_id, self.lakehouse.settings.lake_id
@@ -129,6 +143,10 @@ class LakehouseResource(LakeConfig):
 
         def remember(new: Mapping[str, str]) -> None:
             instance.add_run_tags(run_id, {**new, LAKE_TAG: lake})
+
+        def report_head(branch: str, hash_: str) -> None:
+            metadata = {BRANCH_HEAD: MetadataValue.text(hash_)}
+            report_engine_event(instance, f"Branch {branch} is at {hash_[:16]}.", run, metadata)
 
         settings = self.lakehouse.settings
         leases = RunLeases(
@@ -150,6 +168,7 @@ class LakehouseResource(LakeConfig):
             direct_main=self.lakehouse.settings.when_unavailable == "direct_main",
             warn=(log or _log).warning,
             hold=leases.hold,
+            report_head=report_head,
         )
 
     @property
@@ -170,13 +189,48 @@ class LakehouseResource(LakeConfig):
         return self._reads
 
     def open_branch(self) -> str:
-        """Where reads and writes go now: the run's branch, made if needed, or `main` outside a run."""
+        """The reference for reads and writes: the run's branch, made if needed, or `main` outside a run.
+
+        In a run that repeats checks for the publisher it is `name@hash`, which is read-only.
+        """
         if self._run_branch is None:
-            return self._stands_on
+            return self._pinned or MAIN
         place = self._run_branch.open()
         if not place.unbranched:
             self._beat(place.branch, self._run_branch.run_id)
+            self._undo_earlier_attempts(self._run_branch, place)
         return place.branch
+
+    def _undo_earlier_attempts(self, branch: RunBranch, place: Place) -> None:
+        """Take out what earlier attempts of the running step wrote by their own code, at its first access."""
+        step = running_step()
+        key = step.key
+        if key is None or not (step.attempt > 1 or self._retries_parent):
+            return
+
+        def undo() -> None:
+            tables = undo_earlier_attempts(
+                self.lakehouse.nessie,
+                place.branch,
+                place.base_hash,
+                key,
+                TableFiles(self.lakehouse.settings.file_io_properties()).metadata,
+                {**self.maker(), CODE_OF_STEP: key},
+            )
+            if tables:
+                names = ", ".join(tables)
+                _log.warning("Took out the rows that an earlier attempt of step %s wrote to %s.", key, names)
+
+        branch.at_first_access(key, step.attempt, undo)
+
+    def require_writable(self) -> None:
+        """Raise ReadOnlyReference in a run that repeats checks for the publisher."""
+        if self._pinned is not None:
+            raise ReadOnlyReference(
+                "The run repeats checks for the publisher, and may not write.",
+                branch=self._pinned,
+                hint="Materialize the asset in a run of its own.",
+            )
 
     def _beat(self, branch: str, run_id: str) -> None:
         with _first_use:
@@ -199,7 +253,12 @@ class LakehouseResource(LakeConfig):
     def catalog(self) -> NessieCatalog:
         """PyIceberg's catalogue on `open_branch()`. What a serializable asset loads is in the read set."""
         on_load = self._reads.loaded if self._reads else None
-        return self.lakehouse.catalog(self.open_branch(), on_load=on_load, properties=self._commit_options())
+        ref, properties, step = self.open_branch(), self._commit_options(), running_step().key
+        if self._run_branch is not None:
+            self._run_branch.note_use_by_code()
+        if step is not None:
+            properties[f"{COMMIT_PROPERTY}{CODE_OF_STEP}"] = step
+        return self.lakehouse.catalog(ref, on_load=on_load, properties=properties)
 
     def own_catalog(self) -> NessieCatalog:
         """The same for the IO manager, which says itself what it reads (`provenance.tell_read`).
@@ -220,5 +279,17 @@ class LakehouseResource(LakeConfig):
         return {f"spark.sql.iceberg.snapshot-property.{name}": value for name, value in self.maker().items()}
 
     def maker(self) -> dict[str, str]:
-        """The property of commits that names the Dagster instance of this run; empty outside a run."""
-        return {INSTANCE: self._instance} if self._instance else {}
+        """The properties of commits that name the Dagster instance and the run; empty outside a run.
+
+        The publisher recognizes the run's own commits on its branch by these properties.
+        """
+        if not self._instance or self._run_branch is None:
+            return {INSTANCE: self._instance} if self._instance else {}
+        return {INSTANCE: self._instance, RUN_ID: self._run_branch.run_id}
+
+
+def record_branch_heads(run_id: str) -> None:
+    """Record the heads of the branches that this run opened in this process, see `RunBranch.record_head`."""
+    for (process, owner, _), branch in list(_branches.items()):
+        if process == os.getpid() and owner == run_id:
+            branch.record_head()

@@ -44,10 +44,14 @@ _merging: ContextVar[Identifier | None] = ContextVar("branchlake_merging", defau
 
 @dataclass(frozen=True)
 class RunningStep:
-    """The step that runs here now, and whether it writes a serializable asset; both None in own threads."""
+    """The step that runs here now, and whether it writes a serializable asset; both None in own threads.
+
+    `attempt` counts from 1 within the run.
+    """
 
     key: str | None
     strict: bool | None
+    attempt: int = 1
 
 
 def running_step() -> RunningStep:
@@ -60,7 +64,7 @@ def running_step() -> RunningStep:
     wants = assets is not None and any(
         _plain(spec.metadata.get(ISOLATION)) == "serializable" for spec in assets.specs
     )
-    return RunningStep(step.step.key, wants)
+    return RunningStep(step.step.key, wants, step.previous_attempt_count + 1)
 
 
 def _plain(value: Any) -> Any:

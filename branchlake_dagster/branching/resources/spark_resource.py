@@ -14,6 +14,8 @@ from pyspark.sql import SparkSession
 
 from branchlake_dagster.branching.errors import ReadsUnknown
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.branching.resources.read_set import running_step
+from branchlake_dagster.branching.resources.step_retry import CODE_OF_STEP
 from branchlake_dagster.lakehouse.spark.plans import Scanned
 from branchlake_dagster.lakehouse.spark.reads import watch
 from branchlake_dagster.lakehouse.spark.session import is_connect
@@ -69,7 +71,13 @@ class BranchSparkResource(CopiedByFields, PySparkResource):
         What a serializable asset reads with it is in its run's read set. Of a classic session that cannot
         be known: ReadsUnknown.
         """
+        self.lakehouse.open_branch()  # each step's access counts, also where the session is open already
+        if self.lakehouse.run_branch is not None:
+            self.lakehouse.run_branch.note_use_by_code()
         session, reads = self.own_session(), self.lakehouse.reads
+        step = running_step().key
+        if step is not None and self._holds is not None:
+            _sessions.name_step(self._holds, step)
         if reads is not None and not is_connect(session):
             if reads.step().strict:
                 raise ReadsUnknown(
@@ -111,6 +119,7 @@ class _SharedSessions:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[tuple[str, str], tuple[SparkSession, int]] = {}
+        self._steps: dict[tuple[str, str], str] = {}
 
     def take(self, key: tuple[str, str], make: Callable[[], SparkSession]) -> SparkSession:
         with self._lock:
@@ -118,12 +127,22 @@ class _SharedSessions:
             self._open[key] = (session, users + 1)
             return session
 
+    def name_step(self, key: tuple[str, str], step: str) -> None:
+        """Let the snapshots that user code adds in this session name `step`."""
+        with self._lock:
+            if self._steps.get(key) != step and key in self._open:
+                session, _ = self._open[key]
+                session.conf.set(f"spark.sql.iceberg.snapshot-property.{CODE_OF_STEP}", step)
+                self._steps[key] = step
+
     def give_back(self, key: tuple[str, str]) -> None:
         with self._lock:
             session, users = self._open.pop(key)
             if users > 1:
                 self._open[key] = (session, users - 1)
-            elif is_connect(session):
+                return
+            self._steps.pop(key, None)
+            if is_connect(session):
                 session.stop()  # a classic session shares its JVM with the others
 
 

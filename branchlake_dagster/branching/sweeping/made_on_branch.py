@@ -18,6 +18,7 @@ from pyiceberg.table.snapshots import Snapshot
 
 from branchlake_dagster.branching.table.files import FileUnreadable, TableFiles, folders, home, plain, within
 from branchlake_dagster.branching.table.provenance import PREFIX
+from branchlake_dagster.changes.summary import RUN_ID
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, Delete, IcebergTable, LogEntry, Put
 
 
@@ -33,6 +34,38 @@ class Made:
     named: Mapping[str, TableMetadata]
     own: Mapping[str, TableMetadata]
     snapshots: Mapping[int, Snapshot]
+
+    def recorded_bases(self, run_id: str) -> frozenset[str]:
+        """The hashes that snapshots of a run, in files that its branch wrote, record as its base."""
+        bases = {
+            _told(snapshot, "base_hash")
+            for metadata in self.own.values()
+            for snapshot in metadata.snapshots
+            if _told(snapshot, "run_id") == run_id and not _told(snapshot, "replayed_from")
+        }
+        return frozenset(filter(None, bases))
+
+    def names(self, run_id: str, entry: LogEntry) -> bool:
+        """Whether a commit says that run `run_id` made it: by its properties or, for Spark, by its snapshots.
+
+        A commit that puts no table made no file, and counts as one that does; so does a table whose metadata
+        an earlier sweep deleted.
+        """
+        if named := entry.commit.properties.get(RUN_ID):
+            return named == run_id
+        tables = [
+            operation.content
+            for operation in entry.operations
+            if isinstance(operation, Put) and isinstance(operation.content, IcebergTable)
+        ]
+        return all(self._is_of(run_id, table) for table in tables)
+
+    def _is_of(self, run_id: str, table: IcebergTable) -> bool:
+        metadata = self.named.get(table.metadata_location)
+        if metadata is None:
+            return True
+        found = (one for one in metadata.snapshots if one.snapshot_id == table.snapshot_id)
+        return any(_told(snapshot, "run_id") == run_id for snapshot in found)
 
     @cached_property
     def places(self) -> frozenset[str]:

@@ -9,21 +9,33 @@ newer manifests). Dead and not needed may be deleted. In doubt a file is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from branchlake_dagster.branching.branch.reference_names import PUBLICATION_PREFIX, SWEEPING_PREFIX, is_ours
+from branchlake_dagster.branching.branch.batch_branch import at_work_on
+from branchlake_dagster.branching.branch.reference_names import (
+    PUBLICATION_PREFIX,
+    SWEEPING_PREFIX,
+    is_ours,
+    run_of,
+)
+from branchlake_dagster.branching.branch.run_branch import branch_name, run_id_of
 from branchlake_dagster.branching.sweeping.made_on_branch import Borrowed, Made, made_on, related
 from branchlake_dagster.branching.table.files import FileUnreadable, TableFiles, home, plain, within
-from branchlake_dagster.errors import BranchlakeError, Transient
+from branchlake_dagster.branching.table.provenance import PUBLICATION_ID
+from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import Content, ContentKey, IcebergTable, Reference
+from branchlake_dagster.lakehouse.nessie.model import Content, ContentKey, IcebergTable, LogEntry, Reference
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX
 
 
 class StateUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
     """Metadata that tells which files are needed is missing or damaged, so nobody can say which are not."""
+
+
+class BaseUnknown(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """`main` was set back: the commits that it shares with a discarded branch end before the branch began."""
 
 
 @dataclass(frozen=True)
@@ -69,20 +81,33 @@ class SweepPlanner:
         """A reference is gone; what only it reached is dead now."""
         self._references.pop(name, None)
 
-    def plan(self, tag: Reference, base_hash: str, base_time: datetime | None) -> SweepPlan:
+    def plan(
+        self, tag: Reference, base_hash: str, base_time: datetime | None, recorded_base: str = ""
+    ) -> SweepPlan:
         """What may be deleted of `tag`, which left `main` at `base_hash`, committed at `base_time`.
 
-        Raises StateUnreadable.
+        `recorded_base` is the base that Dagster knows of the run; empty: it knows none. Raises
+        StateUnreadable, and BaseUnknown where `main` was set back to before the branch began.
         """
         try:
-            return self._plan(tag, base_hash, base_time)
+            return self._plan(tag, base_hash, base_time, recorded_base)
         except FileUnreadable as error:
             raise StateUnreadable(error.message, hint="Nothing was deleted.") from error
 
-    def _plan(self, tag: Reference, base_hash: str, base_time: datetime | None) -> SweepPlan:
+    def _plan(
+        self, tag: Reference, base_hash: str, base_time: datetime | None, recorded_base: str
+    ) -> SweepPlan:
         base = self._at(f"@{base_hash}")
-        log = self._client.log(_as_listed(tag), since=base_hash, fetch_operations=True)
+        log = list(self._client.log(_as_listed(tag), since=base_hash, fetch_operations=True))
         made = made_on(log, base, base_hash, self._files)
+        if not _is_base(base_hash, recorded_base, log, made, tag.name):
+            raise BaseUnknown(
+                f"Main was set back to {base_hash[:12]}, before the commit that the branch started from,"
+                " or somebody else changed the branch."
+                " The commits of the branch cannot be distinguished from those that main has lost.",
+                branch=tag.name,
+                hint="Nothing was deleted. Set main forward again, or delete the tag: its files then stay.",
+            )
         kin = [location for key, location in base.items() if related(key, location, made)]
         dead, foreign, borrowed = self._dead(made, kin, base_time)
         names_of_dead = {plain(path) for phase in dead for path in phase}
@@ -250,6 +275,22 @@ class SweepPlanner:
                 found.setdefault(plain(home(location)), []).append(location)
             self._by_home[base_hash] = found
         return self._by_home[base_hash]
+
+
+def _is_base(base_hash: str, recorded_base: str, log: Sequence[LogEntry], made: Made, name: str) -> bool:
+    """Whether the branch or tag `name` began at `base_hash`, the newest commit that it shares with `main`.
+
+    It did not if `main` was set back: other commits of `main` then lie in between. They have one parent each,
+    as those of the run do. Taken for the run's, their files were deleted, published ones among them.
+    Dagster or the run's snapshots record the base. Where neither does, every commit must name the run.
+    """
+    if any(entry.commit.properties.get(PUBLICATION_ID) for entry in log):
+        return False
+    recorded = made.recorded_bases(run_of(name)) | frozenset(filter(None, [recorded_base]))
+    if recorded:
+        return recorded <= {base_hash}
+    writer = run_id_of(at_work_on(branch_name(run_of(name))))
+    return all(made.names(writer, entry) for entry in log)
 
 
 def _as_listed(ref: Reference) -> str:

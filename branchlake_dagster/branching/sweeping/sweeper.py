@@ -25,7 +25,7 @@ from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.reaping.main_history import MainHistory
 from branchlake_dagster.branching.reaping.origin import Maker, Makers
 from branchlake_dagster.branching.reaping.rules import Owner, RunState
-from branchlake_dagster.branching.sweeping.plan import StateUnreadable, SweepPlan, SweepPlanner
+from branchlake_dagster.branching.sweeping.plan import BaseUnknown, StateUnreadable, SweepPlan, SweepPlanner
 from branchlake_dagster.branching.table.files import TableFiles
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN
@@ -71,6 +71,8 @@ class _Due:
     tag: Reference
     base_hash: str | None
     base_time: datetime | None = None
+    recorded_base: str = ""
+    """The base that Dagster knows of the run, if any."""
 
 
 class Sweeper:
@@ -150,7 +152,8 @@ class Sweeper:
             elif run_id in history.published_since(base):
                 yield _Due(run_id, tag, None)
             else:
-                yield _Due(run_id, tag, base, history.time_of(base))
+                recorded = owner.base_hash if owner is not None else ""
+                yield _Due(run_id, tag, base, history.time_of(base), recorded)
 
     def _too_early(self, tag: Reference, owner: Owner | None) -> str | None:
         if owner is not None and owner.state is RunState.ACTIVE:
@@ -207,10 +210,10 @@ class Sweeper:
         reason = "nobody needs its files" if due.base_hash else "its run was published: its files are main's"
         if due.base_hash is not None:
             try:
-                plan = planner.plan(due.tag, due.base_hash, due.base_time)
+                plan = planner.plan(due.tag, due.base_hash, due.base_time, due.recorded_base)
                 if not dry_run:
                     self._delete(plan)
-            except (StateUnreadable, FilesNotDeleted) as error:
+            except (StateUnreadable, BaseUnknown, FilesNotDeleted) as error:
                 return Sweeping(due.tag.name, due.run_id, False, str(error))
         strangers = [name for name in plan.held_by if name != MAIN and not is_ours(name, *_OURS)]
         if plan.held_by:

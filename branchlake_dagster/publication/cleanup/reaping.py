@@ -12,6 +12,7 @@ from typing import TypeVar
 from dagster import (
     DagsterEventType,
     DagsterInstance,
+    DagsterRun,
     DefaultScheduleStatus,
     JobDefinition,
     MetadataValue,
@@ -22,14 +23,21 @@ from dagster import (
     op,
 )
 
-from branchlake_dagster.branching.branch.owner import continuing_runs, owners
+from branchlake_dagster.branching.branch.owner import continuing_runs, is_retry, owners
 from branchlake_dagster.branching.branch.reference_names import (
     DISCARDED_PREFIX,
     PUBLICATION_PREFIX,
     SWEEPING_PREFIX,
     is_ours,
 )
-from branchlake_dagster.branching.branch.run_tags import FENCED, judged, opened_by, publication_of
+from branchlake_dagster.branching.branch.run_tags import (
+    BRANCH_TAG,
+    FENCED,
+    base_hash_of,
+    judged,
+    opened_by,
+    publication_of,
+)
 from branchlake_dagster.branching.fencing.report_end import report_end
 from branchlake_dagster.branching.liveness.heartbeat_store import Heartbeat, HeartbeatStore
 from branchlake_dagster.branching.reaping.origin import instance_id
@@ -40,6 +48,7 @@ from branchlake_dagster.branching.sweeping.sweeper import TAGS, Sweeper, Sweepin
 from branchlake_dagster.branching.table.files import TableFiles
 from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.commit.publisher import publisher_of
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX, Settings
 
 T = TypeVar("T")
@@ -120,7 +129,19 @@ def _owner_of(branch: str, record: RunRecord) -> Owner:
     else:
         state = RunState.UNPUBLISHED
     ended = datetime.fromtimestamp(record.end_time, UTC) if record.end_time else None
-    return Owner(run.run_id, state, record.create_timestamp, ended, told)
+    publication = publication_of(run.tags, branch) or "" if own else ""
+    return Owner(
+        run.run_id, state, record.create_timestamp, ended, told, publication, base_hash=_base_of(run, branch)
+    )
+
+
+def _base_of(run: DagsterRun, branch: str) -> str:
+    """The base of the branch by the run's tags; empty if they name none.
+
+    A retry that died before it opened its branch has the tags of its parent, whose commits it continued.
+    """
+    continued = not opened_by(run.tags, run.run_id) and is_retry(run)
+    return base_hash_of(run.tags, run.tags.get(BRANCH_TAG, "") if continued else branch) or ""
 
 
 def reap_branches(
@@ -162,6 +183,7 @@ def _reaper(
         now=now,
         monotonic=monotonic,
         sleep=sleep,
+        is_on_main=lambda commit: publisher_of(lake).is_on_main(commit),
         instance=instance_id(instance),
         files=TableFiles(settings.file_io_properties()),
         only=only,

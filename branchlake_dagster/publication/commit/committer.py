@@ -6,17 +6,21 @@ commits of one plan cannot both succeed, because each changes keys that the othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
 from branchlake_dagster.branching.lease.token import lease_key
-from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
+from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, NessieError, NessieOutcomeUnknown
 from branchlake_dagster.lakehouse.nessie.model import Content, ContentKey, ContentsAt, DiffEntry
+from branchlake_dagster.publication.commit.table_files import (
+    files_of,
+    table_states,
+    unreadable_candidates,
+)
 from branchlake_dagster.publication.ledger.candidate import Candidate, NeedsChecks, Published, Refused, Result
 from branchlake_dagster.publication.ledger.changed_by import brought_by, with_culprits
 from branchlake_dagster.publication.ledger.main_log import BaseNotOnMain, MainLog
@@ -25,14 +29,6 @@ from branchlake_dagster.publication.rebase.plan import CommitPlan
 from branchlake_dagster.publication.rebase.replay import Tables
 
 _ATTEMPTS = 5
-
-
-class TableFilesMissing(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """A metadata file or manifest that a publication needs is gone; nothing was published."""
-
-
-class TableFilesUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """Metadata or manifests of a table could not be read or written; nothing was published."""
 
 
 class PublicationContended(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
@@ -110,9 +106,17 @@ class Committer:
                 results[one.branch] = done
             elif stopped := plan.add_reader(one, self._reads(one)):
                 results[one.branch] = with_culprits(self._client, one, stopped, at=plan.onto)
-        with _files_of(batch[0]):
+        with files_of(batch[0]):
             fits = not results and plan.add_state(changes)
         return plan, results, fits
+
+    def unreadable(self, batch: Sequence[Candidate]) -> dict[str, Exception]:
+        """The error of each candidate, by branch, whose own files cannot be read (see `table_files`)."""
+        return unreadable_candidates(self._tables, batch)
+
+    def readable(self, changes: Sequence[DiffEntry]) -> bool:
+        """Whether all files that changes add to tables can be read."""
+        return not any(self._tables.read_errors(table_states(changes)))
 
     def merged(self, source: str, *, base: str) -> Published | None:
         """The merge by hand of the state `source`, which was made from `base`; None: there is none."""
@@ -152,7 +156,7 @@ class Committer:
     ) -> Published | Refused | NeedsChecks | Exception | None:
         """Add a candidate to a plan; why it is not in, else None."""
         try:
-            with _files_of(candidate):
+            with files_of(candidate):
                 stopped = plan.add(candidate, self._reads(candidate), checked=checked)
             if isinstance(stopped, Refused):
                 return with_culprits(self._client, candidate, stopped, at=plan.onto)
@@ -177,7 +181,7 @@ class Committer:
     ) -> str | None:
         """Commit the plan to `branch`; None when one of its keys has changed, or nobody can say."""
         entries = [one.publication() for one in plan.accepted]
-        with _files_of(next(iter(plan.accepted))):
+        with files_of(next(iter(plan.accepted))):
             operations = plan.operations()
         try:
             return self._client.commit(
@@ -197,30 +201,6 @@ class Committer:
         except Exception:
             plan.discard()  # it certainly did not happen
             raise
-
-
-@contextmanager
-def _files_of(candidate: Candidate) -> Iterator[None]:
-    """A file that cannot be read concerns this candidate: it must not hold up the others, tick after tick."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise TableFilesMissing(
-            f"A file of the table is gone: {str(error).rstrip('.')}.",
-            table=", ".join(candidate.tables),
-            branch=candidate.branch,
-            run_id=candidate.run_id,
-            hint="Nothing was published. Put the file back, or launch the run anew.",
-        ) from error
-    except OSError as error:
-        raise TableFilesUnreadable(
-            "Files of the table could not be read or written:"
-            f" {type(error).__name__}: {str(error).rstrip('.')}.",
-            table=", ".join(candidate.tables),
-            branch=candidate.branch,
-            run_id=candidate.run_id,
-            hint="Nothing was published; the next ticks try again until the store answers.",
-        ) from error
 
 
 def _involved(candidates: Iterable[Candidate]) -> list[ContentKey]:

@@ -14,9 +14,9 @@ from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, DiffEntry, IcebergTable
+from branchlake_dagster.lakehouse.nessie.model import ContentKey, DiffEntry
 from branchlake_dagster.publication.commit.committer import Committer, PublicationContended
-from branchlake_dagster.publication.ledger.candidate import Candidate, Published, Result
+from branchlake_dagster.publication.ledger.candidate import Candidate, Published, Result, only_namespaces
 from branchlake_dagster.publication.ledger.publications import publications_in
 
 PUBLICATION_BRANCH_PREFIX = "publish-"
@@ -52,7 +52,7 @@ class Prepared:
     @property
     def tables_changed(self) -> frozenset[ContentKey]:
         """What it would change on `main`, but for namespaces."""
-        return frozenset(one.key for one in self.changes if isinstance(one.to_content, IcebergTable))
+        return frozenset(one.key for one in self.changes if not only_namespaces(one))
 
 
 class PreparedStates:
@@ -124,6 +124,9 @@ class PreparedStates:
             return results
         if not fits:
             return None
+        if not self._committer.readable(prepared.changes):
+            # A file of a run stays lost. One of the state itself is written anew with the next state.
+            return dict(self._committer.unreadable(batch)) or None
         hash_ = self._committer.send(plan, MAIN)
         if hash_ is None:
             return None

@@ -18,10 +18,10 @@ from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, ReferenceNotFound, may_pass
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, DiffEntry, Namespace
+from branchlake_dagster.lakehouse.nessie.model import ContentKey
 from branchlake_dagster.publication.commit.committer import Committer
 from branchlake_dagster.publication.commit.publication_branch import PreparedStates
-from branchlake_dagster.publication.ledger.candidate import Candidate, Published, Result
+from branchlake_dagster.publication.ledger.candidate import Candidate, Published, Result, only_namespaces
 from branchlake_dagster.publication.ledger.main_log import MainLog
 from branchlake_dagster.publication.ledger.publications import Publication, message, properties
 from branchlake_dagster.publication.rebase.replay import IcebergTables, Tables
@@ -65,11 +65,14 @@ class Publisher:
         `alive` is called right before a commit is sent, and raises when it must not be: a commit needs no
         run branch, so that of a run which was fenced meanwhile would be accepted.
 
+        A candidate whose files cannot be read gets TableFilesMissing, TableFilesDamaged or
+        TableFilesUnreadable: Nessie's merge opens no file.
+
         Safe to call again after any failure. An error that `may_pass` means "again", and what fails of one
         candidate, by an error of any class, does not hold up another.
         """
-        results: dict[str, Result | Exception] = {}
-        for group in groups(candidates):
+        results: dict[str, Result | Exception] = {**self._committer.unreadable(candidates)}
+        for group in groups(one for one in candidates if one.branch not in results):
             results |= self._guarded(partial(self._group, alive=alive), group)
         return results
 
@@ -88,6 +91,10 @@ class Publisher:
         for one in batch:
             found |= self._guarded(publish, [one])
         return found
+
+    def is_on_main(self, commit: str) -> bool:
+        """Whether `main`'s history holds this commit now."""
+        return self._log.holds(self._client, commit)
 
     def already_published(
         self, branch: str, base_hash: str, head_hash: str | None = None
@@ -169,7 +176,7 @@ def groups(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
     groups: list[tuple[set[ContentKey], list[Candidate]]] = []
     for candidate in candidates:
         # Two branches that made one namespace do not collide: a merge takes either.
-        keys = {entry.key for entry in candidate.changes if not _is_namespace(entry)}
+        keys = {entry.key for entry in candidate.changes if not only_namespaces(entry)}
         members = [candidate]
         for group in [group for group in groups if group[0] & keys]:
             groups.remove(group)
@@ -177,7 +184,3 @@ def groups(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
             members = [*group[1], *members]
         groups.append((keys, members))
     return [members for _, members in groups]
-
-
-def _is_namespace(entry: DiffEntry) -> bool:
-    return isinstance(entry.to_content or entry.from_content, Namespace)

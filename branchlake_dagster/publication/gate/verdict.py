@@ -48,9 +48,9 @@ def judge(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
     Blocked by: the run did not succeed; a planned check without an evaluation (crashed, skipped); a
     failed check of severity ERROR; a check older than the data it speaks of; a check that is defined on a
     written asset and was left out, wholly or for a partition written; a written asset that demands checks
-    and has none; and, with `strict_tables`, a changed table that is no materialised asset's (nothing could
-    have checked it); a serializable asset of which nobody can say all that it has read; and a change table
-    that a step has left on the branch.
+    and has none; and, with `strict_tables`, a changed table, view or function that is not a materialized
+    asset's (nothing could have checked it); a serializable asset of which nobody can say all that it has
+    read; and a change table that a step has left on the branch.
     """
     if not evidence.succeeded:
         return Verdict(Decision.BLOCKED, ("the run did not succeed",))
@@ -89,8 +89,9 @@ def _stale(evidence: RunEvidence) -> Iterator[str]:
     for (name, partition), result in sorted(evidence.evaluations.items(), key=repr):
         for (asset, written_partition), written in evidence.written.items():
             same = asset == name[0] and (partition is None or written_partition in (None, partition))
-            # Within one step the events' order is Dagster's, not the asset's.
-            if same and written.step != result.step and written.order > result.order:
+            # Dagster chooses the order of one step's events. A step that ran again in a retry is two steps.
+            one_step = written.step == result.step and written.position.is_same_run(result.position)
+            if same and not one_step and written.position > result.position:
                 yield f"check {_label(name, partition)} ran before {asset} was written for the last time"
 
 
@@ -130,7 +131,7 @@ def _unfinished(evidence: RunEvidence) -> Iterator[str]:
 def _unexplained(evidence: RunEvidence) -> list[str]:
     known = {rules.table for rules in evidence.rules.values()}
     return [
-        f"table {table} was changed, but no materialised asset is stored there"
+        f"{table} (a table, view or function) was changed, but no materialized asset is stored there"
         for table in sorted(evidence.write_set - known)
     ]
 

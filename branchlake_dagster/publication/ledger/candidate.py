@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, DiffEntry, IcebergTable, Reference
+from branchlake_dagster.lakehouse.nessie.model import ContentKey, DiffEntry, Namespace, Reference
 from branchlake_dagster.publication.ledger.publications import Publication
 from branchlake_dagster.wording import named
 
@@ -34,7 +34,7 @@ class Candidate:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The write set by dotted name."""
+        """The write set by dotted name: tables, views, functions."""
         return tables_in(self.changes)
 
     @property
@@ -119,6 +119,11 @@ def write_set(client: NessieClient, base_hash: str, ref: Reference) -> tuple[Dif
 
 
 def tables_in(changes: tuple[DiffEntry, ...]) -> tuple[str, ...]:
-    """The tables among the changes by dotted name."""
-    tables = (entry for entry in changes if isinstance(entry.to_content or entry.from_content, IcebergTable))
-    return tuple(sorted(entry.key.name for entry in tables))
+    """What the changes change by dotted name: tables, views, functions; everything but namespaces."""
+    return tuple(sorted(entry.key.name for entry in changes if not only_namespaces(entry)))
+
+
+def only_namespaces(entry: DiffEntry) -> bool:
+    """Whether a change makes, changes or removes a namespace and nothing else."""
+    sides = (entry.from_content, entry.to_content)
+    return all(side is None or isinstance(side, Namespace) for side in sides)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from uuid import NAMESPACE_URL, uuid5
 
+from branchlake_dagster.branching.table.provenance import PUBLICATION_ID
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import LogEntry
 
-PUBLICATION_ID = "branchlake.publication_id"
 RUN_ID = "branchlake.run_id"
 ROOT_RUN_ID = "branchlake.root_run_id"
 VERDICT = "branchlake.verdict"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from dagster import DagsterInstance, DagsterRun
 
+from branchlake_dagster.branching.branch.added_snapshots import ReadMetadata
 from branchlake_dagster.branching.branch.claim import claim, is_claimed
 from branchlake_dagster.branching.branch.owner import runs_on
 from branchlake_dagster.branching.branch.run_tags import (
@@ -21,8 +22,15 @@ from branchlake_dagster.branching.fencing.finish_branch import finish_branch
 from branchlake_dagster.branching.fencing.taken_back import FAILS, fail_unpublished
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, DiffEntry, Reference
+from branchlake_dagster.lakehouse.nessie.model import (
+    ContentKey,
+    DiffEntry,
+    IcebergTable,
+    LogEntry,
+    Reference,
+)
 from branchlake_dagster.library_internals.dagster import AssetGraph
+from branchlake_dagster.publication.gate.branch_commits import BranchCommits
 from branchlake_dagster.publication.gate.evidence import RunEvidence, collect
 from branchlake_dagster.publication.gate.verdict import Verdict, judge
 from branchlake_dagster.publication.ledger.candidate import Candidate, Published, tables_in, write_set
@@ -55,7 +63,8 @@ class Assessed:
 class Assessor:
     """Looks at branches with the gate's eyes.
 
-    `already_published` looks for a branch on `main`, by name, base hash and head; the rest as for the
+    `already_published` looks for a branch on `main`, by name, base hash and head; `read_metadata` reads a
+    table metadata file, `is_on_main` returns whether a commit is in `main`'s history; the rest as for the
     `Reconciler`.
     """
 
@@ -68,7 +77,11 @@ class Assessor:
         settings: Settings,
         *,
         clock: Callable[[], float],
+        read_metadata: ReadMetadata,
+        is_on_main: Callable[[str], bool],
     ) -> None:
+        self._is_on_main = is_on_main
+        self._read_metadata = read_metadata
         self._client = client
         self._already_published = already_published
         self._instance = instance
@@ -85,7 +98,9 @@ class Assessor:
         try:
             # Dagster copies tags: a retry that opened no branch has its parent's verdict among its own.
             if opened_by(run.tags, run.run_id) and judged(run.tags, name):
-                return self._again(run, self._client.reference(name))
+                branch = self._client.reference(name)
+                if not self._publication_lost(run, branch):
+                    return self._again(run, branch)
             base_hash = base_hash_of(run.tags, name) or self._ancestor(name)
             if base_hash is None:
                 return Outcome(name, run.run_id, PublicationAction.TRY_AGAIN, "its base hash is unknown")
@@ -93,7 +108,7 @@ class Assessor:
             # last write, and half a run was published once.
             found = self._client.diff_at(f"@{base_hash}", name)
         except ReferenceNotFound:
-            if self._exists(name):
+            if self._client.has_reference(name):
                 raise  # it is the base that is gone
             return Outcome(name, run.run_id, PublicationAction.WAITING, "another publisher was faster")
         branch, changes = found.to, found.entries
@@ -109,12 +124,14 @@ class Assessor:
         assessed = self._judge(run, branch, base_hash, changes, ended, already_published, began)
         return replace(assessed, claimed=claimed)
 
-    def _exists(self, name: str) -> bool:
-        try:
-            self._client.reference(name)
-        except ReferenceNotFound:
-            return False
-        return True
+    def _publication_lost(self, run: DagsterRun, branch: Reference) -> bool:
+        """Whether Dagster calls the run published and `main` does not hold the publication.
+
+        Nessie was restored from an older copy, or lost its last commits in a power cut, or `main` was set
+        back. The branch is then the only place that holds the run's rows.
+        """
+        publication = publication_of(run.tags, branch.name)
+        return publication is not None and not self._is_on_main(publication)
 
     def _again(self, run: DagsterRun, branch: Reference) -> Outcome:
         """A branch whose verdict was told already: only its deletion was missed, or it is kept."""
@@ -161,8 +178,13 @@ class Assessor:
             evidence = replace(evidence, succeeded=True)
         verdict = judge(evidence, strict_tables=self._settings.require_checks)
         why, action, candidate = None, PublicationAction.PUBLISHED, None
+        objection = None
+        if evidence.succeeded and not already_published:
+            objection = self._objection(branch, base_hash, changes, evidence, runs or (run,))
         if not evidence.succeeded:
             why, action = f"the run ended as {run.status.value.lower()}", PublicationAction.DISCARDED
+        elif objection:
+            why, action = objection, PublicationAction.REFUSED
         elif verdict.blocked:
             action = PublicationAction.BLOCKED
         elif not tables:
@@ -186,3 +208,31 @@ class Assessor:
         return Assessed(
             run, branch, evidence, verdict, candidate, why, action, began, already_published, base_hash
         )
+
+    def _objection(
+        self,
+        branch: Reference,
+        base_hash: str,
+        changes: tuple[DiffEntry, ...],
+        evidence: RunEvidence,
+        runs: Sequence[DagsterRun],
+    ) -> str | None:
+        """Why the branch is not exactly what its runs wrote; None if it is. Costs one request to Nessie."""
+        entries: list[LogEntry] = []
+        if branch.hash != base_hash:
+            try:
+                entries += self._client.log(branch.pinned, since=base_hash, fetch_operations=True)
+            except ReferenceNotFound:
+                if not self._client.has_reference(branch.name):
+                    raise
+                return f"branch {branch.name} no longer starts from commit {base_hash[:16]}, the run's base"
+        base = (entry.from_content for entry in changes if isinstance(entry.from_content, IcebergTable))
+        commits = BranchCommits(
+            branch.name,
+            base_hash,
+            {table.content_id or "": table.snapshot_id for table in base},
+            entries,
+            evidence.branch_heads,
+            {one.run_id for one in runs},
+        )
+        return commits.objection(self._read_metadata)

@@ -133,6 +133,9 @@ class Recheck:
                     return self._publish(prepared, members)
                 why = f"with what main has now, its checks fail (run {run.run_id}): {'; '.join(failed)}"
                 return self._divide(prepared, members, why)
+        if unfinished := [run.run_id for run in runs if not run.is_finished]:
+            # Launched since `at_work` looked. A run that still works has not failed to give a verdict.
+            return _all(members, Waits(f"waits for its checks on {prepared.branch} in run {unfinished[0]}"))
         if len(runs) >= ATTEMPTS:
             why = f"rebased, its checks gave no verdict {ATTEMPTS} times (last in run {runs[0].run_id})"
             return self._divide(prepared, members, why)
@@ -143,7 +146,8 @@ class Recheck:
         self._states.forget(prepared.branch)
 
     def _runs_of(self, prepared: Prepared) -> Sequence[RunRecord]:
-        return self._instance.get_run_records(RunsFilter(tags={CHECK_HASH_TAG: prepared.hash}))
+        tags = {CHECK_HASH_TAG: prepared.hash, CHECK_REF_TAG: prepared.branch}
+        return self._instance.get_run_records(RunsFilter(tags=tags))
 
     def _overdue(self, record: RunRecord) -> bool:
         """Whether a run checks for too long. One that still waits in Dagster's queue has not begun."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from dagster import DagsterInstance, DagsterRun
 
+from branchlake_dagster.branching.branch.added_snapshots import ReadMetadata
 from branchlake_dagster.branching.branch.reference_names import branches
 from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.branch.run_tags import (
@@ -30,10 +31,11 @@ from branchlake_dagster.branching.branch.run_tags import (
     judged,
 )
 from branchlake_dagster.branching.fencing.report_end import report_end
+from branchlake_dagster.branching.table.files import TableFiles
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieError, ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable, Reference
+from branchlake_dagster.lakehouse.nessie.model import ContentKey, Reference
 from branchlake_dagster.library_internals.dagster import AssetGraph
 from branchlake_dagster.publication.commit.publication_branch import PUBLICATION_BRANCH_PREFIX, Prepared
 from branchlake_dagster.publication.commit.publisher import GROUP, Publisher, groups, publisher_of
@@ -43,10 +45,12 @@ from branchlake_dagster.publication.ledger.candidate import (
     NeedsChecks,
     Published,
     Refused,
+    only_namespaces,
 )
 from branchlake_dagster.publication.reconcile.assess import Assessed, Assessor
 from branchlake_dagster.publication.reconcile.backlog import Ended, backlog
 from branchlake_dagster.publication.reconcile.finish import Finisher
+from branchlake_dagster.publication.reconcile.lost_branches import LostBranches
 from branchlake_dagster.publication.reconcile.main_view import MainView
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.recheck import Answer, Recheck, Waits
@@ -69,6 +73,7 @@ class Reconciler:
     `graph` are the definitions that say which checks an asset has; `view` is what is told of `main` (None:
     nothing); `location` is the code location they come from (None: judge the runs of all). `clock` counts
     seconds, `now` is the wall clock, `at_once` the runs that are looked at or told at the same time.
+    `read_metadata` reads a table metadata file, None if it is missing.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class Reconciler:
         graph: AssetGraph,
         settings: Settings,
         *,
+        read_metadata: ReadMetadata,
         view: MainView | None = None,
         location: str | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -92,7 +98,16 @@ class Reconciler:
         self._clock = clock
         self._until = math.inf
         self._at_once = at_once
-        self._assessor = Assessor(client, publisher.already_published, instance, graph, settings, clock=clock)
+        self._assessor = Assessor(
+            client,
+            publisher.already_published,
+            instance,
+            graph,
+            settings,
+            clock=clock,
+            read_metadata=read_metadata,
+            is_on_main=publisher.is_on_main,
+        )
         self._finisher = Finisher(
             client,
             publisher,
@@ -111,6 +126,9 @@ class Reconciler:
             now=now,
         )
         self._troubles = Troubles(instance, now=now)
+        self._lost_branches = LostBranches(
+            client, publisher, instance, lake_id=settings.lake_id, location=location
+        )
 
     @classmethod
     def of(
@@ -131,6 +149,7 @@ class Reconciler:
             graph,
             lake.settings,
             view=MainView(lake),
+            read_metadata=TableFiles(lake.settings.file_io_properties()).metadata,
             location=location,
             now=now,
         )
@@ -142,6 +161,7 @@ class Reconciler:
         ours = [ref for ref in listed if not ref.name.startswith(PUBLICATION_BRANCH_PREFIX)]
         ended, others = backlog(self._instance, ours, location=self._location)
         yield from others
+        yield from self._lost_branches.report({ref.name for ref in ours})
         yield from self._pass(
             ended, states=[ref.name for ref in listed if ref.name.startswith(PUBLICATION_BRANCH_PREFIX)]
         )
@@ -373,7 +393,7 @@ def _each(at_once: int) -> Iterator[Callable[..., Iterable[Any]]]:
 
 
 def _tables(candidate: Candidate) -> Iterator[ContentKey]:
-    return (entry.key for entry in candidate.changes if isinstance(entry.to_content, IcebergTable))
+    return (entry.key for entry in candidate.changes if not only_namespaces(entry))
 
 
 def _waits(one: Ended | Assessed, why: str) -> Outcome:

@@ -11,7 +11,10 @@ sensor finds the branch and goes on from whatever state it is in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import copy_context
+from queue import Empty, Queue
+from threading import Thread
 from typing import Any
 
 import dagster as dg
@@ -21,14 +24,14 @@ from branchlake_dagster.branching.branch.run_tags import BRANCH_TAG, LAKE_TAG, o
 from branchlake_dagster.branching.fencing.taken_back import failure
 from branchlake_dagster.branching.liveness.heartbeat import beating
 from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource, record_branch_heads
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.library_internals.dagster import asset_graph_of, engine_event
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster.publication.reconcile.trouble import said
-from branchlake_dagster.publication.runtime.pass_lock import one_pass
+from branchlake_dagster.publication.runtime.pass_lock import longest_pass_s, one_pass
 
 _PATIENCE_S = 2.0
 """For the runs that publish themselves at this moment, each in some tenths of a second.
@@ -117,6 +120,9 @@ class _Publishing(Executor):
         failed = False
         for event in self._inner.execute(plan_context, execution_plan):
             failed |= event.is_step_failure
+            if event.is_step_success:
+                # Of a step in this process. A branch that is set back during a later step is noticed by it.
+                record_branch_heads(plan_context.run_id)
             yield event
         if failed:
             return
@@ -154,13 +160,17 @@ class _Publishing(Executor):
             return None  # it is unbranched, or another lake's
         store, interval = HeartbeatStore.of(settings), settings.heartbeat_interval_s
         reconciler = Reconciler.of(lake, context.instance, asset_graph_of(context.job))
-        # The steps' heartbeat has ended with their resources; the reaper must see that this goes on.
-        with beating(store, branch, run_id=run.run_id, interval_s=interval, kind="publisher"):
-            if not settings.publish_in_run:
-                return reconciler.publish_now(run, judge_only=True)
-            # What waits longer is published by the sensor, many runs by one commit.
-            with one_pass(settings, patience_s=_PATIENCE_S) as mine:
-                return reconciler.publish_now(run, judge_only=not mine)
+
+        def publish() -> Outcome:
+            # The steps' heartbeat has ended with their resources; the reaper must see that this goes on.
+            with beating(store, branch, run_id=run.run_id, interval_s=interval, kind="publisher"):
+                if not settings.publish_in_run:
+                    return reconciler.publish_now(run, judge_only=True)
+                # What waits longer is published by the sensor, many runs by one commit.
+                with one_pass(settings, patience_s=_PATIENCE_S) as mine:
+                    return reconciler.publish_now(run, judge_only=not mine)
+
+        return _within(longest_pass_s(settings), publish, branch, run.run_id)
 
     def _lake(self, context: Any) -> Lakehouse:
         """The lake of the job's own resource; the environment's for a job that has none."""
@@ -170,6 +180,31 @@ class _Publishing(Executor):
         with dg.build_resources({self._lakehouse_key: definition}, instance=context.instance) as resources:
             resource: LakehouseResource = getattr(resources, self._lakehouse_key)
             return resource.lakehouse
+
+
+def _within(seconds: float, publish: Callable[[], Outcome], branch: str, run_id: str) -> Outcome:
+    """The outcome of `publish`, or that it is left to the sensor because it has not ended after `seconds`.
+
+    A storage or a database that does not answer must not keep the run from ending. The call goes on in its
+    thread as long as the process does: the sensor may publish beside it, and finishes what it leaves.
+    """
+    outcomes: Queue[Outcome | BaseException] = Queue()
+
+    def call() -> None:
+        try:
+            outcomes.put(publish())
+        except BaseException as error:  # noqa: BLE001 - raised below, in the run's own thread
+            outcomes.put(error)
+
+    Thread(target=copy_context().run, args=(call,), name="publication", daemon=True).start()
+    try:
+        outcome = outcomes.get(timeout=seconds)
+    except Empty:
+        text = f"the publication has not ended within {seconds:g} s"
+        return Outcome(branch, run_id, PublicationAction.TRY_AGAIN, text)
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
 
 
 def _reasons(outcome: Outcome) -> str:

@@ -5,8 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from dagster import AssetKey, Definitions, MultiPartitionsDefinition
+from dagster import (
+    AssetKey,
+    Definitions,
+    IdentityPartitionMapping,
+    MultiPartitionsDefinition,
+    MultiToSingleDimensionPartitionMapping,
+    PartitionMapping,
+    PartitionsDefinition,
+    TimeWindowPartitionMapping,
+    TimeWindowPartitionsDefinition,
+)
 
+from branchlake_dagster.branching.consuming.consumer import Consumer
 from branchlake_dagster.branching.consuming.declaration import declared
 from branchlake_dagster.branching.consuming.steps import consumer_of
 from branchlake_dagster.branching.table.spec import (
@@ -20,6 +31,9 @@ from branchlake_dagster.errors import ConfigurationError, some
 from branchlake_dagster.library_internals.dagster import AssetGraph, io_manager_key_of
 from branchlake_dagster.wording import agree, named
 
+LIVE_INGESTION = "branchlake/live_ingestion"
+"""Metadata of an asset that a live ingestion may fill: the ingestion's name."""
+
 
 def validate(
     definitions: Definitions, *, io_manager_key: str, default_namespace: str, require_checks: bool
@@ -27,7 +41,8 @@ def validate(
     """Raise one ConfigurationError that names every asset that could not be written or published.
 
     Looked at are the assets of the IO manager: the table's name, write mode, keys, partition columns,
-    isolation; two assets of one table; with `require_checks` an asset without any check.
+    isolation; two assets of one table; with `require_checks` an asset without any check. And the tables of
+    ingestions that have a live run: checks of the user's on them, which that run would not make.
     """
     graph = definitions.resolve_asset_graph()
     found = [
@@ -46,6 +61,8 @@ def _mistakes(
     tables: dict[tuple[str, ...], AssetKey] = {}
     for key in sorted(graph.materializable_asset_keys):
         node = graph.get(key)
+        if why := _unchecked(graph, key):
+            yield key, why
         if io_manager_key_of(graph, key) != io_manager_key:
             continue
         try:
@@ -70,6 +87,21 @@ def _mistakes(
             yield key, _NO_CHECK
 
 
+def _unchecked(graph: AssetGraph, key: AssetKey) -> str | None:
+    """Which checks of an asset a live ingestion would publish rows without: it runs none but its own."""
+    node = graph.get(key)
+    ingestion = plain(node.metadata.get(LIVE_INGESTION))
+    others = {one for one in graph.asset_check_keys if one.asset_key == key} - {*node.assets_def.check_keys}
+    if ingestion is None or not others:
+        return None
+    names = sorted(one.name for one in others)
+    return (
+        f"the live run of ingestion {ingestion} would publish its rows without {named('check', names)}. Leave"
+        " that run out with ingest_definitions(…, live=False), which leaves one batch a run; or declare the"
+        " promise as the table's contract, which both ways hold."
+    )
+
+
 _NO_CHECK = (
     "no check is defined for it, so no run of it would be published. Add one (pandera_checks, sql_check or"
     " Dagster's own), or say table_metadata(require_checks=False)."
@@ -83,9 +115,28 @@ def _consumed(graph: AssetGraph, key: AssetKey, default_namespace: str) -> str |
         declaration = declared(node.metadata, asset=key.to_user_string())
         if declaration is None:
             return None
-        consumer_of(node.to_asset_spec(), declaration, node.partitions_def, default_namespace)
+        consumer = consumer_of(
+            node.to_asset_spec(),
+            declaration,
+            node.partitions_def,
+            default_namespace,
+            node.assets_def.get_partition_mapping,
+        )
     except ConfigurationError as error:
         return error.message
+    mappings = {one: node.assets_def.get_partition_mapping(one) for one in declaration.inputs}
+    moved = sorted(
+        one.to_user_string()
+        for one, mapping in mappings.items()
+        if not _can_be_inverted(mapping, consumer, graph.get(one).partitions_def if graph.has(one) else None)
+    )
+    if consumer.by_partition and moved:
+        return (
+            f"it consumes changes of {some(tuple(moved))} by a partition mapping that does not tell which of"
+            " its partitions a changed row affects, so results that depend on it would stay as they are."
+            " Leave the mapping out, say widen=… in consumes(), or do not name the input there: then it is"
+            " read as usual."
+        )
     strangers = sorted(one.to_user_string() for one in declaration.inputs.keys() - node.parent_keys)
     if strangers:
         told = some(tuple(strangers))
@@ -93,6 +144,30 @@ def _consumed(graph: AssetGraph, key: AssetKey, default_namespace: str) -> str |
     if len(node.assets_def.keys) > 1:
         return "it consumes changes, and its function makes other assets too; give it a function of its own."
     return None
+
+
+def _can_be_inverted(
+    mapping: PartitionMapping | None, consumer: Consumer, upstream: PartitionsDefinition[str] | None
+) -> bool:
+    """Whether the values of a changed row tell which partitions depend on it.
+
+    Offsets count the input's partitions. They can be followed where those are the asset's own windows.
+    """
+    if isinstance(mapping, TimeWindowPartitionMapping):
+        return (mapping.start_offset == 0 and mapping.end_offset == 0) or _same_windows(
+            consumer.definition, upstream
+        )
+    by_value = IdentityPartitionMapping | MultiToSingleDimensionPartitionMapping
+    return mapping is None or isinstance(mapping, by_value)
+
+
+def _same_windows(own: PartitionsDefinition[str] | None, other: PartitionsDefinition[str] | None) -> bool:
+    if not isinstance(own, TimeWindowPartitionsDefinition):
+        return False
+    return isinstance(other, TimeWindowPartitionsDefinition) and (own.cron_schedule, own.timezone) == (
+        other.cron_schedule,
+        other.timezone,
+    )
 
 
 def _dimensions(spec: TableSpec, definition: Any) -> str | None:

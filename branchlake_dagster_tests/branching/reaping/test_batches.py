@@ -70,6 +70,7 @@ def reaped(
         now=lambda: moment,
         monotonic=lambda: 0.0,
         sleep=lambda _: None,
+        is_on_main=lambda *_: True,
         listing=f"ref.name == '{branch}'",
         fenced=NOBODY,
         claims=NOBODY,

@@ -45,9 +45,13 @@ OURS, THEIRS = Origin(Maker.HERE, ("here",)), Origin(Maker.ELSEWHERE, ("there",)
 def test_seed_000_rules_and_their_guards(
     state: RunState, age: timedelta | None, action: ReapingAction
 ) -> None:
-    found, reason = decide(Facts(state, age), LIMITS)
+    found, reason = decide(Facts(state, age, on_main=True), LIMITS)
     assert found is action
     assert reason
+
+
+def test_the_branch_of_a_published_run_whose_publication_main_lost_is_kept() -> None:
+    assert decide(Facts(PUBLISHED, HOUR, on_main=False), LIMITS)[0] is KEEP
 
 
 @pytest.mark.parametrize(

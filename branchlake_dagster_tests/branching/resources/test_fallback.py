@@ -1,6 +1,7 @@
 """`when_unavailable=direct_main`: what a run does when its branch cannot be made."""
 
 import logging
+import ssl
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -8,6 +9,7 @@ from unittest.mock import patch
 import dagster as dg
 import polars as pl
 import pytest
+import requests
 
 from branchlake_dagster.branching.branch.run_branch import RunBranch, branch_name
 from branchlake_dagster.branching.branch.run_tags import (
@@ -18,12 +20,19 @@ from branchlake_dagster.branching.branch.run_tags import (
     STATUS_TAG,
     UNBRANCHED_TAG,
     VERDICT_TAG,
+    Place,
     place_of,
 )
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieUnavailable
+from branchlake_dagster.lakehouse.nessie.errors import (
+    NessieError,
+    NessieRefused,
+    NessieUnavailable,
+    NotNessie,
+)
+from branchlake_dagster.lakehouse.nessie.failures import from_answer, from_exception, unreadable
 from branchlake_dagster.lakehouse.nessie.model import Reference
 from branchlake_dagster_tests.harness import Project, project
 
@@ -171,3 +180,59 @@ def test_a_fallback_that_is_not_the_first_follows_the_first(
     finally:
         head = direct.nessie.reference(branch_name(namespace)).hash
         direct.nessie.delete_branch(branch_name(namespace), expected_hash=head)
+
+
+class Answering:
+    """A Nessie client whose every call ends in an error."""
+
+    def __init__(self, error: NessieError) -> None:
+        self.error = error
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: Any, **__: Any) -> None:
+            raise self.error
+
+        return call
+
+
+def opened_with(error: NessieError) -> Place:
+    """The place of a run whose Nessie answers with `error`, and which may fall back to `main`."""
+    client: Any = Answering(error)
+    run = RunBranch(
+        lambda: client, "r", tags=dict, remember=lambda _: None, direct_main=True, warn=lambda _: None
+    )
+    return run.open()
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 409, 413, 422])
+def test_a_nessie_that_answers_with_a_refusal_is_available(status: int) -> None:
+    error = from_answer(status, {}, action="create branch r", changes=True, server="x")
+    with pytest.raises(type(error)) as raised:
+        opened_with(error)
+    assert raised.value.status == status
+
+
+def test_a_server_whose_certificate_is_not_trusted_is_available() -> None:
+    cause = requests.exceptions.SSLError(ssl.SSLCertVerificationError("self-signed"))
+    with pytest.raises(NessieRefused):
+        opened_with(from_exception(cause, action="read main", changes=False, server="x"))
+
+
+def test_an_answer_that_no_nessie_gives_is_no_reason_to_fall_back() -> None:
+    with pytest.raises(NotNessie):
+        opened_with(unreadable(200, "<html>", action="read main", changes=False, server="x"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        from_answer(429, {}, action="read main", changes=False, server="x"),
+        from_answer(503, {}, action="read main", changes=False, server="x"),
+        from_answer(503, {}, action="create branch r", changes=True, server="x"),
+        from_exception(requests.ConnectionError("reset"), action="create r", changes=True, server="x"),
+        from_exception(requests.ReadTimeout("late"), action="read main", changes=False, server="x"),
+    ],
+)
+def test_a_nessie_that_does_not_answer_is_unavailable(error: NessieError) -> None:
+    place = opened_with(error)
+    assert (place.branch, place.unbranched) == (MAIN, True)

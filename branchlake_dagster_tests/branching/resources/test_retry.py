@@ -25,43 +25,10 @@ from branchlake_dagster.branching.io.io_manager import NessieBranchIOManager
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.library_internals.dagster import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
-from branchlake_dagster_tests.dagster_internals import (
-    InMemoryJob,
-    KnownExecutionState,
-    create_execution_plan,
-    execute_run,
-)
-from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.harness import Project, project, retry
 
 FREE = table_metadata(require_checks=False)
 APPEND = table_metadata(write_mode="append", require_checks=False)
-
-
-def retry(p: Project, parent_id: str, *steps: str, ok: bool = True) -> str:
-    """Retry from failure, or of the given steps, as the UI does; the run id."""
-    parent = p.instance.get_run_by_id(parent_id)
-    assert parent is not None
-    job = p.definitions.resolve_implicit_global_asset_job_def()
-    if steps:
-        known = KnownExecutionState.build_for_reexecution(p.instance, parent)
-        keys: Any = list(steps)
-        known = known.update_for_step_selection(keys)
-    else:
-        keys, known = KnownExecutionState.build_resume_retry_reexecution(p.instance, parent)
-    plan = create_execution_plan(
-        job, step_keys_to_execute=keys, known_state=known, instance_ref=p.instance.get_ref()
-    )
-    root = parent.root_run_id or parent.run_id
-    run = p.instance.create_run_for_job(
-        job,
-        execution_plan=plan,
-        parent_run_id=parent_id,
-        root_run_id=root,
-        tags={**parent.tags, PARENT_RUN_ID_TAG: parent_id, ROOT_RUN_ID_TAG: root},
-    )
-    p.last = execute_run(InMemoryJob(job), run, p.instance)  # type: ignore[assignment]
-    assert p.last.success is ok, [e.message for e in p.last.all_events if e.is_failure]
-    return run.run_id
 
 
 class Flaky:

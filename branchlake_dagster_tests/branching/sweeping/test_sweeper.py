@@ -15,10 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from dagster import AssetKey
+from pyiceberg.catalog import Catalog
 from pyiceberg.table import Table
 from pyiceberg.types import StringType
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
+from branchlake_dagster.branching.branch.run_branch import branch_name, main_with_history, run_id_of
 from branchlake_dagster.branching.consuming.consumer import Input
 from branchlake_dagster.branching.delivering.change_tables import ChangeTables
 from branchlake_dagster.branching.fencing.discard import discard, discarded_name, take_over
@@ -28,13 +29,18 @@ from branchlake_dagster.branching.reaping.rules import Owner, RunState
 from branchlake_dagster.branching.sweeping.sweeper import Sweeper, Sweeping
 from branchlake_dagster.branching.table.files import TableFiles, plain, within
 from branchlake_dagster.changes.capture import capture, position_of
+from branchlake_dagster.changes.summary import RUN_ID
+from branchlake_dagster.lakehouse.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieUnavailable
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, Put, Reference, ReferenceType
+from branchlake_dagster.settings import Settings
+from branchlake_dagster_tests.publication.rebase.test_foreign_hands import assign_main
 
 HOUR = timedelta(hours=1)
 ROWS = pa.table({"n": [1, 2, 3]})
+_NAMES_RUN = f"{COMMIT_PROPERTY}{RUN_ID}"
 
 
 class Lake:
@@ -59,14 +65,23 @@ class Lake:
         self.nessie.create_branch(branch, from_ref=MAIN, from_hash=head)
         return branch
 
+    def record(self, branch: str, base: str) -> None:
+        """Let Dagster know the run of a branch, and its base."""
+        self.owners[branch] = Owner(run_id_of(branch), RunState.UNPUBLISHED, base_hash=base)
+
+    def catalog(self, ref: str) -> Catalog:
+        """Whose commits name the run, on the branch of one."""
+        own = ref.startswith("run-")
+        return self.lake.catalog(ref, properties={_NAMES_RUN: run_id_of(ref)} if own else {})
+
     def table(self, ref: str = MAIN, name: str = "t") -> Table:
-        return self.lake.catalog(ref).load_table((self.namespace, name))
+        return self.catalog(ref).load_table((self.namespace, name))
 
     def rows(self, ref: str = MAIN, name: str = "t") -> list[int]:
         return sorted(self.table(ref, name).scan().to_arrow()["n"].to_pylist())
 
     def create(self, ref: str, name: str) -> Table:
-        return self.lake.catalog(ref).create_table((self.namespace, name), ROWS.schema)
+        return self.catalog(ref).create_table((self.namespace, name), ROWS.schema)
 
     def discard(self, branch: str) -> str:
         discard(self.nessie, self.nessie.reference(branch, fetch_metadata=True))
@@ -115,7 +130,7 @@ def work(lake: Lake, branch: str) -> None:
         update.add_column("more", StringType())
     lake.create(branch, "made").append(ROWS)
     lake.create(branch, "dropped").append(ROWS)
-    lake.lake.catalog(branch).drop_table((lake.namespace, "dropped"))
+    lake.catalog(branch).drop_table((lake.namespace, "dropped"))
 
 
 def test_a_discarded_branch_leaves_no_file(lake: Lake) -> None:
@@ -182,8 +197,9 @@ def test_a_tag_waits_for_its_grace_and_for_a_retry(lake: Lake) -> None:
 @pytest.mark.parametrize(("maker", "goes"), [("here", True), ("there", False), (None, False)])
 def test_what_another_instance_discarded_is_left_to_it(lake: Lake, maker: str | None, goes: bool) -> None:
     branch = lake.branch("whose")
-    told = {f"commit.property.{INSTANCE}": maker} if maker else None
-    table = lake.lake.catalog(branch, properties=told).load_table((lake.namespace, "t"))
+    told = {f"{COMMIT_PROPERTY}{INSTANCE}": maker} if maker else {}
+    properties = {_NAMES_RUN: run_id_of(branch), **told}
+    table = lake.lake.catalog(branch, properties=properties).load_table((lake.namespace, "t"))
     table.append(pa.table({"n": [10]}))
     before = lake.files()
     tag = lake.discard(branch)
@@ -223,7 +239,7 @@ def test_a_rename_does_not_hide_the_data(lake: Lake) -> None:
     head = lake.nessie.reference(branch).hash
     mine = f"mine-{lake.namespace}"
     lake.nessie.create_branch(mine, from_ref=branch, from_hash=head)
-    lake.lake.catalog(mine).rename_table((lake.namespace, "t"), (lake.namespace, "u"))
+    lake.catalog(mine).rename_table((lake.namespace, "t"), (lake.namespace, "u"))
     lake.discard(branch)
     assert not lake.sweep()[0].done
     assert lake.rows(mine, "u") == [1, 2, 3, 10]
@@ -250,6 +266,7 @@ def test_what_a_retry_took_over_goes_with_the_retry(lake: Lake) -> None:
     lake.table(branch).append(pa.table({"n": [10]}))
     seen = lake.nessie.reference(branch)
     own = lake.named("child")
+    lake.record(own, lake.nessie.reference(MAIN).hash)
     take_over(lake.nessie, branch, own)
     # A clean-up that died left the parent's tag behind.
     lake.nessie.create_tag(discarded_name(branch), from_ref=own, from_hash=seen.hash)
@@ -267,7 +284,9 @@ def test_two_tags_with_the_same_files_do_not_wait_for_each_other(lake: Lake) -> 
     branch = lake.branch("parent")
     lake.table(branch).append(pa.table({"n": [10]}))
     head = lake.nessie.reference(branch).hash
-    lake.nessie.create_tag(discarded_name(lake.named("twin")), from_ref=branch, from_hash=head)
+    twin = lake.named("twin")
+    lake.record(twin, lake.nessie.reference(MAIN).hash)
+    lake.nessie.create_tag(discarded_name(twin), from_ref=branch, from_hash=head)
     lake.discard(branch)
     assert [one.done for one in lake.sweep()] == [True, True]
     assert lake.files() == before
@@ -405,15 +424,15 @@ def at(lake: Lake, ref: str = MAIN, name: str = "t") -> str:
 
 
 def register(lake: Lake, branch: str, name: str, location: str) -> None:
-    lake.lake.catalog(branch).register_table((lake.namespace, name), location)
+    lake.catalog(branch).register_table((lake.namespace, name), location)
 
 
 def drop(lake: Lake, ref: str, name: str = "t") -> None:
-    lake.lake.catalog(ref).drop_table((lake.namespace, name))
+    lake.catalog(ref).drop_table((lake.namespace, name))
 
 
 def rename(lake: Lake, ref: str, old: str, new: str) -> None:
-    lake.lake.catalog(ref).rename_table((lake.namespace, old), (lake.namespace, new))
+    lake.catalog(ref).rename_table((lake.namespace, old), (lake.namespace, new))
 
 
 def clone(lake: Lake, branch: str) -> None:
@@ -440,7 +459,7 @@ def restore_over(lake: Lake, branch: str) -> None:
     """And without one, forth again to the state after it."""
     first, second = (entry.metadata_file for entry in lake.table().metadata.metadata_log[-2:])
     for location in (first, second):
-        lake.lake.catalog(branch).register_table((lake.namespace, "t"), location, overwrite=True)
+        lake.catalog(branch).register_table((lake.namespace, "t"), location, overwrite=True)
     lake.table(branch).append(pa.table({"n": [10]}))
 
 
@@ -547,7 +566,7 @@ def test_a_change_table_that_was_left_behind_takes_no_file_of_its_input_along(la
     before = lake.files()
     branch = lake.branch("consumer")
     lake.table(branch).append(pa.table({"n": [10]}))
-    run: Any = SimpleNamespace(lakehouse=lake.lake, own_catalog=lambda: lake.lake.catalog(branch))
+    run: Any = SimpleNamespace(lakehouse=lake.lake, own_catalog=lambda: lake.catalog(branch))
     name = lake.namespace, "t"
     change = capture(lake.table(branch), start, name=".".join(name))
     one = Input(AssetKey(list(name)), ".".join(name), "rows", lake.table(branch), change.upto)
@@ -583,6 +602,7 @@ def test_what_spark_wrote_is_the_runs_and_what_it_copied_is_not(lake: Lake) -> N
     branch = lake.branch("spark")
     before = lake.files()
     borrowed = data_files(lake)
+    lake.record(branch, lake.nessie.reference(MAIN).hash)
     session = lake.lake.spark_session(branch)
     session.sql(f"insert into nessie.{lake.namespace}.t values (10)")
     session.sql(f"create table nessie.{lake.namespace}.made using iceberg as select 1L as n")
@@ -825,3 +845,45 @@ def test_the_base_is_found_behind_everything_that_happened_since(lake: Lake) -> 
         assert history.base_of(branch) == base
     assert history.published_since(base) == set()
     assert MainHistory(lake.nessie).base_of(MAIN) == lake.nessie.reference(MAIN).hash
+
+
+# -- main was set back -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def own_lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lakehouse]:
+    """A lake whose `main` may be set back; no Spark."""
+    lake = Lakehouse(Settings(state_dir=tmp_path_factory.mktemp("set-back"), session_kind="classic"))
+    main_with_history(lake.nessie)
+    yield lake
+    lake.servers.down()
+
+
+@pytest.mark.nessie
+@pytest.mark.parametrize("publication", [True, False], ids=["published", "written to main directly"])
+@pytest.mark.parametrize("recorded", ["by snapshots", "by Dagster", "nowhere"])
+def test_what_main_has_lost_is_not_taken_for_the_work_of_a_discarded_run(
+    own_lake: Lakehouse, namespace: str, publication: bool, recorded: str
+) -> None:
+    """Set back, `main` shares only older commits with the branch. Those in between have one parent each."""
+    lake = Lake(own_lake, namespace)
+    before = lake.nessie.reference(MAIN).hash
+    properties = {"commit.property.branchlake.publication_id": "p"} if publication else {}
+    own_lake.catalog(MAIN, properties=properties).load_table((namespace, "t")).append(ROWS)
+    on_main = lake.files()
+    branch = lake.branch("discarded")
+    base = lake.nessie.reference(MAIN).hash
+    told = {"branchlake.run_id": run_id_of(branch), "branchlake.base_hash": base}
+    lake.table(branch).append(ROWS, snapshot_properties=told if recorded == "by snapshots" else {})
+    if recorded == "by Dagster":
+        lake.record(branch, base)
+    lake.discard(branch)
+    assign_main(own_lake, before)
+    (kept,) = lake.sweep()
+    assert not kept.done
+    assert on_main <= lake.files()
+    assign_main(own_lake, base)
+    assert lake.rows() == [1, 1, 2, 2, 3, 3]
+    (done,) = lake.sweep()
+    assert done.done
+    assert lake.files() == on_main

@@ -496,7 +496,7 @@ def test_the_conditions_are_not_sent_to_the_daemon() -> None:
 def test_the_documents_examples_load() -> None:
     text = (Path(__file__).parents[3] / "docs" / "automation.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(examples) == 3
+    assert len(examples) == 4
     names: dict[str, Any] = {}
     for example in examples:
         exec(example, names)

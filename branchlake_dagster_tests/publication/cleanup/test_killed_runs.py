@@ -93,7 +93,7 @@ def until(condition: Callable[[], bool], timeout_s: float) -> None:
 def own_lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lakehouse]:
     """A lake of its own, so that sweeping meets nobody else's tags."""
     state = tmp_path_factory.mktemp("killed")
-    lake = Lakehouse(Settings(state_dir=state, session_kind="classic", discard_grace_h=0))
+    lake = Lakehouse(Settings(state_dir=state, session_kind="classic", discard_grace_h=1e-6))
     main_with_history(lake.nessie)
     yield lake
     lake.servers.down()

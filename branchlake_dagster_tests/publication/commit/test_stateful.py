@@ -22,6 +22,7 @@ from branchlake_dagster.branching.reaping.rules import Limits, Owner, RunState
 from branchlake_dagster.lakehouse.nessie import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable, Namespace, Put
 from branchlake_dagster.publication.commit.publisher import Publisher
+from branchlake_dagster.publication.gate.event_position import EventPosition
 from branchlake_dagster.publication.gate.evidence import AssetRules, Evaluation, RunEvidence, Written
 from branchlake_dagster.publication.gate.verdict import judge
 from branchlake_dagster.publication.ledger.candidate import Candidate, Published, Refused, write_set
@@ -208,6 +209,7 @@ class Lake(RuleBasedStateMachine):
             now=lambda: now,
             monotonic=lambda: 0.0,
             sleep=lambda _: None,
+            is_on_main=lambda *_: True,
         )
         gone = {one.branch for one in reaper.run() if one.delete}
         assert gone == {name for name in before if run_id_of(name) in self.told}
@@ -262,14 +264,18 @@ def _evidence(run: Run) -> RunEvidence:
     """What Dagster would tell of the run: one asset, one check."""
     check = ("lake/a", "good")
     result = Evaluation(
-        passed=run.checks == "passed", blocks=run.checks != "warned", order=20, step="check", description=""
+        passed=run.checks == "passed",
+        blocks=run.checks != "warned",
+        position=EventPosition(0, 20),
+        step="check",
+        description="",
     )
     return RunEvidence(
         run_id=run.run_id,
         succeeded=run.succeeded,
         planned=frozenset({(check, None)}),
         evaluations={} if run.checks == "missing" else {(check, None): result},
-        written={("lake/a", None): Written(10, "a", 1)},
+        written={("lake/a", None): Written(EventPosition(0, 10), "a", "1")},
         rules={"lake/a": AssetRules("lake.a", frozenset({"good"}), demands_checks=True)},
     )
 

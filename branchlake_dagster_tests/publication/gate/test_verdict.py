@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import Enum, auto
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from branchlake_dagster.publication.gate.event_position import EventPosition
 from branchlake_dagster.publication.gate.evidence import AssetRules, Evaluation, RunEvidence, Written
 from branchlake_dagster.publication.gate.verdict import Decision, Verdict, judge
 
@@ -21,14 +23,16 @@ def result(
     *,
     blocks: bool = True,
     order: int = 20,
+    run_index: int = 0,
     step: str | None = CHECK_STEP,
     told: str = "",
 ) -> Evaluation:
-    return Evaluation(passed=passed, blocks=blocks, order=order, step=step, description=told)
+    position = EventPosition(run_index, order)
+    return Evaluation(passed=passed, blocks=blocks, position=position, step=step, description=told)
 
 
-def written(order: int = 10, step: str | None = STEP) -> Written:
-    return Written(order, step, 3)
+def written(order: int = 10, step: str | None = STEP, *, run_index: int = 0) -> Written:
+    return Written(EventPosition(run_index, order), step)
 
 
 CLEAN = RunEvidence(
@@ -116,6 +120,17 @@ def test_the_order_of_events_within_one_step_is_dagsters() -> None:
     assert verdict(evaluations={(CHECK, None): result(order=5, step=STEP)}).decision is Decision.PASSED
 
 
+def test_one_step_in_two_runs_is_two_steps() -> None:
+    parent_check = {(CHECK, None): result(order=90, step=STEP)}
+    rewritten = {(A, None): written(1, run_index=1)}
+    assert verdict(evaluations=parent_check, written=rewritten).blocked
+
+
+def test_positions_of_events_are_not_compared_with_numbers() -> None:
+    with pytest.raises(TypeError):
+        assert EventPosition(0, 1) < 2
+
+
 def test_a_check_of_one_partition_does_not_grow_stale_by_another() -> None:
     stale = "check good on lake/a [p] ran before lake/a was written for the last time"
     both = {(CHECK, "p"): result(order=15), (CHECK, "q"): result(order=25)}
@@ -174,7 +189,7 @@ def test_a_check_of_an_asset_that_the_run_did_not_write_counts() -> None:
 def test_a_table_nobody_materialised_blocks_only_when_strict() -> None:
     changed = frozenset({"lake.a", "lake.side"})
     told = verdict(write_set=changed)
-    assert told.reasons == ("table lake.side was changed, but no materialised asset is stored there",)
+    assert "lake.side" in " ".join(told.reasons)
     assert verdict(strict_tables=False, write_set=changed).decision is Decision.PASSED
 
 
@@ -278,3 +293,31 @@ def test_less_evidence_never_opens_the_gate(
         assert before.blocked <= after.blocked
     if lost[0][1] in evidence.rules[lost[0][0]].checks:
         assert after.blocked
+
+
+@settings(derandomize=True, max_examples=300, deadline=None)
+@given(
+    st.lists(st.sampled_from(["write", "check", "next run"]), min_size=1, max_size=12),
+    st.lists(st.integers(0, 1000), min_size=13, max_size=13),
+)
+def test_a_check_counts_only_after_the_last_write_whatever_the_counters_of_the_runs(
+    history: list[str], starts: list[int]
+) -> None:
+    """Each run numbers its events from a start of its own, as the default SQLite storage does."""
+    run_index, event_id, last = 0, starts[0], {"write": -1, "check": -1}
+    rows: dict[tuple[str, str | None], Written] = {}
+    evaluations: dict[tuple[tuple[str, str], str | None], Evaluation] = {}
+    for index, event in enumerate(history):
+        event_id += 1
+        if event == "next run":
+            run_index += 1
+            event_id = starts[run_index]
+            continue
+        last[event] = index
+        if event == "write":
+            rows[A, None] = written(event_id, run_index=run_index)
+        else:
+            evaluations[CHECK, None] = result(order=event_id, run_index=run_index)
+    checked = last["check"] > last["write"]
+    expected = checked or (last["check"] >= 0 and not rows)
+    assert verdict(written=rows, evaluations=evaluations).blocked is not expected

@@ -203,6 +203,7 @@ def reaped(
         now=lambda: datetime.now(UTC) + later,
         monotonic=monotonic,
         sleep=sleep,
+        is_on_main=lambda *_: True,
         listing=f"refType == 'BRANCH' && ref.name.contains('-{namespace}')",
         fenced=f"refType == 'TAG' && ref.name.startsWith('discarded-{namespace}')",
         claims=f"refType == 'TAG' && ref.name.startsWith('judged-{namespace}')",

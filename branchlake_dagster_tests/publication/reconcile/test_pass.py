@@ -251,3 +251,21 @@ def test_the_sensor_leaves_a_lake_alone_on_which_another_pass_is_at_work(
             assert branch_name(run_id) in p.branches()
             assert "published" in (sensor.evaluate_tick(context).skip_message or "")
         assert branch_name(run_id) not in p.branches()
+
+
+def test_the_sensor_publishes_beside_a_pass_that_stands_still(lakehouse: Lakehouse, namespace: str) -> None:
+    with project(lakehouse, free(namespace)) as p:
+        run_id = p.run()
+        repository = p.definitions.get_repository_def()
+        sensor = repository.get_sensor_def("publication_sensor")
+        resource = LakehouseResource.of(lakehouse.settings)
+        with (
+            dg.build_sensor_context(
+                instance=p.instance, repository_def=repository, resources={"lakehouse": resource}
+            ) as context,
+            one_pass(lakehouse.settings, now=lambda: 0.0) as standing,
+        ):
+            assert standing
+            sensor.evaluate_tick(context)
+        assert branch_name(run_id) not in p.branches()
+        assert p.rows(namespace, "t") == [{"n": 1}]

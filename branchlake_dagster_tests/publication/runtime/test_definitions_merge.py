@@ -15,6 +15,7 @@ from branchlake_dagster import (
     NessieBranchIOManager,
     Settings,
     branchlake_definitions,
+    consumes,
     sql_check,
     table_metadata,
 )
@@ -225,3 +226,41 @@ def test_two_assets_of_one_table(settings: Settings) -> None:
     theirs = dg.Definitions(assets=[asset("prices"), asset(key=["shop", "prices"])])
     with pytest.raises(ConfigurationError, match=r"its table shop\.prices is prices's too"):
         branchlake_definitions(settings, theirs)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "fits"),
+    [
+        (None, True),
+        (dg.IdentityPartitionMapping(), True),
+        (dg.TimeWindowPartitionMapping(), True),
+        (dg.TimeWindowPartitionMapping(start_offset=-1), True),
+        (dg.AllPartitionMapping(), False),
+        (dg.LastPartitionMapping(), False),
+    ],
+)
+def test_changes_are_consumed_by_the_partition_that_rows_belong_to(
+    settings: Settings, mapping: dg.PartitionMapping | None, fits: bool
+) -> None:
+    """Under other mappings a changed row changes results of other partitions, which no run would compute."""
+    settings = settings.model_copy(update={"require_checks": False})
+
+    @dg.asset(partitions_def=DAYS, metadata=table_metadata(partition_by="day"))
+    def events() -> pl.DataFrame:
+        return pl.DataFrame()
+
+    @dg.asset(
+        partitions_def=DAYS,
+        ins={"events": dg.AssetIn(partition_mapping=mapping)},
+        metadata=table_metadata(partition_by="day") | consumes({"events": "range"}),
+    )
+    def rolling(events: pl.DataFrame) -> pl.DataFrame:
+        return events
+
+    theirs = dg.Definitions(assets=[events, rolling])
+    if fits:
+        branchlake_definitions(settings, theirs)
+        return
+    with pytest.raises(ConfigurationError) as caught:
+        branchlake_definitions(settings, theirs)
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == ["- rolling"]

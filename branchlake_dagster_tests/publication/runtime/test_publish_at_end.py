@@ -19,6 +19,7 @@ from branchlake_dagster.publication.commit.publisher import Publisher
 from branchlake_dagster.publication.ledger.publications import publications
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster.publication.runtime import publish_at_end
 from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
 from branchlake_dagster_tests.publication.runtime import publish_at_end_project
 from branchlake_dagster_tests.suite.instances import new_instance
@@ -193,3 +194,28 @@ def test_the_run_and_the_sensor_race_to_one_publication(
             assert times(lakehouse, token) == 1
             entries = [p for p in publications(lakehouse.nessie, limit=10) if p.run_id == result.run_id]
             assert len(entries) == 1
+
+
+def test_a_publication_that_does_not_end_is_left_to_the_sensor(
+    lakehouse: Lakehouse, environment: pytest.MonkeyPatch, token: int
+) -> None:
+    """A storage or a database that does not answer must not keep the run from ending."""
+    answers = threading.Event()
+
+    def waiting(*_: object, **__: object) -> None:
+        answers.wait()
+        raise AssertionError("nobody waits for this any more")
+
+    with instance() as store:
+        with environment.context() as patch:
+            patch.setattr(Reconciler, "publish_now", waiting)
+            patch.setattr(publish_at_end, "longest_pass_s", lambda _: 0.1)
+            with run(store) as result:
+                assert result.success
+                run_id = result.run_id
+        assert times(lakehouse, token) == 0
+        answers.set()
+        outcome = reconciler(lakehouse, store).run_one(run_id)
+        assert outcome is not None
+        assert outcome.action is PublicationAction.PUBLISHED
+        assert times(lakehouse, token) == 1

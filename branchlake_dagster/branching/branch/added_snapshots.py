@@ -1,0 +1,63 @@
+"""The snapshots that a commit on a Nessie branch added to its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from pyiceberg.table.metadata import TableMetadata
+from pyiceberg.table.snapshots import Snapshot
+
+from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable, LogEntry, Put
+
+ReadMetadata = Callable[[str], TableMetadata | None]
+"""Reads the table metadata at a location; None if the file is missing."""
+
+
+def tables_put(entry: LogEntry) -> Iterator[tuple[ContentKey, IcebergTable]]:
+    """The tables that a commit put, with their keys. The entry needs its operations."""
+    for operation in entry.operations:
+        if isinstance(operation, Put) and isinstance(operation.content, IcebergTable):
+            yield operation.key, operation.content
+
+
+def newest_locations(newest_first: Iterable[LogEntry]) -> dict[str, str]:
+    """The newest metadata location of each table that the commits put, by content id."""
+    found: dict[str, str] = {}
+    for entry in newest_first:
+        for _, table in tables_put(entry):
+            found.setdefault(table.content_id or "", table.metadata_location)
+    return found
+
+
+def added_snapshots(
+    content: IcebergTable,
+    snapshots_before: Mapping[str, int],
+    read_metadata: ReadMetadata,
+    newest: Mapping[str, str],
+) -> list[Snapshot] | None:
+    """The snapshots that a commit added to one table, newest first; None if they cannot be found any more.
+
+    `content` is the table as the commit put it, `snapshots_before` are the snapshot ids before the commit by
+    content id. Walks from the current snapshot back to the one before the commit. A rollback ends at an older
+    snapshot, whose sequence number is smaller, and adds none. Reads one file, and none if the snapshot stayed
+    the same. Spark may delete old metadata files (`write.metadata.delete-after-commit.enabled`): then the
+    file at the table's location in `newest` is read instead.
+    """
+    before = snapshots_before.get(content.content_id or "")
+    if content.snapshot_id == before:
+        return []
+    key = content.content_id or ""
+    metadata = read_metadata(content.metadata_location) or read_metadata(newest[key])
+    snapshot = metadata.snapshot_by_id(content.snapshot_id) if metadata else None
+    if metadata is None or snapshot is None:
+        return None if content.snapshot_id > 0 else []
+    added: list[Snapshot] = []
+    previous = metadata.snapshot_by_id(before) if before is not None else None
+    previous_number = (previous.sequence_number or 0) if previous else 0
+    while snapshot is not None and snapshot.snapshot_id != before:
+        if previous_number and (snapshot.sequence_number or 0) <= previous_number:
+            break
+        added.append(snapshot)
+        parent = snapshot.parent_snapshot_id
+        snapshot = metadata.snapshot_by_id(parent) if parent is not None else None
+    return added

@@ -1,0 +1,149 @@
+"""What a step writes by its own code, by SQL or through the catalog, is there once however often it is attempted."""
+
+import dagster as dg
+import polars as pl
+import pytest
+
+from branchlake_dagster.branching.branch.run_branch import branch_name
+from branchlake_dagster.branching.errors import RetryNeedsFullRun
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
+from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster_tests.harness import Project, project, retry
+
+FREE = table_metadata(require_checks=False)
+ONE = dg.RetryPolicy(max_retries=1)
+
+
+def rows(p: Project, *identifier: str, ref: str = "main") -> list[int]:
+    return sorted(row["n"] for row in p.rows(*identifier, ref=ref))
+
+
+def seed(namespace: str) -> dg.AssetsDefinition:
+    @dg.asset(key=[namespace, "t"], metadata=FREE)
+    def t() -> pl.DataFrame:
+        return pl.DataFrame({"n": [0]})
+
+    return t
+
+
+def add(lakehouse: LakehouseResource, namespace: str, n: int) -> None:
+    lakehouse.catalog().load_table((namespace, "t")).append(pl.DataFrame({"n": [n]}).to_arrow())
+
+
+def test_an_append_through_the_catalog_is_there_once_after_a_retry_of_the_step(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    first = seed(namespace)
+
+    @dg.asset(key=[namespace, "writer"], deps=[first], metadata=FREE, retry_policy=ONE)
+    def writer(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> None:
+        add(lakehouse, namespace, 1)
+        if context.retry_number == 0:
+            raise RuntimeError("after the append")
+
+    with project(lakehouse, first, writer) as p:
+        run_id = p.run()
+        assert p.settle(run_id).action is PublicationAction.PUBLISHED
+        assert rows(p, namespace, "t") == [0, 1]
+
+
+def test_a_table_that_a_failed_attempt_created_is_gone_before_the_next_one(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    @dg.asset(key=[namespace, "made"], metadata=FREE, retry_policy=ONE)
+    def made(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> None:
+        catalog = lakehouse.catalog()
+        catalog.create_namespace_if_not_exists((namespace,))
+        frame = pl.DataFrame({"n": [1]}).to_arrow()
+        catalog.create_table((namespace, "made"), frame.schema).append(frame)
+        if context.retry_number == 0:
+            raise RuntimeError("after the append")
+
+    with project(lakehouse, made) as p:
+        assert p.settle(p.run()).action is PublicationAction.PUBLISHED
+        assert rows(p, namespace, "made") == [1]
+
+
+def test_a_retry_from_failure_takes_out_what_the_failed_run_wrote(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    first = seed(namespace)
+    fails = [True]
+
+    @dg.asset(key=[namespace, "writer"], deps=[first], metadata=FREE)
+    def writer(lakehouse: LakehouseResource) -> None:
+        add(lakehouse, namespace, 1)
+        if fails[0]:
+            raise RuntimeError("after the append")
+
+    with project(lakehouse, first, writer) as p:
+        parent = p.run(ok=False)
+        again = retry(p, parent, ok=False)
+        fails[0] = False
+        child = retry(p, again)
+        assert rows(p, namespace, "t", ref=branch_name(child)) == [0, 1]
+        assert p.settle(child).action is PublicationAction.PUBLISHED
+
+
+def test_a_retry_is_refused_by_name_if_another_step_wrote_to_the_table_since(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    first = seed(namespace)
+
+    @dg.asset(key=[namespace, "writer"], deps=[first], metadata=FREE)
+    def writer(lakehouse: LakehouseResource) -> None:
+        add(lakehouse, namespace, 1)
+
+    @dg.asset(key=[namespace, "other"], deps=[writer], metadata=FREE)
+    def other(lakehouse: LakehouseResource) -> None:
+        add(lakehouse, namespace, 2)
+        raise RuntimeError("after the append")
+
+    with project(lakehouse, first, writer, other) as p:
+        parent = p.run(ok=False)
+        retry(p, parent, f"{namespace}__writer", ok=False)
+        p.failed_with(RetryNeedsFullRun, f"{namespace}.t")
+
+
+def test_what_other_steps_wrote_before_and_to_other_tables_stays(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    first = seed(namespace)
+
+    @dg.asset(key=[namespace, "earlier"], deps=[first], metadata=FREE)
+    def earlier(lakehouse: LakehouseResource) -> pl.DataFrame:
+        add(lakehouse, namespace, 1)
+        return pl.DataFrame({"n": [7]})
+
+    @dg.asset(key=[namespace, "writer"], deps=[earlier], metadata=FREE, retry_policy=ONE)
+    def writer(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> pl.DataFrame:
+        add(lakehouse, namespace, 2)
+        if context.retry_number == 0:
+            raise RuntimeError("after the append")
+        return pl.DataFrame({"n": [8]})
+
+    with project(lakehouse, first, earlier, writer) as p:
+        assert p.settle(p.run()).action is PublicationAction.PUBLISHED
+        assert rows(p, namespace, "t") == [0, 1, 2]
+        assert (rows(p, namespace, "earlier"), rows(p, namespace, "writer")) == ([7], [8])
+
+
+@pytest.mark.spark
+def test_sql_is_there_once_after_a_retry_of_the_step(lakehouse: Lakehouse, namespace: str) -> None:
+    first = seed(namespace)
+
+    @dg.asset(key=[namespace, "writer"], deps=[first], metadata=FREE, retry_policy=ONE)
+    def writer(context: dg.AssetExecutionContext, spark: BranchSparkResource) -> None:
+        session = spark.spark_session
+        session.sql(f"INSERT INTO nessie.{namespace}.t VALUES (1)")
+        session.sql(f"UPDATE nessie.{namespace}.t SET n = n + 10")
+        if context.retry_number == 0:
+            raise RuntimeError("after the statements")
+
+    with project(lakehouse, first, writer) as p:
+        outcome = p.settle(p.run())
+        assert outcome.action is PublicationAction.PUBLISHED, outcome
+        assert rows(p, namespace, "t") == [10, 11]

@@ -1,0 +1,74 @@
+"""The gate's verdict on runs that are retried in parts, on Dagster's storages with one counter and with many."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import dagster as dg
+import pytest
+from pyiceberg.exceptions import NoSuchTableError
+
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster_tests.dagster_internals import CONSOLIDATED_EVENT_LOG
+from branchlake_dagster_tests.harness import Project, project, retry
+from branchlake_dagster_tests.publication.gate.retried_checks import Amounts
+from branchlake_dagster_tests.suite.instances import new_instance
+
+
+@contextmanager
+def consolidated_instance() -> Iterator[dg.DagsterInstance]:
+    """An instance whose event log is one SQLite database, so one counter, for all runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        storage = {**CONSOLIDATED_EVENT_LOG, "config": {"base_dir": folder}}
+        with dg.instance_for_test(overrides={"event_log_storage": storage}) as instance:
+            yield instance
+
+
+@pytest.fixture
+def amounts(namespace: str) -> Amounts:
+    return Amounts(namespace)
+
+
+@pytest.fixture(params=[new_instance, consolidated_instance], ids=["default", "consolidated"])
+def p(lakehouse: Lakehouse, amounts: Amounts, request: pytest.FixtureRequest) -> Iterator[Project]:
+    with request.param() as instance, project(lakehouse, *amounts.definitions, instance=instance) as found:
+        yield found
+
+
+def test_a_retry_without_the_check_that_its_new_rows_need_is_blocked(p: Project, amounts: Amounts) -> None:
+    amounts.noise = 20
+    parent = p.run(ok=False)
+    amounts.value, amounts.noise, amounts.report_fails = -1, 0, False
+    child = retry(p, parent, amounts.steps["amounts"], amounts.steps["report"])
+    assert p.settle(child).action is PublicationAction.BLOCKED
+    with pytest.raises(NoSuchTableError):
+        p.rows(*amounts.outer_key.path)
+
+
+def test_a_retry_of_a_retry_is_blocked_by_rows_that_no_check_saw(p: Project, amounts: Amounts) -> None:
+    amounts.noise = 20
+    parent = p.run(ok=False)
+    amounts.value, amounts.noise = -1, 0
+    first = retry(p, parent, amounts.steps["amounts"], amounts.steps["report"], ok=False)
+    amounts.value, amounts.report_fails = 1, False
+    second = retry(p, first)
+    assert p.settle(second).action is PublicationAction.BLOCKED
+
+
+def test_a_retry_from_failure_of_a_check_that_crashed_is_published(p: Project, amounts: Amounts) -> None:
+    amounts.noise, amounts.check_crashes, amounts.report_fails = 50, True, False
+    parent = p.run(ok=False)
+    amounts.check_crashes = False
+    child = retry(p, parent)
+    assert p.settle(child).action is PublicationAction.PUBLISHED
+    assert p.rows(*amounts.outer_key.path) == [{"n": 1}]
+
+
+def test_a_check_in_the_asset_s_step_judges_the_rows_of_its_own_run(p: Project, amounts: Amounts) -> None:
+    parent = p.run(ok=False)
+    amounts.value, amounts.report_fails = -1, False
+    child = retry(p, parent, amounts.steps["inner"], amounts.steps["report"])
+    assert p.settle(child).action is PublicationAction.BLOCKED

@@ -1,0 +1,98 @@
+"""One pass at a time on one machine, and a pass that stands still stops no other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from branchlake_dagster.publication.runtime.pass_lock import longest_pass_s, one_pass, pass_holder
+from branchlake_dagster.settings import Settings
+
+HOLD = """
+import sys
+from pathlib import Path
+from branchlake_dagster.publication.runtime.pass_lock import one_pass
+from branchlake_dagster.settings import Settings
+with one_pass(Settings(state_dir=Path(sys.argv[1]))) as mine:
+    print(mine, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(state_dir=tmp_path)
+
+
+@pytest.fixture
+def stopped(settings: Settings) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock and is stopped."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(settings.state_dir)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "True\n"
+        process.send_signal(signal.SIGSTOP)
+        yield process
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.communicate("")
+
+
+def later(settings: Settings) -> float:
+    """A time at which the stopped process has held the lock for too long."""
+    return time.time() + longest_pass_s(settings) + 1
+
+
+def test_the_lock_records_its_holder(settings: Settings) -> None:
+    assert pass_holder(settings) is None
+    with one_pass(settings, now=lambda: 5.0):
+        holder = pass_holder(settings)
+    assert holder is not None
+    assert (holder.pid, holder.since) == (os.getpid(), 5.0)
+
+
+def test_a_pass_that_works_is_waited_for(settings: Settings, stopped: subprocess.Popen[str]) -> None:
+    with one_pass(settings) as mine:
+        assert not mine
+    holder = pass_holder(settings)
+    assert holder is not None
+    assert holder.pid == stopped.pid
+
+
+def test_later_passes_go_on_beside_one_that_stands_still(
+    settings: Settings, stopped: subprocess.Popen[str]
+) -> None:
+    with one_pass(settings, now=lambda: later(settings)) as mine:
+        assert mine
+        with one_pass(settings, now=lambda: later(settings)) as third:
+            assert not third  # one at a time still
+        stopped.send_signal(signal.SIGCONT)
+        stopped.communicate("")
+        with one_pass(settings, now=lambda: later(settings)) as fourth:
+            assert not fourth  # the end of the stopped pass frees nothing
+    with one_pass(settings) as fifth:
+        assert fifth
+
+
+def test_a_holder_without_a_record_is_as_old_as_its_file(settings: Settings) -> None:
+    with one_pass(settings) as mine:
+        assert mine
+        (lock,) = (settings.state_dir / "run").glob("publication-*.lock")
+        lock.write_bytes(b"")
+        with one_pass(settings) as young:
+            assert not young
+        os.utime(lock, (0, 0))
+        with one_pass(settings) as beside:
+            assert beside
