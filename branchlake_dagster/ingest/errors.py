@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
+from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal, Transient
 
 
 class IngestError(BranchlakeError):
@@ -32,6 +32,24 @@ class PositionLost(IngestError, Terminal):  # noqa: N818 - named like the other 
     """The tables do not tell any more how far they have come: rolled back, replaced, or damaged."""
 
 
+class StartOffsetsMissing(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
+    """Partitions have no offset to start at. `partitions` names them: `orders[2]`. Nothing was read."""
+
+
+class StartOffsetsOutOfRange(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
+    """A topic does not have the offsets to start at: they are before its first or after its last one.
+
+    `partitions` names the partitions: `orders[0]`. Nothing was read.
+    """
+
+
+class ConsumerGroupActive(IngestError, Transient):  # noqa: N818 - named like the other outcomes
+    """The consumer group to start from still has members or an open transaction.
+
+    Its committed offsets are about to change. Nothing was read.
+    """
+
+
 class AnotherIngestion(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
     """A table is filled from the same topic by another ingestion: its rows would be there twice."""
 
@@ -48,6 +66,10 @@ class EarlierAttemptLate(IngestError, Transient):  # noqa: N818 - named like the
 
     The next attempt takes it back and begins anew.
     """
+
+
+class ColumnsUnknown(IngestError, ConfigurationError):  # noqa: N818 - named like the other outcomes
+    """A table has to be made, its columns are not declared, and no record of the batch has a field for it."""
 
 
 class TableTooNarrow(IngestError, Terminal):  # noqa: N818 - named like the other outcomes

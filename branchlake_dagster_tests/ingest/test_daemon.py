@@ -20,7 +20,7 @@ from branchlake_dagster_tests.daemon import daemon_of, wait_for
 from branchlake_dagster_tests.ingest.histories.tokens import ingestion
 from branchlake_dagster_tests.ingest.project import NAME, TOPICS
 from branchlake_dagster_tests.ingest.test_live import ids, record, run_branches
-from branchlake_dagster_tests.suite.kafka import Broker
+from branchlake_dagster_tests.suite.kafka import Broker, as_environment
 
 pytestmark = [pytest.mark.daemon, pytest.mark.timeout(600)]
 
@@ -57,7 +57,7 @@ def test_sensors_start_batches_and_keep_a_live_run_going(
 ) -> None:
     topic = kafka.topic(partitions=2)
     ingest = ingestion([topic], f"i{uuid.uuid4().hex[:8]}")
-    more = {NAME: ingest.name, TOPICS: topic, "BRANCHLAKE_KAFKA_BOOTSTRAP": kafka.cluster.bootstrap}
+    more = {NAME: ingest.name, TOPICS: topic, **as_environment(kafka.cluster)}
     batch, live = f"ingest_{ingest.name}_sensor", f"ingest_{ingest.name}_live_sensor"
 
     def sent_and_there(*numbers: int) -> None:

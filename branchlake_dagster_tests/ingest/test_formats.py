@@ -231,3 +231,56 @@ def test_protobuf_and_functions_of_batches(driving: Driving, kafka: Broker, name
         (3, "at is no timestamp."),
         (4, "at is no timestamp."),
     ]
+
+
+def test_tables_get_the_new_fields_of_a_schema(driving: Driving, kafka: Broker, namespace: str) -> None:
+    """And those of a row in Debezium's envelope: `evolve=["add"]` did nothing for either, without a word."""
+    avro, own, envelopes = kafka.topic(), kafka.topic(), kafka.topic()
+    old = IngestTable(key=[namespace, "avro"], columns={"id": "bigint"})
+    drive = driving(
+        Ingest(
+            name=f"{namespace}_a",
+            topics=[avro],
+            tables=[old],
+            format=Avro(json.dumps(SECOND)),
+            evolve=["add"],
+        )
+    )
+    kafka.send(avro, [_order(1, "a", 1.5)])
+    drive.batch()
+    assert drive.rows() == [{"id": 1, "site": "a", "amount": 1.5}]
+
+    schema = pa.schema([("id", pa.int64()), ("more", pa.string())])
+
+    def decode(values: pa.BinaryArray) -> tuple[pa.StructArray, pa.StringArray]:
+        rows = [{"id": len(one.as_py()), "more": one.as_py().decode()} for one in values]
+        return pa.array(rows, pa.struct(list(schema))), pa.nulls(len(rows), pa.string())
+
+    decoded = IngestTable(key=[namespace, "decoded"], columns={"id": "bigint"})
+    drive = driving(
+        Ingest(
+            name=f"{namespace}_d",
+            topics=[own],
+            tables=[decoded],
+            format=Decoded(decode, schema),
+            evolve=["add"],
+        )
+    )
+    # One value that the function raises for: it alone is a dead letter.
+    kafka.send(own, [b"abc", b"\xff", b"de"])
+    drive.batch()
+    assert drive.rows(0, "id") == [{"id": 2, "more": "de"}, {"id": 3, "more": "abc"}]
+    assert [(one["offset"], one["error_kind"]) for one in drive.dead()] == [(1, "format")]
+
+    changes = IngestTable(key=[namespace, "changes"], columns={"id": "bigint"}, mode="changes", keys=["id"])
+    ingest = Ingest(
+        name=f"{namespace}_e", topics=[envelopes], tables=[changes], envelope="debezium", evolve=["add"]
+    )
+    drive = driving(ingest)
+    rows = [{"id": 1, "more": "x"}, {"id": 2, "deep": {"n": 1}}]
+    kafka.send(envelopes, [json.dumps({"op": "c", "after": row}).encode() for row in rows])
+    drive.batch()
+    assert drive.rows(0, "id") == [
+        {"id": 1, "more": "x", "deep": None},
+        {"id": 2, "more": None, "deep": {"n": 1}},
+    ]

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from branchlake_dagster.ingest.batch import ingest_batch as batches
 from branchlake_dagster.ingest.batch.ingest_batch import ingest_batch
 from branchlake_dagster.ingest.batch.merge import merge, staging_table, staging_tables
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.running.earlier_attempts import take_back
 from branchlake_dagster.ingest.scanning.targets import Target
+from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, NessieOutcomeUnknown
 from branchlake_dagster_tests.ingest.conftest import Driving
+from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.suite.kafka import Broker, Message
 
 COLUMNS = {"id": "bigint", "region": "string", "v": "string"}
@@ -169,3 +174,160 @@ def test_columns_may_have_the_names_of_ours(driving: Driving, kafka: Broker, nam
     )
     drive.batch()
     assert drive.rows(0) == [{"id": 1, "__op": "u", **record, "__nth": 8}]
+
+
+def parquet_files(drive: Driver, namespace: str) -> set[str]:
+    """All data files below the tables of a namespace, whoever names them."""
+    warehouse = Path(drive.lake.settings.warehouse_uri.removeprefix("file://"))
+    return {str(path) for path in (warehouse / namespace).rglob("*.parquet")}
+
+
+def named_files(drive: Driver) -> set[str]:
+    """The data files that a snapshot of the tables on `main` has."""
+    found = set()
+    for number in range(len(drive.wanted)):
+        table = drive.table(number)
+        for snapshot in table.snapshots():
+            tasks = table.scan(snapshot_id=snapshot.snapshot_id).plan_files()
+            found |= {re.sub("^file:/+", "/", task.file.file_path) for task in tasks}
+    return found
+
+
+def test_a_batch_leaves_no_data_file_that_no_table_has(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    """Merged rows were staged, and records with new fields were read again: both were written before."""
+    topic = kafka.topic()
+    tables = [
+        IngestTable(key=[namespace, "merged"], columns=COLUMNS, mode="upsert", keys=["id"]),
+        IngestTable(key=[namespace, "appended"], columns=COLUMNS),
+    ]
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=tables, evolve=["add"]))
+    for more in ({}, {"new": 1}):
+        kafka.send(topic, [_json({"id": n, "region": "a", "v": "x", **more}) for n in range(3)])
+        drive.batch()
+        assert parquet_files(drive, namespace) == named_files(drive)
+    assert {row["new"] for row in drive.rows(0)} == {1}
+
+
+@pytest.mark.parametrize("certain", [True, False])
+def test_a_batch_that_failed_leaves_data_files_only_where_its_commit_may_have_happened(
+    driving: Driving, kafka: Broker, namespace: str, certain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "appended"], columns=COLUMNS)
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table]))
+    kafka.send(topic, [_json({"id": 1, "region": "a", "v": "x"})])
+    error = NessieConflict("lost") if certain else NessieOutcomeUnknown("lost")
+
+    def commit(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(batches, "commit_tables", commit)
+    with pytest.raises(type(error)):
+        drive.batch()
+    assert bool(parquet_files(drive, namespace)) is not certain
+
+
+def test_an_update_that_changes_the_key_takes_the_old_row_away(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    topic = kafka.topic()
+    table = IngestTable(
+        key=[namespace, "t"], columns={"id": "bigint", "v": "string"}, mode="changes", keys=["id"]
+    )
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], envelope="debezium"))
+
+    def event(op: str, before: dict[str, Any] | None, after: dict[str, Any] | None) -> bytes:
+        return _json({"before": before, "after": after, "op": op})
+
+    kafka.send(topic, [event("c", None, {"id": number, "v": "a"}) for number in range(1, 6)])
+    drive.batch()
+    kafka.send(
+        topic,
+        [
+            event("u", {"id": 1, "v": "a"}, {"id": 10, "v": "b"}),
+            _json({"schema": {}, "payload": json.loads(event("u", {"id": 2}, {"id": 20, "v": "b"}))}),
+            event("u", {"id": 3}, {"id": 3, "v": "b"}),
+            event("u", None, {"id": 4, "v": "b"}),
+            # A key that becomes free is taken in the same batch, and a chain of changes leaves its end alone.
+            event("u", {"id": 5}, {"id": 50, "v": "b"}),
+            event("c", None, {"id": 5, "v": "new"}),
+            event("u", {"id": 50}, {"id": 51, "v": "c"}),
+        ],
+    )
+    drive.batch()
+    assert {row["id"]: row["v"] for row in drive.rows()} == {
+        10: "b",
+        20: "b",
+        3: "b",
+        4: "b",
+        5: "new",
+        51: "c",
+    }
+    assert (len(drive.rows()), drive.dead()) == (6, [])
+
+
+def test_of_two_partitions_the_later_record_counts(driving: Driving, kafka: Broker, namespace: str) -> None:
+    """Offsets of different partitions say nothing; within one partition they say all."""
+    topic = kafka.topic(partitions=2)
+    table = IngestTable(key=[namespace, "t"], columns=COLUMNS, mode="upsert", keys=["id"])
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table]))
+    now = 1_767_323_045_000
+    kafka.send(
+        topic,
+        [
+            Message(_json({"id": 9, "v": "?"}), at=now),
+            Message(_json({"id": 1, "v": "old"}), at=now),
+            Message(_json({"id": 1, "v": "new"}), partition=1, at=now + 1),
+            # The clock of a producer was set back: its last record still counts among those of its partition.
+            Message(_json({"id": 2, "v": "first"}), at=now + 5),
+            Message(_json({"id": 2, "v": "last"}), at=now + 2),
+            Message(_json({"id": 2, "v": "other"}), partition=1, at=now + 1),
+        ],
+    )
+    drive.batch()
+    assert {row["id"]: row["v"] for row in drive.rows()} == {9: "?", 1: "new", 2: "last"}
+
+
+@pytest.mark.parametrize("mode", ["upsert", "changes"])
+def test_the_key_of_a_record_identifies_its_row_and_a_tombstone_deletes_it(
+    driving: Driving, kafka: Broker, namespace: str, mode: Any
+) -> None:
+    topic = kafka.topic()
+    table = IngestTable(
+        key=[namespace, "t"],
+        columns={"k": "string", "v": "string", "op": "string"},
+        mode=mode,
+        keys=["k"],
+        attributes={"k": "key"},
+        required=["k"],
+    )
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], operation="op"))
+
+    def record(key: bytes | None, told: dict[str, Any] | None) -> Message:
+        return Message(None if told is None else _json({"op": "u", **told}), key=key)
+
+    kafka.send(
+        topic,
+        [
+            record(b"a", {"v": "1"}),
+            record(b"b", {"v": "2"}),
+            record(b"b", None),
+            record(b"c", None),
+            record(b"c", {"v": "3"}),
+            record(None, {"v": "4"}),
+            record(b"\xff", {"v": "5"}),
+            record(None, None),
+        ],
+    )
+    drive.batch()
+    assert {row["k"]: row["v"] for row in drive.rows()} == {"a": "1", "c": "3"}
+    assert [(row["offset"], row["error_kind"]) for row in drive.dead()] == [
+        (5, "required"),
+        (6, "conversion"),
+        (7, "required"),
+    ]
+    kafka.send(topic, [record(b"a", None), record(b"c", {"v": "6"})])
+    drive.batch()
+    assert {row["k"]: row["v"] for row in drive.rows()} == {"c": "6"}

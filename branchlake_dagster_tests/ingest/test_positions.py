@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -71,8 +71,7 @@ class FakeTable:
             )
             self.rows[number] = (*self.now, *rows)
             self.current = at = number
-        text = Recorded(recorded.offsets, recorded.commit_id, "run", None, at, recorded.until).text()
-        self.properties[OFFSETS + NAME] = text
+        self.properties[OFFSETS + NAME] = replace(recorded, at=at).text()
 
     def roll_back(self, steps: int) -> None:
         parents = {one.snapshot_id: one.parent_snapshot_id for one in self.snapshots}
@@ -107,8 +106,9 @@ def plan(
     first: Any = earliest,
     most: int = 1000,
     rules: Rules | None = None,
+    started: Offsets | None = None,
 ) -> BatchPlan:
-    return plan_batch(topics, start, first, most_records=most, rules=rules or Rules())
+    return plan_batch(topics, start, first, most_records=most, rules=rules or Rules(), started=started)
 
 
 # -- the model: any history ------------------------------------------------------------------------------
@@ -117,7 +117,8 @@ def plan(
 class World:
     """A topic, two tables that take a part of its records each and one that takes all, and what is right."""
 
-    def __init__(self) -> None:
+    def __init__(self, skipped: int = 0) -> None:
+        """`skipped` records are before the offset at which the ingestion starts: another sink has them."""
         self.tables = {"even": FakeTable(), "odd": FakeTable(), "all": FakeTable()}
         self.log: dict[int, dict[int, int]] = {0: {}}
         self.begins = {0: 0}
@@ -129,6 +130,13 @@ class World:
         """Records that a rule has let go."""
         self.left: dict[str, set[int]] = {name: set() for name in self.tables}
         """Records that were left out of a table because it was rolled back."""
+        self.skipped = skipped
+        if skipped:
+            self.produce(0, skipped)
+            self.batch(1000)
+
+    def first(self, one: Topic) -> Offsets:
+        return at(self.skipped, incarnation="i0") if self.skipped else earliest(one)
 
     def topic(self) -> Topic:
         return Topic("t", f"i{self.incarnation}", dict(self.begins), dict(self.ends))
@@ -179,13 +187,17 @@ class World:
             for name, table in self.tables.items():
                 # Its choice: what it does not hold of what all have come past is left out.
                 self.left[name] |= set(range(1, self.numbers + 1)) - set(table.now)
-        planned = plan(*topics, start=known.start, most=most, rules=LENIENT)
+        planned = plan(
+            *topics, start=known.start, first=self.first, most=most, rules=LENIENT, started=known.started
+        )
         if planned.empty:
             return False
         assert 0 <= records(planned.ranges) <= most
         floors = known.floors(self.tables, planned.ranges)
         self.batches += 1
-        batch = Recorded(known.after(planned), f"b{self.batches}", "run")
+        batch = Recorded(
+            known.after(planned), f"b{self.batches}", "run", started=merged(known.started, planned.started)
+        )
         for name, table in self.tables.items():
             rows = [
                 number
@@ -228,8 +240,9 @@ class World:
         for name, table in self.tables.items():
             counts = Counter(table.now)
             assert not [number for number, count in counts.items() if count > 1], f"{name}: doubled"
+            assert not {*counts} & {*range(1, self.skipped + 1)}, f"{name}: read before the start"
             wanted = {
-                number for number in range(1, self.numbers + 1) if self.takes(name, number)
+                number for number in range(self.skipped + 1, self.numbers + 1) if self.takes(name, number)
             } - self.optional
             lost = wanted - set(counts) - self.left[name]
             assert not lost, f"{name} lost {sorted(lost)}"
@@ -260,11 +273,11 @@ _STEPS = _STEP.flatmap(lambda name: st.tuples(st.just(name), _ARGUMENTS[name]))
 
 @pytest.mark.long
 @settings(max_examples=300)
-@given(st.lists(_STEPS, min_size=12, max_size=30), st.integers(1, 6))
+@given(st.lists(_STEPS, min_size=12, max_size=30), st.integers(1, 6), st.sampled_from([0, 3]))
 def test_any_history_leaves_each_record_in_its_tables_once(
-    steps: list[tuple[str, tuple[Any, ...]]], most: int
+    steps: list[tuple[str, tuple[Any, ...]]], most: int, skipped: int
 ) -> None:
-    world = World()
+    world = World(skipped)
     for name, arguments in steps:
         getattr(world, name)(*arguments)
     world.drain(most)
@@ -417,6 +430,22 @@ def test_a_table_that_was_rolled_back_stops_is_filled_again_or_is_left_as_it_is(
     # To before all that was ever put into it.
     back.roll_back(1)
     assert found(tables, "replay").replayed == {"b": at(0)}
+
+
+def test_a_table_rolled_back_below_the_start_offset_is_filled_again_from_that_offset() -> None:
+    """Before it are the rows of the sink that was taken over: they would be in the table twice."""
+    one, world = topic((0, 9), (0, 9)), FakeTable()
+    planned = plan(one, start={}, first=lambda _: at(7, 0))
+    assert dict(planned.started) == {one.partitions()[0]: 7}
+    world.append(0, [-1], Recorded({}, "old sink", "run"))
+    del world.properties[OFFSETS + NAME]
+    world.snapshots[0].summary.additional_properties = {}
+    world.append(1, [1], Recorded(at(9, 9), "c", "run", started=planned.started))
+    # The batch after it does not start anything, and the start is still known.
+    known = found({"t": world})
+    assert dict(known.started) == dict(planned.started)
+    world.roll_back(1)
+    assert found({"t": world}, "replay").start == at(7, 0)
 
 
 def test_what_no_topic_has_any_more_cannot_fill_a_table_again() -> None:

@@ -28,7 +28,7 @@ from branchlake_dagster.ingest.scanning.scan import Scanned
 from branchlake_dagster.lakehouse.catalog.options import NAMESPACE_CREATE
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver
-from branchlake_dagster_tests.suite.kafka import Broker, Message
+from branchlake_dagster_tests.suite.kafka import Broker, Message, as_environment
 
 
 def _json(**told: Any) -> bytes:
@@ -83,7 +83,8 @@ def test_the_command_counts_letters_and_puts_them_back_in_a_run(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(drive.lake.settings.state_dir))
-    monkeypatch.setenv("BRANCHLAKE_KAFKA_BOOTSTRAP", kafka.cluster.bootstrap)
+    for name, value in as_environment(kafka.cluster).items():
+        monkeypatch.setenv(name, value)
 
     def asked(*more: str) -> Any:
         done = CliRunner().invoke(main, ["reprocess", namespace, "-m", f"m{namespace}", "--json", *more])

@@ -4,30 +4,40 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import dagster as dg
 import pandera.pyspark as pa
 import pyspark.sql.types as T  # noqa: N812 - the name every Spark reader expects
 import pytest
+from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
+from confluent_kafka.admin import AdminClient
 
 from branchlake_dagster.branching.branch.run_tags import NEXT_ATTEMPT_TAG, NONE, SET_ASIDE
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.ingest.batch.reprocess import Chosen
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.positions.start import CommittedOffsets, StartingOffsets
 from branchlake_dagster.ingest.reporting.topics import topic_key
 from branchlake_dagster.ingest.running import batch_assets
 from branchlake_dagster.ingest.running.batch_assets import REPROCESS_TAG
 from branchlake_dagster.ingest.running.definitions import ingest_definitions
 from branchlake_dagster.ingest.running.live_job import live_sensor
-from branchlake_dagster.ingest.running.sensor import INGESTION_TAG, batch_sensor
+from branchlake_dagster.ingest.running.sensor import (
+    INGESTION_TAG,
+    batch_sensor,
+    told_and_observations,
+    waiting,
+)
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
 from branchlake_dagster.publication.runtime.publish import RunOutcome, publish
+from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.ingest.test_live import AT, COLUMNS, ids, record, run_branches, two_tables
+from branchlake_dagster_tests.ingest.test_taking_over import a_group, an_ingestion, held, send
 from branchlake_dagster_tests.suite.instances import new_instance
-from branchlake_dagster_tests.suite.kafka import Broker, Message
+from branchlake_dagster_tests.suite.kafka import Broker, Message, as_settings
 
 pytestmark = pytest.mark.spark
 
@@ -64,8 +74,7 @@ Opened = Callable[[Ingest], Project]
 
 @pytest.fixture
 def project(lakehouse: Lakehouse, spark_session: Any, kafka: Broker) -> Iterator[Opened]:
-    told = {"kafka_bootstrap": kafka.cluster.bootstrap}
-    lake = Lakehouse(lakehouse.settings.model_copy(update=told))
+    lake = Lakehouse(Settings(state_dir=lakehouse.settings.state_dir, **as_settings(kafka.cluster)))
     with new_instance() as instance:
 
         def opened(ingest: Ingest) -> Project:
@@ -98,6 +107,20 @@ def metadata(result: dg.ExecuteInProcessResult, table: str) -> dict[str, Any]:
     return dict(found.metadata)
 
 
+def test_a_record_that_fails_its_batch_is_a_dead_letter_of_the_run(project: Opened, kafka: Broker) -> None:
+    """Spark's Kafka source cannot hold the time of a producer that writes nanoseconds as milliseconds."""
+    topic = kafka.topic(message_timestamp_after_max_ms=str((1 << 63) - 1), retention_ms="-1")
+    p = project(two_tables(topic))
+    kafka.send(topic, [record(1), replace(record(2), at=AT * 1_000_000), record(3, "b")])
+    result = p.run()
+    letters = f"{p.ingest.name}_dead_letters"
+    told = metadata(result, letters)
+    assert (told["branchlake/dead_letters"].value, told["branchlake/records"].value) == (1, 3)
+    assert "unwritable" in told["branchlake/notes"].value
+    assert p.publish(result).published
+    assert (p.ids("a"), p.ids("b"), p.dead()) == ([1], [3], [record(2).value])
+
+
 def test_a_run_is_one_batch_with_its_events(project: Opened, kafka: Broker) -> None:
     topic = kafka.topic(partitions=2)
     p = project(two_tables(topic, most_records=3))
@@ -120,9 +143,9 @@ def test_a_run_is_one_batch_with_its_events(project: Opened, kafka: Broker) -> N
     assert not p.lake.catalog("main").table_exists((p.ingest.name, "a"))
     assert p.publish(result).published
     assert (p.ids("a"), p.ids("b"), p.dead()) == ([1], [2], [b"no"])
-    # One partition takes part: nothing says how far the other one is.
+    # One partition takes part: the other one's latest time is known from the batch before.
     second = p.run()
-    assert "branchlake/valid_through" not in metadata(second, "b")
+    assert metadata(second, "b")["branchlake/valid_through"].value == (AT + 3_000) / 1_000
     assert p.publish(second).published
     assert p.ids("b") == [2, 3]
     nothing = p.run()
@@ -345,6 +368,26 @@ def test_no_run_is_started_while_the_one_before_waits_for_its_publication(
     assert tick().skip_message == "Nothing waits."
 
 
+def test_the_group_has_committed_what_a_published_run_has_read(project: Opened, kafka: Broker) -> None:
+    """Lag tools see runs of one batch too, when they are on `main` and not before."""
+    topic = kafka.topic()
+    p = project(two_tables(topic))
+    admin = AdminClient(kafka.cluster.client_options())
+
+    def committed() -> int:
+        told_and_observations(p.ingest, p.lake, 0.0, 1_000.0)
+        partitions = [TopicPartition(topic, 0)]
+        asked = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(p.ingest.group, partitions)])
+        (place,) = asked[p.ingest.group].result(30).topic_partitions
+        return int(place.offset)
+
+    kafka.send(topic, [record(1), record(2, "b")])
+    result = p.run()
+    before = committed()
+    assert p.publish(result).published
+    assert (before < 0, committed()) == (True, 2)
+
+
 def test_the_live_sensor_keeps_one_run_going_and_tells_the_lag(project: Opened, kafka: Broker) -> None:
     topic = kafka.topic()
     p = project(two_tables(topic))
@@ -373,3 +416,36 @@ def test_the_live_sensor_keeps_one_run_going_and_tells_the_lag(project: Opened, 
     assert tick() == (0, [3])
     p.instance.report_run_failed(run)
     assert tick() == (1, [])
+
+
+def test_a_run_starts_at_the_committed_offsets_and_its_second_attempt_too(
+    project: Opened,
+    kafka: Broker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    topic, group = kafka.topic(partitions=2), a_group()
+    send(kafka, topic, 5)
+    send(kafka, topic, 3, partition=1)
+    kafka.commit(group, topic, {0: 2, 1: 3})
+    p = project(an_ingestion(topic, CommittedOffsets(group)))
+    assert waiting(p.ingest, p.lake).plan.due
+    _fails_once(monkeypatch)
+    first, second = p.run(), p.run()
+    assert p.publish(first).published
+    assert p.publish(second).status in ("refused", "blocked")
+    assert held(p.lake, p.ingest) == {0: [2, 3, 4]}
+    kafka.commit(group, topic, {0: 0, 1: 0})
+    send(kafka, topic, 1, partition=1)
+    assert p.publish(p.run()).published
+    assert held(p.lake, p.ingest) == {0: [2, 3, 4], 1: [3]}
+
+
+def test_a_run_that_cannot_start_says_why_and_publishes_nothing(project: Opened, kafka: Broker) -> None:
+    topic = kafka.topic(partitions=2)
+    p = project(an_ingestion(topic, StartingOffsets({topic: {0: 0}})))
+    result = p.run(ok=False)
+    (failure,) = [each for each in result.all_events if each.is_step_failure]
+    error: Any = failure.step_failure_data.error
+    assert error is not None
+    assert "StartOffsetsMissing" in str(error)
+    assert not p.lake.catalog("main").table_exists((p.ingest.name, "t"))

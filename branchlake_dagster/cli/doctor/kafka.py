@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from branchlake_dagster.cli.doctor.examination import Examination
-from branchlake_dagster.ingest.kafka.cluster import Cluster
+from branchlake_dagster.ingest.kafka.broker import cluster_at
 from branchlake_dagster.ingest.kafka.topics import KafkaTopics
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.wording import counted
@@ -16,7 +16,7 @@ def kafka(found: Examination, settings: Settings) -> None:
         return
 
     def answers() -> str:
-        brokers, topics = KafkaTopics(Cluster.of(settings, bootstrap)).size()
+        brokers, topics = KafkaTopics(cluster_at(settings, bootstrap)).size()
         told = f"{bootstrap}: {counted(brokers, 'broker')}"
         return f"{told}, {counted(topics, 'topic')} that these credentials may see"
 

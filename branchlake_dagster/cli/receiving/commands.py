@@ -87,6 +87,10 @@ def _one_sink(landing: Path | None, kafka: str | None) -> None:
     "--drop", type=click.Choice(["oldest", "newest"]), default="oldest", show_default=True, help="UDP."
 )
 @click.option("--connections", default=1_000, show_default=True, help="Most connections of a TCP address.")
+@click.option(
+    "--connections-per-peer", default=100, show_default=True, help="The same from one sender's address."
+)
+@click.option("--allow", metavar="CIDR", multiple=True, help="Accept UDP and TCP from this network only.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable: a line when ready, one at the end.")
 def receive(as_json: bool, **options: Any) -> None:
     """Receive live sensors until SIGTERM or Ctrl-C, which drains in less than five seconds.

@@ -21,6 +21,7 @@ from branchlake_dagster.ingest.receiving.records.record import Origin, Sink
 from branchlake_dagster.ingest.receiving.service import Receivers, stop_on_signals
 from branchlake_dagster.ingest.receiving.sinks.kafka import KafkaSink
 from branchlake_dagster.ingest.receiving.sinks.landing_files import DEFAULT_ROLL, LandingSink
+from branchlake_dagster.ingest.receiving.sources.peers import AllowedPeers
 from branchlake_dagster.ingest.receiving.sources.polling import HttpConfig, HttpSource
 from branchlake_dagster.ingest.receiving.sources.tcp import TcpConfig, TcpSource
 from branchlake_dagster.ingest.receiving.sources.udp import UdpConfig, UdpSource
@@ -47,6 +48,8 @@ class Wanted:
     buffer: int
     drop: Drop
     connections: int
+    connections_per_peer: int
+    allow: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -109,14 +112,22 @@ async def _announce(receivers: Receivers, url: str, as_json: bool, say: Callable
 
 def intakes(wanted: Wanted) -> Iterator[Intake]:
     """One for each source. Made inside the event loop."""
+    allowed = AllowedPeers.of(wanted.allow)
     for number, (host, port) in enumerate(wanted.radar):
-        datagrams = UdpConfig(host, port, key_bytes=radar.KEY_BYTES, drop=wanted.drop)
+        datagrams = UdpConfig(host, port, key_bytes=radar.KEY_BYTES, drop=wanted.drop, allowed=allowed)
         yield _intake(wanted, "radar", "udp", number, partial(UdpSource, datagrams))
     for number, url in enumerate(wanted.optical):
         pages = HttpConfig(url, key_field=optical.KEY_FIELD, cursor_field=optical.CURSOR_FIELD)
         yield _intake(wanted, "optical", "http", number, partial(HttpSource, pages))
     for number, (host, port) in enumerate(wanted.isl):
-        frames = TcpConfig(host, port, key_bytes=links.KEY_BYTES, most_connections=wanted.connections)
+        frames = TcpConfig(
+            host,
+            port,
+            key_bytes=links.KEY_BYTES,
+            most_connections=wanted.connections,
+            most_connections_per_peer=wanted.connections_per_peer,
+            allowed=allowed,
+        )
         yield _intake(wanted, "isl", "tcp", number, partial(TcpSource, frames))
 
 

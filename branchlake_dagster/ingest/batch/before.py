@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 
 from pyiceberg.table import Table
 
@@ -18,12 +19,18 @@ from branchlake_dagster.ingest.declaring.families import (
     names_of,
     names_text,
 )
-from branchlake_dagster.ingest.errors import PositionLost
+from branchlake_dagster.ingest.errors import PositionLost, StartOffsetsMissing
 from branchlake_dagster.ingest.kafka.topics import Topics
 from branchlake_dagster.ingest.positions.offsets import Offsets
 from branchlake_dagster.ingest.positions.planning import BatchPlan, plan_batch
 from branchlake_dagster.ingest.positions.put_back import require_put_back
 from branchlake_dagster.ingest.positions.standing import Standing, require_alone, require_replayable, standing
+from branchlake_dagster.ingest.positions.start import (
+    CommittedOffsets,
+    StartingOffsets,
+    format_offsets,
+    starting_offsets,
+)
 from branchlake_dagster.ingest.positions.topic import Topic
 from branchlake_dagster.ingest.scanning.targets import Identifier, identifiers, load
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
@@ -59,6 +66,19 @@ class KnownTables:
         """What records have put into the names of tables, by family."""
         return names_of(self.ingest.named)
 
+    def without_unknown_columns(self) -> KnownTables:
+        """The same without the tables that are not there yet and whose columns are found in records."""
+        full = dict(zip(self.wanted, self.ingest.tables, strict=False))
+        kept = {
+            name: one
+            for name, one in self.wanted.items()
+            if self.there[name] is not None or name == self.dead_letters or full[name].columns
+        }
+        tables = [full[name] for name in kept if name in full]
+        return KnownTables(
+            replace(self.ingest, tables=tables), kept, {name: self.there[name] for name in kept}
+        )
+
     @property
     def told(self) -> Mapping[str, str]:
         """What the dead letters' table is to say of that; empty where it says so."""
@@ -87,6 +107,12 @@ class Before:
     def wanted(self) -> Mapping[str, Identifier]:
         """Their identifiers by dotted name, the dead letters last."""
         return self.known.wanted
+
+    @property
+    def current(self) -> Offsets:
+        """How far the tables are in the topics as they are now: nothing of what was before them."""
+        now = {one for topic in self.topics.values() for one in topic.partitions()}
+        return {one: offset for one, offset in self.standing.position.items() if one in now}
 
     @property
     def tables(self) -> Mapping[str, Table | None]:
@@ -189,7 +215,8 @@ def look(
 ) -> Before:
     """Where an ingestion stands on a reference, and its next batch. Changes nothing.
 
-    Raises PositionLost, TopicChanged, AnotherIngestion, KafkaUnavailable or KafkaRefused.
+    Raises PositionLost, TopicChanged, AnotherIngestion, StartOffsetsMissing, StartOffsetsOutOfRange,
+    ConsumerGroupActive, KafkaUnavailable or KafkaRefused.
     """
     tables_known = known_tables(ingest, client, catalog, namespace, tables)
     there = tables_known.there
@@ -206,15 +233,59 @@ def look(
     now = {name: one.as_recorded(known.position) for name, one in described.items()}
     require_replayable(known, now.values())
 
-    def first(topic: Topic) -> Offsets:
-        if ingest.start == "earliest":
-            return {one: topic.begins[one.partition] for one in topic.partitions()}
-        if ingest.start == "latest":
-            return {one: topic.ends[one.partition] for one in topic.partitions()}
-        return topics.at_time(topic, ingest.start)
-
-    plan = plan_batch(now.values(), known.start, first, most_records=ingest.most_records, rules=ingest.rules)
+    starts = _Starts(ingest, topics)
+    plan = plan_batch(
+        now.values(),
+        known.start,
+        starts.of,
+        most_records=ingest.most_records,
+        rules=ingest.rules,
+        started=known.started,
+    )
+    if starts.notes:
+        # Recorded at once, also where nothing waits: the group may be gone by the first record.
+        plan = replace(plan, notes=(*starts.notes, *plan.notes), due=True)
     return Before(tables_known, known, now, plan)
+
+
+class _Starts:
+    """Where topics start that no table has a position in. `notes` reports starts at given offsets."""
+
+    def __init__(self, ingest: Ingest, topics: Topics) -> None:
+        self._ingest = ingest
+        self._topics = topics
+        self._committed: Mapping[str, Mapping[int, int]] | None = None
+        self.notes: list[str] = []
+
+    def of(self, topic: Topic) -> Offsets:
+        """By partition the first offset that is read. Raises as `look`."""
+        start = self._ingest.start
+        if isinstance(start, CommittedOffsets):
+            origin = f"the committed offsets of consumer group {start.group}"
+            given = self._committed_by(start.group).get(topic.name, {})
+        elif isinstance(start, StartingOffsets):
+            origin, given = "the given offsets", start.offsets.get(topic.name, {})
+        elif isinstance(start, datetime):
+            return self._topics.at_time(topic, start)
+        else:
+            edge = topic.begins if start == "earliest" else topic.ends
+            return {one: edge[one.partition] for one in topic.partitions()}
+        offsets = starting_offsets(topic, given, start.otherwise, origin=origin)
+        self.notes.append(f"Topic {topic.name} starts at {origin}: {format_offsets(offsets)}.")
+        return offsets
+
+    def _committed_by(self, group: str) -> Mapping[str, Mapping[int, int]]:
+        if self._committed is None:
+            committed = self._topics.committed(group, self._ingest.topics)
+            if not any(committed.values()):
+                raise StartOffsetsMissing(
+                    f"Consumer group {group} has not committed any offset for topic"
+                    f" {', '.join(self._ingest.topics)}.",
+                    hint="Check the group's name with kafka-consumer-groups.sh --describe. Kafka deletes the"
+                    " offsets of a group without members after offsets.retention.minutes.",
+                )
+            self._committed = committed
+        return self._committed
 
 
 def with_new_names(

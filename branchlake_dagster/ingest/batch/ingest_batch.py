@@ -6,23 +6,41 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import reduce
+
+from pyspark.sql import DataFrame
 
 from branchlake_dagster.ingest.batch.before import Before, KnownTables
 from branchlake_dagster.ingest.batch.commit import TableChange, commit_tables
 from branchlake_dagster.ingest.batch.merge import beside, merge, staging_table, staging_tables
 from branchlake_dagster.ingest.batch.place import Place
-from branchlake_dagster.ingest.batch.records import Records
-from branchlake_dagster.ingest.batch.settle import settle, targets_of
+from branchlake_dagster.ingest.batch.records import RECORD_SCHEMA, Records
+from branchlake_dagster.ingest.batch.settle import Settled, settle, targets_of
+from branchlake_dagster.ingest.batch.unwritable import (
+    UNWRITABLE,
+    UnwritableRecord,
+    due_tables,
+    is_caused_by_records,
+    letters_of,
+    note_of,
+    reason_of,
+    restore_tables,
+)
 from branchlake_dagster.ingest.batch.waiting import with_waiting
 from branchlake_dagster.ingest.converting.avro import RegistryAvro
+from branchlake_dagster.ingest.converting.formats import Format
 from branchlake_dagster.ingest.declaring.families import Expanded
-from branchlake_dagster.ingest.positions.offsets import Offsets, TopicPartition, in_words
-from branchlake_dagster.ingest.positions.planning import BatchPlan
+from branchlake_dagster.ingest.errors import ColumnsUnknown
+from branchlake_dagster.ingest.positions.division import Position, divide, joined, without
+from branchlake_dagster.ingest.positions.offsets import Offsets, Ranges, in_words, merged
+from branchlake_dagster.ingest.positions.planning import BatchPlan, narrowed
 from branchlake_dagster.ingest.positions.recorded import Recorded
 from branchlake_dagster.ingest.positions.topic import topic_id
+from branchlake_dagster.ingest.positions.valid_through import latest_times, valid_through_ms
 from branchlake_dagster.ingest.scanning.scan import Scanned, scan, worker_targets
 from branchlake_dagster.ingest.scanning.targets import Identifier, Target
-from branchlake_dagster.ingest.scanning.writer import Work
+from branchlake_dagster.ingest.scanning.unpublished_files import delete_files, deleted_on_failure
+from branchlake_dagster.ingest.scanning.writer import Work, dead_letter_files
 from branchlake_dagster.lakehouse.nessie.model import Reference
 from branchlake_dagster.publication.rebase.replay import IcebergTables
 
@@ -71,54 +89,230 @@ def ingest_batch(
 
     With tables whose rows are merged there is one commit for each of them before it. Nothing of it is on
     `main`. Where records want other columns, or tables that are not known, those are made and the batch is
-    read again. Raises what `settle` raises; LandingDamaged where files had other records than their names
-    say; TopicReplaced and EarlierAttemptLate where the world has changed meanwhile.
+    read again. Records that fail it become dead letters: it is divided until each stands alone, in at most
+    `MOST_PASSES` passes, and perhaps only its first part is written. Data files that no table keeps are
+    deleted: those of earlier passes, of rows that were merged, and of a batch that has certainly failed.
+
+    Raises what `settle` raises; LandingDamaged where files had other records than their names say;
+    TopicReplaced and EarlierAttemptLate where the world has changed meanwhile.
     """
     batch = commit_id or str(uuid.uuid4())
     opened = tables or IcebergTables(place.catalog)
     ingest = before.ingest
     reading = ingest.format.fresh() if isinstance(ingest.format, RegistryAvro) else ingest.format
-    frame = None
-    if before.plan.ranges:
-        frame = records.frame(place.session(), before.plan.ranges, tasks=tasks)
-    if frame is not None and before.standing.replayed:
-        frame = with_waiting(frame, before.known.anchor, before.plan.ranges)
-    if frame is None:
+    started_us = int(now().timestamp() * 1_000_000)
+    if not before.plan.ranges:
         targets = targets_of(before.known, place, None, reading)
-        return _committed(before, place, targets, Scanned(), {}, batch, opened)
-    staged: dict[int, tuple[Identifier, str]] = {}
+        return _committed(before, place, targets, Scanned(), {}, batch, opened, started_us=started_us)
+    passes = _Passes(before, place, records, reading, tasks, batch, started_us, opened)
+    # A pass may make tables and columns. Before the first one, for the case that its records fail it.
+    start = place.lake.nessie.reference(place.branch).hash
+    try:
+        passed = passes.over([before.plan.ranges], before.known)
+    except Exception as error:
+        if not is_caused_by_records(error):
+            raise
+        before, passed = _divided(before, passes, start, error)
+    settled = passed.settled
+    scanned, written = settled.scanned, settled.targets
+    with deleted_on_failure(scanned, written):
+        records.require(before.plan.ranges, scanned.counts["records"])
+    before, notes = replace(before, known=settled.known), (*settled.left_out, *passed.notes)
+    # Those of staging tables may be in a commit on the branch, which is swept when it is discarded.
+    with deleted_on_failure(scanned, written, {*scanned.files} - {*passed.staged}):
+        result = _committed(
+            before, place, written, scanned, passed.staged, batch, opened, notes, started_us=started_us
+        )
+    delete_files(scanned, written, {*passed.staged})
+    return result
 
-    def read(known: KnownTables, targets: Sequence[Target]) -> Scanned:
-        nonlocal staged
-        staged = {
-            number: staging_table(place.catalog, one, batch)
-            for number, one in enumerate(targets[:-1])
-            if one.declared is not None and one.declared.mode != "append"
-        }
-        work = Work(
-            batch,
+
+@dataclass(frozen=True)
+class _Passed:
+    """A pass that succeeded; `staged` has by target the table in which its rows wait to be merged."""
+
+    settled: Settled
+    staged: Mapping[int, Identifier]
+    notes: tuple[str, ...] = ()
+
+
+class _Passes:
+    """Passes over some of a batch's records."""
+
+    def __init__(
+        self,
+        before: Before,
+        place: Place,
+        records: Records,
+        reading: Format,
+        tasks: int,
+        batch: str,
+        started_us: int,
+        tables: IcebergTables,
+    ) -> None:
+        self._before = before
+        self._place = place
+        self._records = records
+        self._reading = reading
+        self._tasks = tasks
+        self._batch = batch
+        self._started_us = started_us
+        self._tables = tables
+
+    def over(self, pieces: Sequence[Ranges], known: KnownTables) -> _Passed:
+        """Write the records of these ranges into the tables. Nothing is committed but tables and columns."""
+        frames = [self._records.frame(self._place.session(), one, tasks=self._tasks) for one in pieces]
+        frame = reduce(DataFrame.unionAll, frames)
+        if self._before.standing.replayed:
+            frame = with_waiting(frame, self._before.known.anchor, joined(pieces))
+        return self._over(frame, known)
+
+    def over_one_without_value(self) -> None:
+        """Make a pass over one record that is no different from a tombstone.
+
+        If it fails too, not the records are the cause but Spark, the warehouse or a table's declaration.
+        """
+        one = min(self._before.plan.ranges)
+        record = (one.topic, one.partition, self._before.plan.ranges[one].start, None, None, None, None)
+        frame = self._place.session().createDataFrame([record], RECORD_SCHEMA)
+        tried = self._over(frame, self._before.known.without_unknown_columns()).settled
+        delete_files(tried.scanned, tried.targets)
+
+    def _over(self, frame: DataFrame, known: KnownTables) -> _Passed:
+        staged: dict[int, tuple[Identifier, str]] = {}
+
+        def read(known: KnownTables, targets: Sequence[Target]) -> Scanned:
+            nonlocal staged
+            staged = {
+                number: staging_table(self._place.catalog, one, self._batch)
+                for number, one in enumerate(targets[:-1])
+                if one.declared is not None and one.declared.mode != "append"
+            }
+            beside_rows = {number: (text, beside(targets[number])) for number, (_, text) in staged.items()}
+            work = self._work(targets, beside_rows)
+            floors = self.floors([one.name for one in targets])
+            return scan(frame, known.ingest, self._reading, targets, floors, work)
+
+        topics = self._before.topics
+        incarnations = {name: topic_id(topic.incarnation) for name, topic in topics.items()}
+        with self._records.reading():
+            settled = settle(known, self._place, frame, self._reading, read, incarnations, self._tables)
+        return _Passed(settled, {number: identifier for number, (identifier, _) in staged.items()})
+
+    def of_dead_letters_alone(self) -> _Passed:
+        """A pass over nothing."""
+        known = self._before.known.without_unknown_columns()
+        targets = targets_of(known, self._place, None, self._reading)
+        return _Passed(Settled(known, targets, Scanned()), {})
+
+    def floors(self, tables: Sequence[str]) -> dict[str, Offsets]:
+        """See `Standing.floors`."""
+        return self._before.standing.floors(tables, self._before.plan.ranges)
+
+    def _work(self, targets: Sequence[Target], staged: Mapping[int, tuple[str, Mapping[str, str]]]) -> Work:
+        ingest, plan = self._before.ingest, self._before.plan
+        return Work(
+            self._batch,
             list(ingest.topics),
-            [before.plan.topics[name].incarnation for name in ingest.topics],
-            worker_targets(
-                targets, {number: (text, beside(targets[number])) for number, (_, text) in staged.items()}
-            ),
-            place.lake.settings.file_io_properties(),
-            int(now().timestamp() * 1_000_000),
+            [plan.topics[name].incarnation for name in ingest.topics],
+            worker_targets(targets, staged),
+            self._place.lake.settings.worker_file_io_properties(),
+            self._started_us,
             len(ingest.families),
             ingest.most_tables,
             ingest.most_columns,
         )
-        floors = before.standing.floors([one.name for one in targets], before.plan.ranges)
-        return scan(frame, known.ingest, reading, targets, floors, work)
 
-    incarnations = {name: topic_id(topic.incarnation) for name, topic in before.topics.items()}
-    with records.reading():
-        settled = settle(before.known, place, frame, reading, read, incarnations, opened)
-    records.require(before.plan.ranges, settled.scanned.counts["records"])
-    before, waiting = replace(before, known=settled.known), {n: one for n, (one, _) in staged.items()}
-    return _committed(
-        before, place, settled.targets, settled.scanned, waiting, batch, opened, settled.left_out
-    )
+    def restore(self, at_hash: str) -> None:
+        """Undo what a pass has made of tables and columns."""
+        restore_tables(
+            self._place.lake.nessie,
+            self._place.branch,
+            at_hash,
+            ingestion=self._before.ingest.name,
+            properties=self._place.properties,
+        )
+
+    def with_letters(self, passed: _Passed, unwritable: Mapping[Position, Exception]) -> _Passed:
+        """The pass and the dead letters of records that it did not read."""
+        if not unwritable:
+            return passed
+        targets, scanned = passed.settled.targets, passed.settled.scanned
+        dead, dead_name = passed.settled.known.anchor, targets[-1].name
+        floors = self.floors([one.name for one in targets])
+        raw = {(one.topic, one.partition, one.offset): one for one in self._records.fetch(unwritable)}
+        letters = [
+            UnwritableRecord(
+                raw[one.topic, one.partition, offset],
+                one.incarnation,
+                error,
+                due_tables((one, offset), floors, dead, dead_name),
+            )
+            for (one, offset), error in sorted(unwritable.items(), key=lambda item: item[0])
+        ]
+        columns = letters_of(letters, batch=self._batch, received_at_us=self._started_us)
+        count = len(columns["offset"])
+        if count:
+            files = dead_letter_files(self._work(targets, {}), columns, count)
+            scanned.files.setdefault(len(targets) - 1, []).extend(files)
+        scanned.counts.update({"records": len(letters), "dead": count, f"dead/{UNWRITABLE}": count})
+        return replace(passed, notes=(note_of(unwritable),))
+
+
+def _divided(before: Before, passes: _Passes, start: str, error: Exception) -> tuple[Before, _Passed]:
+    """The batch without the records that fail it, which become dead letters; perhaps only its first part.
+
+    `start` is the branch's hash before the first pass, `error` what that one failed with. Raises `error`
+    where a pass over one harmless record fails too, and where no part of the batch can be written.
+    """
+    # A table that no pass has written may be declared wrongly: each record fails alone, and none is at fault.
+    proved = len(before.known.without_unknown_columns().wanted) == len(before.known.wanted)
+
+    def error_of(ranges: Ranges) -> Exception | None:
+        nonlocal proved
+        try:
+            tried = passes.over([ranges], before.known).settled
+            delete_files(tried.scanned, tried.targets)
+            proved = True
+        except ColumnsUnknown:
+            return None  # these records alone make no table, and together with the others they may
+        except Exception as failure:
+            if not is_caused_by_records(failure):
+                raise
+            return failure
+        finally:
+            passes.restore(start)
+        return None
+
+    passes.restore(start)
+    try:
+        passes.over_one_without_value()
+    except Exception as other:
+        error.add_note(f"A pass over one record without a value failed too: {reason_of(other)}")
+        raise error from other
+    finally:
+        passes.restore(start)
+    division = divide(before.plan.ranges, error_of)
+    if not proved:
+        raise error
+    for parts in (division.resolved, division.resolved[:1]):
+        ranges = joined(parts)
+        unwritable = {one: cause for one, cause in division.unwritable.items() if _is_in(one, ranges)}
+        pieces = without(ranges, unwritable)
+        try:
+            passed = passes.over(pieces, before.known) if pieces else passes.of_dead_letters_alone()
+        except Exception as failure:
+            passes.restore(start)
+            if not is_caused_by_records(failure):
+                raise
+            continue
+        return replace(before, plan=narrowed(before.plan, ranges)), passes.with_letters(passed, unwritable)
+    raise error
+
+
+def _is_in(position: Position, ranges: Ranges) -> bool:
+    span = ranges.get(position[0])
+    return span is not None and span.start <= position[1] < span.end
 
 
 def _committed(
@@ -129,12 +323,12 @@ def _committed(
     staged: Mapping[int, Identifier],
     batch: str,
     tables: IcebergTables,
-    left_out: Sequence[str] = (),
+    more_notes: Sequence[str] = (),
+    *,
+    started_us: int,
 ) -> BatchResult:
-    notes = (*before.plan.notes, *left_out)
-    recorded = Recorded(
-        before.standing.after(before.plan), batch, place.run_id, _valid_through(before, scanned)
-    )
+    notes = (*before.plan.notes, *more_notes)
+    recorded = _recorded(before, scanned, batch, place.run_id, now_ms=started_us // 1000)
     head = _commit(before, place, targets, scanned, recorded, staged, tables)
     return BatchResult(batch, before.ingest, before.plan, targets, scanned, recorded, head, notes)
 
@@ -230,8 +424,25 @@ def _merge_staged(
         merge(session, one, identifier, origin)
 
 
-def _valid_through(before: Before, scanned: Scanned) -> int | None:
-    """The least of the partitions' latest times, ms since 1970; None where one did not take part."""
-    every: list[TopicPartition] = [one for topic in before.topics.values() for one in topic.partitions()]
-    latest = [scanned.latest.get(f"{one.topic}/{one.partition}") for one in every]
-    return min((at for at in latest if at is not None), default=None) if None not in latest else None
+def _recorded(before: Before, scanned: Scanned, batch: str, run_id: str, *, now_ms: int) -> Recorded:
+    """What the tables record after the batch; `now_ms` is the time at which it began, ms since 1970."""
+    known, plan, idle_after = before.standing, before.plan, before.ingest.idle_after
+    reached, topics = known.after(plan), list(plan.topics.values())
+    latest = latest_times(known.latest_ms, scanned.latest, topics, now_ms=now_ms)
+    through = valid_through_ms(
+        topics,
+        latest,
+        reached,
+        known.valid_through_ms,
+        now_ms=now_ms,
+        idle_after_ms=None if idle_after is None else int(idle_after.total_seconds() * 1000),
+    )
+    return Recorded(
+        reached,
+        batch,
+        run_id,
+        through,
+        started=merged(known.started, plan.started),
+        latest_ms=latest,
+        dead_letters=before.known.dead_letters,
+    )

@@ -13,12 +13,19 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 from branchlake_dagster.branching.frames.spark_frames import session_properties
 from branchlake_dagster.branching.table.schema import arrow_schema
 from branchlake_dagster.branching.table.types import iceberg_schema
+from branchlake_dagster.ingest.declaring.declaration import TOMBSTONE
 from branchlake_dagster.ingest.scanning.targets import Identifier, Target
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.spark.quoting import dotted, quoted
 
-_BESIDE = {"op": pa.string(), "topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
+_BESIDE = {
+    "op": pa.string(),
+    "topic": pa.string(),
+    "partition": pa.int32(),
+    "offset": pa.int64(),
+    "timestamp": pa.timestamp("us", "UTC"),
+}
 """What a staged row has of its record, by attribute."""
 _STAGED = re.compile(r"(.+)__staged_[0-9a-f]{16}")
 
@@ -69,25 +76,29 @@ def staging_tables(client: NessieClient, ref: str, tables: Iterable[Identifier])
 def merge(session: SparkSession, target: Target, staged: Identifier, properties: Mapping[str, str]) -> None:
     """Let the staged rows take the place of those with the same keys; of one key the last record counts.
 
-    Last is the greatest offset: a key whose records are in several partitions has no order of its own.
-    Deletions of keys that are not there change nothing.
+    Of one partition the greatest offset is the last record; of several partitions that of the latest time,
+    then that of the greatest topic and partition. Deletions of keys that are not there change nothing.
     """
     assert target.declared is not None  # noqa: S101 - dead letters are appended
     keys, names, nth = list(target.declared.keys), beside(target), _free("__nth", target)
-    latest = Window.partitionBy(*map(quoted, keys)).orderBy(
-        *(F.col(names[one]).desc() for one in ("offset", "partition", "topic"))
-    )
-    rows = session.table(f"nessie.{dotted(staged)}")
-    source = rows.withColumn(nth, F.row_number().over(latest)).filter(F.col(nth) == 1).alias("incoming")
+    partition = [F.col(names[one]) for one in ("topic", "partition")]
+    by_key = Window.partitionBy(*map(quoted, keys))
+    in_partition = by_key.partitionBy(*map(quoted, keys), *partition).orderBy(F.col(names["offset"]).desc())
+    latest = by_key.orderBy(F.col(names["timestamp"]).desc_nulls_last(), *(one.desc() for one in partition))
+    source = session.table(f"nessie.{dotted(staged)}")
+    for window in (in_partition, latest):
+        source = source.withColumn(nth, F.row_number().over(window)).filter(F.col(nth) == 1)
+    source = source.alias("incoming")
     name = f"nessie.{dotted(target.identifier)}"
     # Keys are never null: such records are dead letters.
     on = " AND ".join(f"{name}.{quoted(key)} = incoming.{quoted(key)}" for key in keys)
     own = [one.name for one in target.table.schema().fields]
     columns = {quoted(one): F.col(f"incoming.{quoted(one)}") for one in own}
-    gone = F.coalesce(F.col(f"incoming.{names['op']}") == "delete", F.lit(False))
+    deletions = ("delete", TOMBSTONE) if target.declared.mode == "changes" else (TOMBSTONE,)
+    gone = F.coalesce(F.col(f"incoming.{names['op']}").isin(*deletions), F.lit(False))
     with session_properties(session, properties):
         merging = source.mergeInto(name, F.expr(on))
-        if target.declared.mode == "changes":
+        if target.declared.mode == "changes" or target.declared.keyed_by_record:
             merging = merging.whenMatched(gone).delete().whenMatched().update(columns)
             merging = merging.whenNotMatched(~gone).insert(columns)
         else:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
@@ -18,6 +20,7 @@ from branchlake_dagster.ingest.errors import LandingUnavailable, TopicReplaced
 from branchlake_dagster.ingest.kafka.cluster import Cluster
 from branchlake_dagster.ingest.kafka.reading import reading
 from branchlake_dagster.ingest.kafka.topics import KafkaTopics
+from branchlake_dagster.ingest.positions.division import Position
 from branchlake_dagster.ingest.positions.offsets import Ranges, in_words, records
 from branchlake_dagster.ingest.positions.topic import topic_id
 from branchlake_dagster.ingest.receiving.landing import Landing, LandingDamaged
@@ -25,6 +28,11 @@ from branchlake_dagster.ingest.receiving.landing import Landing, LandingDamaged
 COLUMNS = ("topic", "partition", "offset", "timestamp", "key", "value", "headers")
 """What a record has, as Spark's source calls it; in a batch's frame with two underscores before it."""
 
+RECORD_SCHEMA = (
+    "__topic string, __partition int, __offset bigint, __timestamp timestamp, __key binary, __value binary,"
+    " __headers array<struct<key: string, value: binary>>"
+)
+"""The same in Spark's DDL."""
 _FETCH_WAIT_MS = "5"
 """How long a broker holds back its answer at a partition's end. What is asked for is there already, and
 Spark's next question on the same connection waits behind it: by Kafka's default half a second for each
@@ -35,6 +43,26 @@ _LANDED = (
 )
 
 
+_FIRST_MS, _END_MS = -62_135_596_800_000, 253_402_300_800_000
+"""The years 1 to 9999, which is what Python and PyIceberg have of times."""
+
+
+@dataclass(frozen=True)
+class RawRecord:
+    """One record as its source has it.
+
+    `timestamp_us` is µs since 1970; None outside of the years 1 to 9999.
+    """
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp_us: int | None
+    key: bytes | None
+    value: bytes | None
+    headers: Sequence[tuple[str, bytes | None]] = ()
+
+
 class Records(Protocol):
     """Where a batch's records are read from."""
 
@@ -43,6 +71,12 @@ class Records(Protocol):
 
     def reading(self) -> AbstractContextManager[None]:
         """Around what reads them: its failures as errors of ours, where they are the source's."""
+
+    def fetch(self, positions: Iterable[Position]) -> list[RawRecord]:
+        """Read single records without Spark, for dead letters of what Spark cannot read.
+
+        Raises KafkaUnavailable or LandingUnavailable where one of them does not come.
+        """
 
     def require(self, ranges: Ranges, count: int) -> None:
         """Look whether so many records may be those of the ranges, after they were read.
@@ -80,6 +114,22 @@ class KafkaRecords:
     def reading(self) -> AbstractContextManager[None]:
         """Raises KafkaUnavailable or KafkaRefused."""
         return reading(self._cluster)
+
+    def fetch(self, positions: Iterable[Position]) -> list[RawRecord]:
+        """See `Records`. One request for each record."""
+        return [
+            RawRecord(
+                one.topic,
+                one.partition,
+                offset,
+                timestamp_ms * 1_000 if _FIRST_MS <= timestamp_ms < _END_MS else None,
+                key,
+                value,
+                headers,
+            )
+            for one, offset in sorted(positions)
+            for timestamp_ms, key, value, headers in [self._topics.record(one, offset)]
+        ]
 
     def require(self, ranges: Ranges, count: int) -> None:  # noqa: ARG002 - see its first sentence
         """See `Records`. Their number says nothing: transactions and compaction leave out offsets."""
@@ -138,6 +188,23 @@ class LandingRecords:
     def reading(self) -> AbstractContextManager[None]:
         """Nothing is told otherwise."""
         return nullcontext()
+
+    def fetch(self, positions: Iterable[Position]) -> list[RawRecord]:
+        """See `Records`. Reads the whole file of each record."""
+        fetched = []
+        for one, offset in sorted(positions):
+            (file,) = self._landing.files_of(one.topic, one.partition, offset, offset + 1)
+            rows = pq.read_table(file.path, partitioning=None)
+            row = rows.filter(pc.equal(rows["offset"], offset))
+            time_us = row["timestamp"].cast("int64")[0].as_py()
+            inside = time_us is not None and _FIRST_MS <= time_us // 1_000 < _END_MS
+            (told,) = row.drop_columns(["timestamp"]).to_pylist()
+            headers = [(header["key"], header["value"]) for header in told["headers"] or ()]
+            key, value = told["key"], told["value"]
+            fetched.append(
+                RawRecord(one.topic, one.partition, offset, time_us if inside else None, key, value, headers)
+            )
+        return fetched
 
     def require(self, ranges: Ranges, count: int) -> None:
         """Each offset is there. Raises LandingDamaged: of files at another place than theirs none is read."""

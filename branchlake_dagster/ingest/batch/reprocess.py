@@ -175,7 +175,7 @@ def reprocess_batch(
             [topic for topic, _ in pairs],
             [incarnation for _, incarnation in pairs],
             worker_targets(targets, {}),
-            place.lake.settings.file_io_properties(),
+            place.lake.settings.worker_file_io_properties(),
             int(now().timestamp() * 1_000_000),
             len(known.ingest.families),
             ingest.most_tables,

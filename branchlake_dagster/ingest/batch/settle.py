@@ -17,8 +17,10 @@ from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.declaring.routing import route, taken
 from branchlake_dagster.ingest.errors import TableTooNarrow
 from branchlake_dagster.ingest.scanning.new_columns import possible, room, taken_names
+from branchlake_dagster.ingest.scanning.prepared import fields_taken
 from branchlake_dagster.ingest.scanning.scan import Scanned
 from branchlake_dagster.ingest.scanning.targets import Evolving, Target, evolved, prepare
+from branchlake_dagster.ingest.scanning.unpublished_files import delete_files
 from branchlake_dagster.publication.rebase.replay import IcebergTables
 from branchlake_dagster.wording import counted
 
@@ -50,33 +52,41 @@ def settle(
 ) -> Settled:
     """Read the records of `frame` until a pass wants nothing more of the tables; each pass writes anew.
 
+    The data files of all other passes are deleted, and those of the last one where this raises.
+
     `read` is one pass; `incarnations` are Kafka's topic ids by name. Raises TableTooNarrow where records
     still want a wider table in the end, and what `with_new_names` raises.
     """
     left_out: dict[str, set[str]] = {}
     renamed, turns, targets = False, 0, targets_of(known, place, frame, reading, left_out)
     while True:
-        scanned = read(known, targets)
-        if not renamed and (names := scanned.names(list(known.ingest.families))):
-            renamed = True
-            # As this attempt has them: loaded anew they might have what an earlier one sends late.
-            known = replace(known, there={one.name: one.table for one in targets})
-            wider = place.with_new_names(known, names, incarnations, tables)
-            if len(wider.wanted) > len(known.wanted):
-                known, targets = wider, targets_of(wider, place, frame, reading, left_out)
-                continue
-        wants = scanned.evolving()
-        if wants and turns < _MOST_TURNS:
-            # Of many new fields the first records may have only some, or have them without a value.
-            looks = (False, True) if not turns else (True,)
-            evolving = (
-                _evolved(frame, known.ingest, reading, targets, wants, left_out, whole=one) for one in looks
-            )
-            if grown := next(filter(None, evolving), None):
-                turns, targets = turns + 1, grown
-                continue
-        _require_wide_enough(targets, wants)
-        return Settled(known, targets, scanned, _told(left_out))
+        scanned, read_into, wanted = read(known, targets), targets, False
+        try:
+            if not renamed and (names := scanned.names(list(known.ingest.families))):
+                renamed = True
+                # As this attempt has them: loaded anew they might have what an earlier one sends late.
+                known = replace(known, there={one.name: one.table for one in targets})
+                wider = place.with_new_names(known, names, incarnations, tables)
+                if len(wider.wanted) > len(known.wanted):
+                    known, targets = wider, targets_of(wider, place, frame, reading, left_out)
+                    continue
+            wants = scanned.evolving()
+            if wants and turns < _MOST_TURNS:
+                # Of many new fields the first records may have only some, or have them without a value.
+                looks = (False, True) if not turns else (True,)
+                evolving = (
+                    _evolved(frame, known.ingest, reading, targets, wants, left_out, whole=one)
+                    for one in looks
+                )
+                if grown := next(filter(None, evolving), None):
+                    turns, targets = turns + 1, grown
+                    continue
+            _require_wide_enough(targets, wants)
+            wanted = True
+            return Settled(known, targets, scanned, _told(left_out))
+        finally:
+            if not wanted:
+                delete_files(scanned, read_into)
 
 
 def targets_of(
@@ -103,7 +113,24 @@ def targets_of(
         found[name] = StructType(kept)
         if left_out is not None:
             left_out.setdefault(name, set()).update(others)
-    return prepare(ingest, place.catalog, known.there, known.wanted, found)
+    targets = prepare(ingest, place.catalog, known.there, known.wanted, found)
+    wants = _fields_of_schema(ingest, reading, targets) if frame is not None else {}
+    if frame is None or not wants:
+        return targets
+    held: dict[str, set[str]] = {} if left_out is None else left_out
+    return _evolved(frame, ingest, reading, targets, wants, held, whole=False) or targets
+
+
+def _fields_of_schema(ingest: Ingest, reading: Format, targets: Sequence[Target]) -> dict[int, Evolving]:
+    """The fields of the values' schema, if they have one, that tables have no columns for; by target."""
+    if "add" not in ingest.evolve:
+        return {}
+    names = reading.field_names(envelope=ingest.envelope is not None)
+    others = {ingest.route_by, ingest.operation}
+    missing = {
+        number: {*(names or ())} - fields_taken(one) - others for number, one in enumerate(targets[:-1])
+    }
+    return {number: Evolving(add=frozenset(fields)) for number, fields in missing.items() if fields}
 
 
 def _evolved(
@@ -125,7 +152,7 @@ def _evolved(
         names, most = taken_names(one.table), room(one.table, ingest.most_columns)
         used = {name.casefold() for name in names}
         only = {name for name in wants.add if most and name.casefold() not in used}
-        new = found_types(frame, reading, envelope=False, only=only, of=of, whole=whole)
+        new = found_types(frame, reading, envelope=ingest.envelope is not None, only=only, of=of, whole=whole)
         kept, others = possible(new.fields, names, most)
         left_out.setdefault(one.name, set()).update({*others} | (wants.add - only))
         if kept or wants.widen or wants.relax:

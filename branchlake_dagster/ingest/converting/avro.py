@@ -55,8 +55,12 @@ class Avro:
         """See `Format`."""
         return _text(F.col("__avro"), self.schema, field)
 
-    def names(self, *, given: bool = False) -> None:
-        """See `Format`: the schema says them."""
+    def names(self, *, given: bool = False, gone: Expression | None = None) -> None:
+        """See `Format`."""
+
+    def field_names(self, *, envelope: bool) -> list[str]:
+        """See `Format`."""
+        return fields_of(self.schema, "after" if envelope else None)
 
     def own_text(self, gone: Expression | None) -> None:
         """See `Format`: there is a schema."""
@@ -145,8 +149,13 @@ class RegistryAvro:
         found = [_text(F.col(f"__avro_{one}"), schema, field) for one, schema in self._known().items()]
         return F.coalesce(*found, F.lit(None).cast("string"))
 
-    def names(self, *, given: bool = False) -> None:
-        """See `Format`: the schemas say them."""
+    def names(self, *, given: bool = False, gone: Expression | None = None) -> None:
+        """See `Format`."""
+
+    def field_names(self, *, envelope: bool) -> list[str]:
+        """See `Format`: those of the newest schema."""
+        known = self._known()
+        return fields_of(known[max(known)], "after" if envelope else None) if known else []
 
     def own_text(self, gone: Expression | None) -> None:
         """See `Format`: there are schemas."""

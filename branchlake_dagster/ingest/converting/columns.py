@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pyiceberg.schema import Schema
+from pyiceberg.table.name_mapping import MappedField, NameMapping
 from pyiceberg.types import (
     BinaryType,
     BooleanType,
@@ -69,8 +69,12 @@ class Column:
 
 
 def columns_of(schema: Schema, properties: Mapping[str, str], *, table: str) -> tuple[Column, ...]:
-    """The columns of a table, with the names of its name mapping where it has one."""
-    mapped = _mapping(properties, table)
+    """The columns of a table, with the names of its name mapping where it has one.
+
+    Raises ConfigurationError for a mapping that cannot be read, or that gives other names to fields inside a
+    column: records are converted to structs by the names that the fields have in the table.
+    """
+    mapped = _mapping(properties, schema, table)
     return tuple(
         Column(
             field.name,
@@ -82,20 +86,45 @@ def columns_of(schema: Schema, properties: Mapping[str, str], *, table: str) -> 
     )
 
 
-def _mapping(properties: Mapping[str, str], table: str) -> dict[int, tuple[str, ...]]:
+def _mapping(properties: Mapping[str, str], schema: Schema, table: str) -> dict[int, tuple[str, ...]]:
+    """The names of top-level columns by field id."""
     text = properties.get(NAME_MAPPING)
     if text is None:
         return {}
     try:
-        return {
-            int(one["field-id"]): tuple(one["names"])
-            for one in json.loads(text)
-            if "field-id" in one and one.get("names")
-        }
-    except (ValueError, TypeError, KeyError) as error:
+        mapping = NameMapping.model_validate_json(text)
+    except ValueError as error:
         raise ConfigurationError(
             f"The table's property {NAME_MAPPING} cannot be read.", table=table, hint="It is a JSON list."
         ) from error
+    for column in mapping:
+        if renamed := list(_renamed(column.fields, schema)):
+            raise ConfigurationError(
+                f"The table's property {NAME_MAPPING} gives other names to {', '.join(renamed)}, and records"
+                " are converted by the names of columns only.",
+                table=table,
+                hint="Leave those names out of the mapping, or rename the fields inside the column.",
+            )
+    return {
+        column.field_id: names
+        for column in mapping
+        if column.field_id is not None and (names := _names(column))
+    }
+
+
+def _names(field: MappedField) -> tuple[str, ...]:
+    """Its names; PyIceberg's default for a field without any is not a list."""
+    return tuple(field.names) if isinstance(field.names, list) else ()
+
+
+def _renamed(fields: Iterable[MappedField], schema: Schema) -> Iterator[str]:
+    """The fields inside a column that a mapping calls otherwise than the table, with the column's name."""
+    for one in fields:
+        if one.field_id in schema.field_ids:
+            path = schema.find_column_name(one.field_id) or ""
+            if {*_names(one)} - {schema.find_field(one.field_id).name}:
+                yield path
+        yield from _renamed(one.fields, schema)
 
 
 def spark_type(kind: IcebergType, table: str) -> str:

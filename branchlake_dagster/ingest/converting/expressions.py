@@ -28,6 +28,19 @@ def first_of(kind: str, said: Sequence[tuple[Expression, str]]) -> list[tuple[Ex
     return [(any_of(one for one, _ in said), bound(F.lit(kind), lambda told: because(told, words)))]
 
 
+def matches_whole(text: Expression, pattern: str) -> Expression:
+    r"""Whether a regular expression matches all of a text; null where the text is null.
+
+    Java's ``$`` also matches before a line break at the end: ``a\n`` was taken for the route ``a``.
+    """
+    return text.rlike(whole(pattern))
+
+
+def whole(pattern: str) -> str:
+    """The regular expression that matches a text from its first to its last character, in Java."""
+    return rf"\A(?:{pattern})\z"
+
+
 def any_of(conditions: Iterable[Expression]) -> Expression:
     """Whether one of them holds; null is no."""
     return balanced(or_, [F.coalesce(one, F.lit(False)) for one in conditions], F.lit(False))

@@ -5,8 +5,10 @@ Everything is a Spark expression that Spark compiles, or a function of batches; 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Protocol
 
 import pyarrow as pa
@@ -51,11 +53,14 @@ class Format(Protocol):
     def text(self, field: str) -> Expression:
         """A field as text; null where it is not there."""
 
-    def names(self, *, given: bool = False) -> Expression | None:
-        """The names of the fields that a record has, as an array; None: they are not told.
+    def names(self, *, given: bool = False, gone: Expression | None = None) -> Expression | None:
+        """The names of the fields that a record's row has, as an array; None: `field_names` has them.
 
-        With `given` those that have a value, which costs more.
+        With `given` those that have a value, which costs more. `gone` as for `fit`.
         """
+
+    def field_names(self, *, envelope: bool) -> Sequence[str] | None:
+        """The fields that every row has by the schema of the values; None: each record has its own."""
 
     def own_text(self, gone: Expression | None) -> Expression | None:
         """The row as JSON, `gone` as for `fit`; None: its schema is known, and `struct` has it."""
@@ -164,17 +169,23 @@ class Json:
 
     def text(self, field: str) -> Expression:
         """See `Format`. A path of names parted by dots."""
-        path = ".".join(f"['{part}']" for part in field.split(".")).replace(".[", "[")
-        return F.get_json_object(F.col("__text"), f"${path}")
+        parts = field.split(".")
+        if all(map(_PLAIN_NAME.fullmatch, parts)):
+            return F.get_json_object(F.col("__text"), "$" + "".join(f"['{part}']" for part in parts))
+        return reduce(_member, parts, F.col("__text"))
 
-    def names(self, *, given: bool = False) -> Expression | None:
+    def names(self, *, given: bool = False, gone: Expression | None = None) -> Expression | None:
         """See `Format`: those of the outermost object."""
+        text = self.own_text(gone)
         if not given:
-            return F.json_object_keys(F.col("__text"))
-        values = F.from_json(F.col("__text"), "map<string, string>")
+            return F.json_object_keys(text)
+        values = F.from_json(text, "map<string, string>")
         # What is empty has no type of its own either.
         there = F.map_filter(values, lambda _, value: value.isNotNull() & ~_holds_nothing(value))
         return F.map_keys(there)
+
+    def field_names(self, *, envelope: bool) -> None:
+        """See `Format`."""
 
     def struct(self) -> Expression:
         """See `Format`: it has no schema."""
@@ -184,6 +195,7 @@ class Json:
 _TIMES = ("timestamp", "timestamp_ntz")
 _WHOLE = ("tinyint", "smallint", "int", "bigint")
 _NESTED = ("struct<", "array<", "map<")
+_LONGEST_REASON = 500
 _MOST_DIGITS = 400
 """A decimal has 38; zeros may come before and behind. A double has up to 309 before its point."""
 _LONG = "[0-9.][eE][+-]?[0-9]{5}"
@@ -242,19 +254,36 @@ def _struct(columns: Sequence[Column], value: Callable[[str, str], Expression]) 
     return F.struct(*fields)
 
 
-def _path(name: str) -> str | None:
-    """Where a variant has a field; None: its language of paths cannot say the name."""
-    quote = next((one for one in ("'", '"') if one not in name), None)
-    return None if quote is None else f"$.v[{quote}{name}{quote}]"
+_PLAIN_NAME = re.compile(r"[\w$:@/-](?:[\w$:@/ -]*[\w$:@/-])?")
+"""Names that a path into JSON or a variant can hold: paths have no escapes for quotes, `?` and brackets."""
+
+
+def _field(variant: Expression, name: str) -> tuple[Expression, str]:
+    """A variant and the path in it at which a field of the record is, by its exact name."""
+    if _PLAIN_NAME.fullmatch(name):
+        return variant, f"$.v['{name}']"
+    return F.try_variant_get(variant, "$.v", "map<string, variant>").getItem(name), "$"
+
+
+def _member(json: Expression, name: str) -> Expression:
+    """A field of a JSON object, as text: what is in quotes without them; null where it is not there."""
+    if _PLAIN_NAME.fullmatch(name):
+        return F.get_json_object(json, f"$['{name}']")
+    return F.from_json(json, "map<string, string>").getItem(name)
 
 
 def _cast(variant: Expression, text: Expression, name: str, kind: str) -> Expression:
-    path = _path(name)
-    if path is None or kind == "binary":
+    if kind == "binary":
         return F.lit(None).cast(kind)
+    value, path = _field(variant, name)
     if kind.startswith(_NESTED):
         # Cast as a whole, what does not fit inside would be null there, and nobody would know.
-        own = F.get_json_object(text, path)
+        plain = _PLAIN_NAME.fullmatch(name)
+        own = (
+            F.get_json_object(text, f"$.v['{name}']")
+            if plain
+            else _member(F.get_json_object(text, "$.v"), name)
+        )
         if "decimal" in kind:
             own = F.when(~_takes_minutes(own), own)
         read = F.from_json(
@@ -264,25 +293,26 @@ def _cast(variant: Expression, text: Expression, name: str, kind: str) -> Expres
         )
         return F.when(read.getField(_CORRUPT).isNull(), read.getField("v"))
     if kind in _TIMES:
-        moment = F.try_variant_get(variant, path, "timestamp")
+        moment = F.try_variant_get(value, path, "timestamp")
         return F.when(F.year(moment).between(1, 9999), moment).cast(kind)
-    found = F.try_variant_get(variant, path, kind)
+    found = F.try_variant_get(value, path, kind)
     if kind.startswith("decimal"):
-        return F.when(~_too_long(F.try_variant_get(variant, path, "string")), found)
+        return F.when(~_too_long(F.try_variant_get(value, path, "string")), found)
     if kind not in _WHOLE:
         return found
-    fraction = F.lit(False)
-    for wide in ("double", "decimal(38,15)"):
-        fraction = fraction | (F.try_variant_get(variant, path, wide) != found.cast(wide))
+    fraction = F.try_variant_get(value, path, "double") != found.cast("double")
+    # A double has no more than 17 digits; but a text such as "1e-99999999" takes minutes to become a decimal.
+    exact = F.when(
+        ~_too_long(F.try_variant_get(value, path, "string")),
+        F.try_variant_get(value, path, "decimal(38,15)"),
+    )
+    fraction = F.coalesce(fraction, F.lit(False)) | (exact != found.cast("decimal(38,15)"))
     return F.when(~F.coalesce(fraction, F.lit(False)), found)
 
 
 def _lost(variant: Expression, row: Expression, one: Column) -> Expression:
     """What to say of a column whose field has a value that is none of its type; null where it fits."""
-    paths = [path for name in one.fields if (path := _path(name))]
-    if not paths:
-        return F.lit(f"{one.name} is no {one.kind}.")
-    there = [F.try_variant_get(variant, path, "variant") for path in paths]
+    there = [F.try_variant_get(*_field(variant, name), "variant") for name in one.fields]
     given = F.coalesce(*there) if len(there) > 1 else there[0]
     bad = row.getField(one.name).isNull() & given.isNotNull() & ~F.is_variant_null(given)
     return F.when(bad, F.lit(f"{one.name} is no {one.kind}."))
@@ -311,7 +341,7 @@ def fit_struct(
     value = F.col(held)
 
     def cast(name: str, kind: str) -> Expression:
-        return value.getField(name).try_cast(kind) if name in there else F.lit(None).cast(kind)
+        return _try_cast(value.getField(name), kind) if name in there else F.lit(None).cast(kind)
 
     frame = frame.withColumn(row, _struct(columns, cast))
     lost = [
@@ -326,12 +356,29 @@ def fit_struct(
     return frame.withColumn(f"{row}{WHY}", why).drop(held)
 
 
+def _try_cast(value: Expression, kind: str) -> Expression:
+    """The value in a column's type, null where it does not fit.
+
+    Text such as "1e-99999999" would take minutes to become a decimal. What is not text costs nothing here:
+    Spark knows the type when it plans.
+    """
+    fits = value.try_cast(kind)
+    if "decimal" not in kind:
+        return fits
+    if kind.startswith(_NESTED):
+        return F.when(~_takes_minutes(F.to_json(F.struct(value.alias("v")))), fits)
+    return F.when((F.typeof(value) != "string") | ~_too_long(value.cast("string")), fits)
+
+
 def _any_given(value: Expression, one: Column, there: set[str]) -> Expression:
     return any_of(value.getField(name).isNotNull() for name in one.fields if name in there)
 
 
 Decode = Callable[[pa.BinaryArray], tuple[pa.StructArray, pa.StringArray]]
-"""Values to structs, and by value why it has none (null: it has one). Called with whole batches."""
+"""Values to structs, and by value why it has none (null: it has one). Called with whole batches.
+
+Where it raises, it is called again with halves of the batch, down to the value, which becomes a dead letter.
+"""
 
 
 @dataclass(frozen=True)
@@ -356,7 +403,9 @@ class Decoded:
 
         kind = from_arrow_type(pa.struct(list(self.schema)))
         extra = [StructField("__decoded", kind), StructField("__undecoded", StringType())]
-        return records.mapInArrow(_decoding(self.decode), StructType([*records.schema.fields, *extra]))
+        return records.mapInArrow(
+            _decoding(self.decode, pa.struct(list(self.schema))), StructType([*records.schema.fields, *extra])
+        )
 
     def fit(
         self, frame: DataFrame, row: str, columns: Sequence[Column], gone: Expression | None = None
@@ -377,8 +426,13 @@ class Decoded:
             found = found.getField(part)
         return found.cast("string")
 
-    def names(self, *, given: bool = False) -> None:
-        """See `Format`: the schema says them."""
+    def names(self, *, given: bool = False, gone: Expression | None = None) -> None:
+        """See `Format`."""
+
+    def field_names(self, *, envelope: bool) -> list[str]:
+        """See `Format`."""
+        schema = self.schema.field("after").type if envelope else self.schema
+        return [one.name for one in schema]
 
     def own_text(self, gone: Expression | None) -> None:
         """See `Format`: there is a schema."""
@@ -388,12 +442,33 @@ class Decoded:
         return F.col("__decoded")
 
 
-def _decoding(decode: Decode) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+def _decoding(
+    decode: Decode, kind: pa.StructType
+) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def decoding(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
             values = batch.column(batch.schema.get_field_index("__value"))
-            rows, reasons = decode(values)
+            rows, reasons = _decoded(decode, values, kind)
             columns = [*batch.columns, rows, reasons]
             yield pa.RecordBatch.from_arrays(columns, [*batch.schema.names, "__decoded", "__undecoded"])
 
     return decoding
+
+
+def _decoded(
+    decode: Decode, values: pa.BinaryArray, kind: pa.StructType
+) -> tuple[pa.StructArray, pa.StringArray]:
+    """What `decode` returns; where it raises, that of halves of the batch until the value stands alone."""
+    try:
+        rows, reasons = decode(values)
+        if len(rows) != len(values) or len(reasons) != len(values):
+            raise ValueError(f"{len(values)} values gave {len(rows)} rows and {len(reasons)} reasons")
+        # Halves are put together below, and have to be of one type.
+        return (rows if rows.type == kind else rows.cast(kind)), reasons.cast(pa.string())
+    except Exception as error:  # noqa: BLE001 - whatever a user's function raises is about its values
+        if len(values) == 1:
+            text = f"The value cannot be decoded: {type(error).__name__}: {error}"[:_LONGEST_REASON]
+            return pa.nulls(1, kind), pa.array([text], pa.string())
+        half = len(values) // 2
+        parts = [_decoded(decode, part, kind) for part in (values[:half], values[half:])]
+    return pa.concat_arrays([rows for rows, _ in parts]), pa.concat_arrays([why for _, why in parts])

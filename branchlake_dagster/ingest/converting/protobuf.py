@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pyarrow as pa
 
 from branchlake_dagster.errors import ConfigurationError
@@ -34,7 +32,8 @@ def protobuf(descriptors: bytes, message: str) -> Decoded:
     require("kafka", "ptars", wanted_by="Protobuf values")
     handler = _handler(descriptors, message)
     schema: pa.Schema = handler.list_to_record_batch([]).schema
-    return Decoded(_decode(descriptors, message, pa.struct(list(schema))), schema)
+    kind = _signed(pa.struct(list(schema)))
+    return Decoded(_decode(descriptors, message, kind), pa.schema(list(kind)))
 
 
 def _handler(descriptors: bytes, message: str):  # type: ignore[no-untyped-def]
@@ -62,41 +61,18 @@ def _decode(descriptors: bytes, message: str, kind: pa.StructType) -> Decode:
     def decode(values: pa.BinaryArray) -> tuple[pa.StructArray, pa.StringArray]:
         if not made:
             made.append(_handler(descriptors, message))
-        handler = made[0]
-        try:
-            rows = handler.array_to_record_batch(values).to_struct_array()  # type: ignore[attr-defined]
-            return rows.cast(kind), pa.nulls(len(values), pa.string())
-        except Exception:  # noqa: BLE001 - whichever of ptars: one of the values is no message
-            return _one_by_one(handler, values, kind)
+        rows = made[0].array_to_record_batch(values).to_struct_array()  # type: ignore[attr-defined]
+        return rows.cast(kind), pa.nulls(len(values), pa.string())
 
     return decode
 
 
-def _one_by_one(
-    handler: object, values: pa.BinaryArray, kind: pa.StructType
-) -> tuple[pa.StructArray, pa.StringArray]:
-    """A batch with something in it that is no message: halves of it until that is alone."""
-    rows: list[pa.StructArray] = []
-    reasons: list[pa.Array] = []
-    for part, read in _parts(handler, values):
-        rows.append(pa.nulls(len(part), kind) if read is None else read.cast(kind))
-        reasons.append(
-            pa.array(["The value is no message of its type."])
-            if read is None
-            else pa.nulls(len(part), pa.string())
-        )
-    return pa.concat_arrays(rows), pa.concat_arrays(reasons)
-
-
-def _parts(handler: object, values: pa.BinaryArray) -> Iterator[tuple[pa.BinaryArray, pa.StructArray | None]]:
-    waiting = [values]
-    while waiting:
-        part = waiting.pop()
-        try:
-            yield part, handler.array_to_record_batch(part).to_struct_array()  # type: ignore[attr-defined]
-        except Exception:  # noqa: BLE001 - as above
-            if len(part) == 1:
-                yield part, None
-                continue
-            half = len(part) // 2
-            waiting += [part.slice(half), part.slice(0, half)]
+def _signed(kind: pa.DataType) -> pa.DataType:
+    """The type with signed numbers in place of unsigned ones, which neither Spark nor Iceberg has."""
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(one.name, _signed(one.type), one.nullable) for one in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(_signed(kind.value_type))
+    if pa.types.is_map(kind):
+        return pa.map_(_signed(kind.key_type), _signed(kind.item_type))
+    return {pa.uint32(): pa.int64(), pa.uint64(): pa.decimal128(20, 0)}.get(kind, kind)

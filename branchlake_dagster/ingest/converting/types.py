@@ -21,8 +21,9 @@ from pyspark.sql.types import (
     VariantType,
 )
 
-from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.converting.formats import Format
+from branchlake_dagster.ingest.converting.variant_types import variant_type
+from branchlake_dagster.ingest.errors import ColumnsUnknown
 
 _SAMPLE = 10_000
 """Records from which types are found."""
@@ -41,14 +42,14 @@ def found_types(
 
     Of JSON those of the first records, or of all with `whole`: whole numbers are bigint, others double, and
     what is sometimes this and sometimes that is text. A field that is null in all of them has no type, and
-    is not among them. Raises ConfigurationError where nothing is found of a table's fields.
+    is not among them. Raises ColumnsUnknown where nothing is found of a table's fields.
     """
     if only is not None and not only:
         return StructType([])
     frame = reading.read(records)
     if of is not None:
         frame = frame.filter(F.coalesce(of, F.lit(False)))
-    names = reading.names()
+    names = reading.names(gone=F.lit(False) if envelope else None)
     if only is not None and names is not None:
         wanted = F.array(*(F.lit(name) for name in sorted(only)))
         frame = frame.filter(F.coalesce(F.arrays_overlap(names, wanted), F.lit(False)))
@@ -60,7 +61,7 @@ def found_types(
     )
     fields = [one for one in found.fields if only is None or one.name in only]
     if not fields and only is None:
-        raise ConfigurationError(
+        raise ColumnsUnknown(
             "The first records have no fields from which a table's columns could be found.",
             hint='Declare them: columns={"id": "bigint"}.',
         )
@@ -83,8 +84,7 @@ def _of_json(frame: DataFrame, text: Expression) -> StructType:
     told = objects.agg(F.schema_of_variant_agg("v")).collect()[0][0]
     if not told or not str(told).startswith("OBJECT<"):
         return StructType([])
-    kind = DataType.fromDDL(str(told).replace("OBJECT<", "STRUCT<"))
-    stored = _stored(kind)
+    stored = _stored(variant_type(str(told)))
     return stored if isinstance(stored, StructType) else StructType([])
 
 

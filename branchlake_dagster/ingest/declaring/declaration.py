@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from dagster import AssetKey, FreshnessPolicy
 
+from branchlake_dagster.branching.table.spec import require_parquet
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.converting.formats import Format, Json
 from branchlake_dagster.ingest.positions.planning import Rules
 from branchlake_dagster.ingest.positions.standing import OnRollback
+from branchlake_dagster.ingest.positions.start import CommittedOffsets, Start, StartingOffsets
 
 if TYPE_CHECKING:
     from pandera.pyspark import DataFrameModel
@@ -24,6 +26,8 @@ Mode = Literal["append", "upsert", "changes"]
 Operation = Literal["insert", "update", "delete"]
 Evolution = Literal["add", "widen", "relax"]
 _ATTRIBUTES = ("topic", "partition", "offset", "timestamp", "key")
+TOMBSTONE = "tombstone"
+"""The operation of a record that has a key and no value."""
 ROUTE = "{route}"
 """In the last part of a table's key: what is between its other characters, the record says."""
 _DEBEZIUM: Mapping[str, Operation] = {"c": "insert", "r": "insert", "u": "update", "d": "delete"}
@@ -48,7 +52,8 @@ class IngestTable:
             group, that is what a table is named after instead of the whole route. (default: every record)
         mode (Literal["append", "upsert", "changes"]): Add the rows; or put each in the place of the one with
             the same keys; or do what the record's operation says. (default: `append`)
-        keys (Sequence[str]): The columns that identify a row, for `upsert` and `changes`.
+        keys (Sequence[str]): The columns that identify a row, for `upsert` and `changes`. Where they are
+            `attributes`, the record's `key` among them, a record without a value deletes the row.
         required (Sequence[str]): Columns without which a record is a dead letter, beside the keys.
         attributes (Mapping[str, str]): Columns that take something of the record itself: `topic`,
             `partition`, `offset`, `timestamp` or `key`.
@@ -87,6 +92,12 @@ class IngestTable:
         return asset_key(self.key)
 
     @property
+    def keyed_by_record(self) -> bool:
+        """Whether the Kafka key of a record identifies its row, alone or with other attributes."""
+        attributes = [self.attributes.get(one) for one in self.keys]
+        return self.mode != "append" and "key" in attributes and None not in attributes
+
+    @property
     def is_family(self) -> bool:
         """Whether it stands for a table for each route."""
         return ROUTE in self.asset.path[-1]
@@ -118,6 +129,7 @@ class IngestTable:
                     table=name,
                     hint=f"Use one of {', '.join(_ATTRIBUTES)}.",
                 )
+        require_parquet({str(key): str(value) for key, value in self.properties.items()}, table=name)
         if self.route is not None:
             try:
                 re.compile(self.route)
@@ -143,7 +155,10 @@ class Ingest:
             its value is `insert`, `update` or `delete`, or the first letter of one.
         source (Literal["kafka", "landing"]): Where the topics are: on the brokers of the settings, or in the
             landing folder of the settings, which Spark's workers must be able to read. (default: `kafka`)
-        start (Literal["earliest", "latest"] | datetime): Where a topic is begun that was never read.
+        start (Literal["earliest", "latest"] | datetime | CommittedOffsets | StartingOffsets): Where a topic
+            starts that was never read: at its first offset, at its end, at the first record of a time, at the
+            committed offsets of a consumer group, or at given offsets. Not used once the tables have
+            positions in the topic. (default: `earliest`)
         most_records (int): Most records of a batch.
         dead_letters (Optional[str]): The asset that takes what cannot be converted. (default:
             `<namespace of the first table>/<name>_dead_letters`)
@@ -157,6 +172,9 @@ class Ingest:
         on_recreated (Literal["stop", "start_over"]): When a topic was deleted and made again.
         on_reset (Literal["stop", "continue_at_end"]): When a topic ends before where it was read to.
         on_lost (Literal["stop", "skip"]): When records were deleted before they were read.
+        idle_after (Optional[timedelta]): A partition that was read to its end, and whose latest record is at
+            least so old, does not hold the valid-through time back. Longer than records need to get into the
+            topic. (default: every partition counts, also one that never had a record)
         create (bool): Whether tables that are not there are made.
         most_tables (int): Most tables that records name, for each key with `{route}`. A record of one more
             is a dead letter.
@@ -166,15 +184,14 @@ class Ingest:
             grows with every batch takes longer with every batch. Files stay. Consumers of its changes must
             come by within as many batches.
         evolve (Sequence[Literal["add", "widen", "relax"]]): How a table may change for records that do not
-            fit it. `add`: fields of JSON objects that it has no column for become columns. `widen`: where a
+            fit it. `add`: fields that it has no column for become columns: those of JSON objects with the
+            first value, those of a schema (Avro, Protobuf, decoded values) at once. `widen`: where a
             number is too large, int becomes bigint, float double, and a decimal gets 38 digits. `relax`: a
             column that must have a value, and has none in a record, need not have one any more. (default:
             such fields are left out, and the others make dead letters)
 
     Examples:
         .. code-block:: python
-
-            import dagster as dg
 
             from branchlake_dagster import Ingest, IngestTable, branchlake_definitions, ingest_definitions
 
@@ -183,7 +200,7 @@ class Ingest:
                 topics=["orders"],
                 tables=[IngestTable(key="raw/orders", columns={"id": "bigint", "price": "double"})],
             )
-            defs = dg.Definitions.merge(ingest_definitions(orders), branchlake_definitions())
+            defs = branchlake_definitions(definitions=ingest_definitions(orders))
     """
 
     name: str
@@ -194,7 +211,7 @@ class Ingest:
     envelope: Literal["debezium"] | None = None
     operation: str | None = None
     source: Literal["kafka", "landing"] = "kafka"
-    start: Literal["earliest", "latest"] | datetime = "earliest"
+    start: Start = "earliest"
     most_records: int = 500_000
     dead_letters: str | Sequence[str] | AssetKey | None = None
     tolerance: float = 1.0
@@ -204,6 +221,7 @@ class Ingest:
     on_recreated: Literal["stop", "start_over"] = "stop"
     on_reset: Literal["stop", "continue_at_end"] = "stop"
     on_lost: Literal["stop", "skip"] = "stop"
+    idle_after: timedelta | None = None
     keep_snapshots: int = 2_000
     create: bool = True
     most_tables: int = 50
@@ -222,6 +240,7 @@ class Ingest:
             )
         if self.source not in ("kafka", "landing"):
             raise ConfigurationError(f"Unknown source {self.source!r}.", hint="kafka, landing")
+        self._require_start()
         keys = [table.asset for table in self.tables]
         if len({*keys, self.dead_letters_asset}) != len(keys) + 1:
             raise ConfigurationError(f"Ingestion {self.name} names a table twice.")
@@ -233,11 +252,36 @@ class Ingest:
             )
         if self.most_records < 1:
             raise ConfigurationError("A batch needs at least one record.", hint="most_records=500_000")
+        if self.idle_after is not None and self.idle_after <= timedelta(0):
+            raise ConfigurationError(
+                f"Ingestion {self.name} has idle_after={self.idle_after}, which is not a time span.",
+                hint="idle_after=timedelta(minutes=10)",
+            )
         changes = any(table.mode == "changes" for table in self.tables)
         if changes and not (self.operation or self.envelope):
             raise ConfigurationError(
                 f"Ingestion {self.name} has tables of mode changes, and no record tells its operation.",
                 hint='Name its field, operation="op", or the envelope="debezium".',
+            )
+
+    def _require_start(self) -> None:
+        """Raise ConfigurationError for a start that this source or these topics do not have."""
+        start, what = self.start, f"Ingestion {self.name}"
+        if isinstance(start, CommittedOffsets) and self.source == "landing":
+            raise ConfigurationError(
+                f"{what} reads a landing folder, which has no consumer groups.",
+                hint='Give the offsets themselves: start=StartingOffsets({"orders": {0: 120}}).',
+            )
+        if isinstance(start, StartingOffsets):
+            if strange := sorted({*start.offsets} - {*self.topics}):
+                raise ConfigurationError(
+                    f"{what} has starting offsets for topic {', '.join(strange)}, which it does not read.",
+                    hint=f"Its topics are {', '.join(self.topics)}.",
+                )
+        elif not isinstance(start, CommittedOffsets | datetime) and start not in ("earliest", "latest"):
+            raise ConfigurationError(
+                f"{what} has the unknown start {start!r}.",
+                hint="earliest, latest, a datetime, CommittedOffsets(…) or StartingOffsets(…).",
             )
 
     @property

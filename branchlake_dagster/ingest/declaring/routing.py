@@ -7,6 +7,7 @@ import re
 from pyspark.sql import Column as Expression
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
+from branchlake_dagster.ingest.converting.expressions import matches_whole, whole
 from branchlake_dagster.ingest.converting.formats import Format
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.declaring.families import NAME, NAME_LENGTH, NamedTable
@@ -37,13 +38,13 @@ def table_named(family: IngestTable, its_route: Expression) -> Expression:
         name = its_route
     elif re.compile(pattern).groups:
         # Without a match, and where the group took no part, this is empty.
-        name = F.regexp_extract(its_route, f"^(?:{pattern})$", 1)
+        name = F.regexp_extract(its_route, whole(pattern), 1)
     else:
         name = F.when(_matches(its_route, pattern), its_route)
-    return F.when(name.rlike(f"^{NAME}$") & (F.length(name) <= NAME_LENGTH), name)
+    return F.when(matches_whole(name, NAME) & (F.length(name) <= NAME_LENGTH), name)
 
 
 def _matches(its_route: Expression, pattern: str) -> Expression:
     """Whether all of a route matches; a pattern without special characters is compared, not searched for."""
     plain = re.escape(pattern) == pattern
-    return its_route == pattern if plain else its_route.rlike(f"^(?:{pattern})$")
+    return its_route == pattern if plain else matches_whole(its_route, pattern)

@@ -1,7 +1,8 @@
 """A Kafka broker of our own: Apache Kafka in KRaft mode, one node, on loopback, for trials and tests.
 
 It lives in the state folder beside the other embedded servers: `kafka/` has its log, `run/kafka.json` its
-process, `logs/kafka.log` what it says. Nothing starts it by itself; `branchlake up --with kafka` does.
+process, `run/kafka.password` the password that it asks for, `logs/kafka.log` what it logs. Nothing starts
+it by itself; `branchlake up --with kafka` does.
 """
 
 from __future__ import annotations
@@ -15,18 +16,24 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.ingest.kafka.broker_login import CLIENTS, CONTROLLER, BrokerLogin, login_properties
 from branchlake_dagster.ingest.kafka.cluster import Cluster
 from branchlake_dagster.lakehouse.embedded import process
 from branchlake_dagster.lakehouse.embedded.jars import Jar, resolve, resolve_with_all
 from branchlake_dagster.lakehouse.embedded.java import bundled_java
-from branchlake_dagster.lakehouse.embedded.private import private_folder, state_folder
+from branchlake_dagster.lakehouse.embedded.private import (
+    private_folder,
+    state_folder,
+    write_secret,
+)
 from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ProcessRecord, ServerDidNotStart
+from branchlake_dagster.lakehouse.logs.rotation import rotate_by_copy
 from branchlake_dagster.settings import Settings
 
 KAFKA = "kafka"
 _JOINED = ("listeners", "advertised.listeners", "listener.security.protocol.map")
-_BROKER = Jar("org.apache.kafka", "kafka_2.13", "4.1.1", megabytes=40)
-_LOGGING = Jar("org.apache.logging.log4j", "log4j-slf4j-impl", "2.24.3")
+BROKER = Jar("org.apache.kafka", "kafka_2.13", "4.1.1", megabytes=40)
+BROKER_LOGGING = Jar("org.apache.logging.log4j", "log4j-slf4j-impl", "2.24.3")
 """The broker brings none, and would say nothing of why it does not start."""
 _LOG4J = """# Written by branchlake at each start of the broker.
 rootLogger.level = info
@@ -42,7 +49,8 @@ appender.console.layout.pattern = %d{yy/MM/dd HH:mm:ss} %p %c{1}: %m%n
 class EmbeddedKafka:
     """The broker of one state folder. Safe to use from several processes at once.
 
-    `more` are properties of the broker beside ours; further listeners come after the one without security.
+    `more` are properties of the broker beside ours; further listeners come after ours, which asks for the
+    password.
     """
 
     def __init__(
@@ -54,11 +62,13 @@ class EmbeddedKafka:
     ) -> None:
         self._settings = settings
         self._root = settings.state_dir
+        self._login = BrokerLogin(self._root)
         self._more = more or {}
         self._say = say
 
     def running(self) -> str | None:
-        """Its address, `host:port`, if it runs."""
+        """Its address, `host:port`, if it runs. Rotates its log if that is large."""
+        rotate_by_copy(self.log_path)
         record = ProcessRecord.load(self.record_path)
         if record and record.alive() and process.listening(record.port):
             return f"{LOOPBACK}:{record.port}"
@@ -71,6 +81,15 @@ class EmbeddedKafka:
         with self._lock():
             return self.running() or self._start()
 
+    def cluster(self) -> Cluster:
+        """The broker with its login; it is started if it does not run. Raises as `up`."""
+        return self._login.cluster(self.up())
+
+    def running_cluster(self) -> Cluster | None:
+        """The broker with its login, if it runs."""
+        address = self.running()
+        return self._login.cluster(address) if address else None
+
     def down(self) -> bool:
         """Stop it; whether it ran. Its topics stay."""
         if not self.record_path.exists():
@@ -80,6 +99,16 @@ class EmbeddedKafka:
             stopped = bool(record and process.stop(record))
             self.record_path.unlink(missing_ok=True)
         return stopped
+
+    @property
+    def asks_for_a_password(self) -> bool:
+        """Whether clients log in. A broker that an earlier release started has no login before it ends."""
+        return self._login.exists
+
+    @property
+    def client_properties(self) -> Path:
+        """The file with the login for Kafka's own console tools, which only the owner can read."""
+        return self._login.client_properties
 
     @property
     def record(self) -> ProcessRecord | None:
@@ -114,7 +143,8 @@ class EmbeddedKafka:
         home = private_folder(self._root / KAFKA)
         path = self._class_path()
         configuration = home / "server.properties"
-        configuration.write_text(_properties(home, port, controller, self._more))
+        password = self._login.create_password()
+        write_secret(configuration, _properties(home, port, controller, password, self._more))
         (home / "log4j2.properties").write_text(_LOG4J)
         self._say("Starting Kafka …")
         if not (home / "log" / "meta.properties").exists():
@@ -136,8 +166,8 @@ class EmbeddedKafka:
     def _class_path(self) -> str:
         folder = state_folder(self._root) / "jars" / KAFKA
         ivy = self._settings.ivy_settings
-        jars = resolve_with_all(_BROKER, folder, ivy_settings=ivy, say=self._say)
-        logging = resolve([_LOGGING], folder, ivy_settings=ivy, say=self._say)
+        jars = resolve_with_all(BROKER, folder, ivy_settings=ivy, say=self._say)
+        logging = resolve([BROKER_LOGGING], folder, ivy_settings=ivy, say=self._say)
         return ":".join(map(str, [*jars, *logging.values()]))
 
     def _format(self, path: str, configuration: Path) -> None:
@@ -165,25 +195,38 @@ def new_cluster_id(draw: Callable[[], uuid.UUID] = uuid.uuid4) -> str:
 def cluster_of(settings: Settings) -> Cluster:
     """The cluster of the settings, or the embedded broker if it runs. Raises ConfigurationError."""
     if settings.kafka_bootstrap is not None:
-        return Cluster.of(settings, settings.kafka_bootstrap)
-    address = EmbeddedKafka(settings).running()
-    if address is None:
+        return cluster_at(settings, settings.kafka_bootstrap)
+    embedded = EmbeddedKafka(settings).running_cluster()
+    if embedded is None:
         raise ConfigurationError(
             "No Kafka cluster is known, and the embedded broker does not run.",
             hint="Set BRANCHLAKE_KAFKA_BOOTSTRAP=host:port, or start one: branchlake up --with kafka.",
         )
-    return Cluster(address)
+    return embedded
 
 
-def _properties(home: Path, port: int, controller: int, more: Mapping[str, str]) -> str:
+def cluster_at(settings: Settings, bootstrap: str) -> Cluster:
+    """The cluster at `bootstrap` (`host:port,…`), with the credentials of the settings.
+
+    The embedded broker gets its own login if the settings name no security, so that whoever has its address
+    need not know its password. Raises ConfigurationError.
+    """
+    if settings.kafka_security == "PLAINTEXT":
+        embedded = EmbeddedKafka(settings).running_cluster()
+        if embedded is not None and bootstrap.replace("localhost", LOOPBACK) == embedded.bootstrap:
+            return embedded
+    return Cluster.of(settings, bootstrap)
+
+
+def _properties(home: Path, port: int, controller: int, password: str, more: Mapping[str, str]) -> str:
     values = {
         "process.roles": "broker,controller",
         "node.id": "1",
         "controller.quorum.voters": f"1@{LOOPBACK}:{controller}",
-        "controller.listener.names": "CONTROLLER",
-        "listeners": f"PLAINTEXT://{LOOPBACK}:{port},CONTROLLER://{LOOPBACK}:{controller}",
-        "advertised.listeners": f"PLAINTEXT://{LOOPBACK}:{port}",
-        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
+        "controller.listener.names": CONTROLLER,
+        "listeners": f"{CLIENTS}://{LOOPBACK}:{port},{CONTROLLER}://{LOOPBACK}:{controller}",
+        "advertised.listeners": f"{CLIENTS}://{LOOPBACK}:{port}",
+        **login_properties(password),
         "log.dirs": str(home / "log"),
         "num.partitions": "2",
         # One node has no second copy.

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.extras import require
-from branchlake_dagster.ingest.errors import KafkaRefused, KafkaUnavailable
+from branchlake_dagster.ingest.errors import ConsumerGroupActive, KafkaRefused, KafkaUnavailable
 from branchlake_dagster.ingest.kafka.cluster import Cluster
 from branchlake_dagster.ingest.kafka.complaints import Cause, Complaints
-from branchlake_dagster.ingest.positions.offsets import Offsets
+from branchlake_dagster.ingest.positions.offsets import Offsets, TopicPartition
 from branchlake_dagster.ingest.positions.topic import Topic
+from branchlake_dagster.wording import counted
 
 if TYPE_CHECKING:
     from confluent_kafka import KafkaException
     from confluent_kafka.admin import AdminClient
 
 _TIMEOUT_S = 10.0
+_RECORD_TIMEOUT_S = 60.0
+"""For a record, which a consumer of its own fetches: on a machine at its limit that took more than 10 s."""
 _LOOK_S = 0.1
 """How often it is looked whether the brokers have refused us meanwhile."""
 _HINTS = {
@@ -50,6 +53,14 @@ class Topics(Protocol):
 
     def at_time(self, topic: Topic, moment: datetime) -> Offsets:
         """By partition the first record of that time or later; its end where there is none."""
+
+    def committed(self, group: str, topics: Iterable[str]) -> Mapping[str, Mapping[int, int]]:
+        """By topic and partition number the offsets that a consumer group has committed in these topics.
+
+        Empty if the group does not exist or has committed nothing. Raises ConsumerGroupActive if the group
+        has members or a transaction is about to commit its offsets; ConfigurationError where there are no
+        groups; KafkaUnavailable or KafkaRefused.
+        """
 
     def time_of(self, offsets: Offsets) -> datetime | None:
         """The earliest time of the records at these offsets, or next after them; None: it is not known.
@@ -169,6 +180,46 @@ class KafkaTopics:
             for one in topic.partitions()
         }
 
+    def committed(self, group: str, topics: Iterable[str]) -> Mapping[str, Mapping[int, int]]:
+        """See `Topics`. Two requests."""
+        from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException
+
+        wanted = {*topics}
+        what = f"consumer group {group}"
+        self._begin()
+        asked = self._admin.describe_consumer_groups([group], request_timeout=_TIMEOUT_S)
+        try:
+            members = self._answer(asked[group], what).members
+        except KafkaRefused as refused:
+            if not _is_unknown_group(refused):
+                raise
+            return {}
+        if members:
+            raise ConsumerGroupActive(
+                f"Consumer group {group} has {counted(len(members), 'member')}: its committed offsets are"
+                " about to change.",
+                hint="Stop the sink that reads with this group, then run the ingestion again. To read beside"
+                " it, give the offsets with StartingOffsets.",
+            )
+        listed = self._admin.list_consumer_group_offsets(
+            [ConsumerGroupTopicPartitions(group)], require_stable=True, request_timeout=_TIMEOUT_S
+        )
+        offsets: dict[str, dict[int, int]] = {}
+        for one in self._answer(listed[group], what).topic_partitions:
+            if one.topic not in wanted:
+                continue
+            if one.error is not None and one.error.code() == KafkaError.UNSTABLE_OFFSET_COMMIT:
+                raise ConsumerGroupActive(
+                    f"A transaction that commits offsets of consumer group {group} is still open.",
+                    hint="Kafka ends it when its sink commits it, or after transaction.timeout.ms.",
+                )
+            if one.error is not None:
+                raise self._as_ours(KafkaException(one.error), f"{what} in topic {one.topic}")
+            if one.offset >= 0:
+                offsets.setdefault(one.topic, {})[one.partition] = one.offset
+        self._complaints.answered()
+        return offsets
+
     def time_of(self, offsets: Offsets) -> datetime | None:
         """See `Topics`. Reads one record of each partition, in no group."""
         from confluent_kafka import Consumer
@@ -194,6 +245,36 @@ class KafkaTopics:
             consumer.close()
         times = [at for at in found.values() if _YEAR_1_MS <= at < _YEAR_10000_MS]
         return datetime.fromtimestamp(min(times) / 1000, UTC) if times else None
+
+    def record(
+        self, partition: TopicPartition, offset: int
+    ) -> tuple[int, bytes | None, bytes | None, list[tuple[str, bytes | None]]]:
+        """One record: its time in ms since 1970, key, value and headers. In no group.
+
+        Raises KafkaUnavailable where it does not come within a minute.
+        """
+        from confluent_kafka import Consumer
+        from confluent_kafka import TopicPartition as Place
+
+        options = {"group.id": "branchlake-looks", "enable.auto.commit": False, "log_level": 2}
+        consumer = Consumer({**self._cluster.client_options(), **options})
+        try:
+            consumer.assign([Place(partition.topic, partition.partition, offset)])
+            until = time.monotonic() + _RECORD_TIMEOUT_S
+            while time.monotonic() < until:
+                message = consumer.poll(0.2)
+                if message is not None and message.error() is None and message.offset() == offset:
+                    key: Any = message.key()
+                    value: Any = message.value()
+                    headers: Any = message.headers() or []
+                    return message.timestamp()[1], key, value, headers
+        finally:
+            consumer.close()
+        raise KafkaUnavailable(
+            f"Record {offset} of topic {partition.topic} partition {partition.partition} did not come within"
+            f" {_RECORD_TIMEOUT_S:.0f} s.",
+            hint="Nothing of the batch is kept; the next one begins at the same offsets.",
+        )
 
     def _offsets(self, wanted: dict[Any, Any], isolation: Any) -> dict[tuple[str, int], int]:
         self._begin()
@@ -282,6 +363,14 @@ def _unanswered() -> tuple[int, ...]:
         KafkaError._AUTHENTICATION,
         KafkaError._SSL,
     )
+
+
+def _is_unknown_group(refused: KafkaRefused) -> bool:
+    """Since Kafka 4 a group that does not exist is an error; before, it was a group without members."""
+    from confluent_kafka import KafkaError, KafkaException
+
+    cause = refused.__cause__
+    return isinstance(cause, KafkaException) and cause.args[0].code() == KafkaError.GROUP_ID_NOT_FOUND
 
 
 def _passing() -> tuple[int, ...]:

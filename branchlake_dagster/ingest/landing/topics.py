@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -53,6 +53,13 @@ class LandingTopics:
             if since.num_rows:
                 return int(since["offset"][0].as_py())
         return topic.ends[partition]
+
+    def committed(self, group: str, topics: Iterable[str]) -> Mapping[str, Mapping[int, int]]:
+        """See `Topics`. Raises ConfigurationError."""
+        raise ConfigurationError(
+            f"A landing folder has no consumer groups: {group} cannot have offsets in {', '.join(topics)}.",
+            hint='Give the offsets themselves: start=StartingOffsets({"orders": {0: 120}}).',
+        )
 
     def time_of(self, offsets: Offsets) -> datetime | None:
         """See `Topics`."""

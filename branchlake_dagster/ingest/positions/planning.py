@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from branchlake_dagster.ingest.errors import TopicChanged
-from branchlake_dagster.ingest.positions.offsets import OffsetRange, Offsets, Ranges, TopicPartition
+from branchlake_dagster.ingest.positions.offsets import (
+    OffsetRange,
+    Offsets,
+    Ranges,
+    TopicPartition,
+    records,
+)
 from branchlake_dagster.ingest.positions.topic import Topic
 
 
@@ -27,6 +33,7 @@ class BatchPlan:
     `passed` is where partitions stand that have no range in this batch, and that no table has recorded yet:
     moved on by a rule, or begun at what was their start. `due`: it is recorded even if nothing is read.
     `topics` are they as this batch has them: under another name where their offsets are set back with it.
+    `started` has the first offset of each partition that starts with this batch, unless that is 0.
     """
 
     ranges: Ranges
@@ -35,11 +42,19 @@ class BatchPlan:
     passed: Offsets = field(default_factory=dict)
     due: bool = False
     topics: Mapping[str, Topic] = field(default_factory=dict)
+    started: Offsets = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to read and nothing to tell."""
         return not self.ranges and not self.due
+
+
+def narrowed(plan: BatchPlan, ranges: Ranges) -> BatchPlan:
+    """The plan with the first of its offsets only; the others wait for the next batch."""
+    behind = records(plan.ranges) - records(ranges)
+    waiting = {one: span.start for one, span in plan.ranges.items() if one not in ranges}
+    return replace(plan, ranges=ranges, lag=plan.lag + behind, passed={**plan.passed, **waiting})
 
 
 def plan_batch(
@@ -49,26 +64,36 @@ def plan_batch(
     *,
     most_records: int,
     rules: Rules,
+    started: Offsets | None = None,
 ) -> BatchPlan:
     """The next ranges, at most `most_records` in all, each partition in proportion to its lag.
 
     `first` tells where a topic is begun that was never read. A partition that was added later begins at its
-    start. Raises TopicChanged.
+    start. `started` has the offsets at which partitions were started before, unless that is 0. Raises
+    TopicChanged.
     """
     waiting: dict[TopicPartition, OffsetRange] = {}
     notes: list[str] = []
     passed: dict[TopicPartition, int] = {}
+    before, now_started = started or {}, dict[TopicPartition, int]()
     due, by_name = False, {}
     for topic in topics:
         known = {one.partition: offset for one, offset in start.items() if _same(one, topic)}
         moves, told = _moves(topic, start, known, first, rules)
         notes += told
+        new = moves.keys() - known.keys()
         if any(known.get(number, 0) > topic.ends[number] for number in topic.ends):
             # Positions are merged by their maximum: what is less than before needs another name.
+            starts = {one.partition: before[one] for one in topic.partitions() if one in before}
             topic, known = topic.set_back(), {}
+            for number, offset in starts.items():
+                one = TopicPartition(topic.name, topic.incarnation, number)
+                now_started[one] = min(offset, moves[number])
         by_name[topic.name] = topic
         for number, moved in moves.items():
             one = TopicPartition(topic.name, topic.incarnation, number)
+            if number in new and moved:
+                now_started[one] = moved
             if moved != known.get(number):
                 passed[one] = moved
                 # Begun elsewhere than at its start, as with start="latest": that it was is known once only.
@@ -78,7 +103,7 @@ def plan_batch(
     ranges = _limited(waiting, most_records)
     lag = sum(map(len, waiting.values())) - sum(map(len, ranges.values()))
     passed = {one: offset for one, offset in passed.items() if one not in ranges}
-    return BatchPlan(ranges, lag, tuple(notes), passed, due, by_name)
+    return BatchPlan(ranges, lag, tuple(notes), passed, due, by_name, now_started)
 
 
 def _moves(

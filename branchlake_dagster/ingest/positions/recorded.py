@@ -23,8 +23,8 @@ VALID_THROUGH = f"{PREFIX}valid_through_ms"
 class Recorded:
     """The offsets up to which a table holds an ingestion's records, and the batch that said so.
 
-    `valid_through_ms` is the least over all partitions of the latest time of a record, ms since 1970; None
-    where a partition did not take part. `at` is the snapshot that the batch made, None when it made none.
+    `valid_through_ms` is the time up to which all records are in the tables, ms since 1970; None as long as
+    a partition has had no record. `at` is the snapshot that the batch made, None when it made none.
     """
 
     offsets: Offsets
@@ -34,6 +34,13 @@ class Recorded:
     at: int | None = None
     until: Offsets = field(default_factory=dict)
     """Not empty: the table was rolled back, and takes records again up to here, which the others have."""
+    started: Offsets = field(default_factory=dict)
+    """The first offset that was read of each partition, unless that is 0. A table that is rolled back to
+    before its first batch is filled again from here."""
+    latest_ms: Mapping[TopicPartition, int] = field(default_factory=dict)
+    """The latest time of a record that was read of each partition, ms since 1970."""
+    dead_letters: str | None = None
+    """The dotted name of the ingestion's table of dead letters, which takes part in each of its batches."""
 
     def text(self) -> str:
         """As a property's value."""
@@ -44,6 +51,9 @@ class Recorded:
             **({"valid_through_ms": self.valid_through_ms} if self.valid_through_ms is not None else {}),
             **({"at": self.at} if self.at is not None else {}),
             **({"until": _by_topic(self.until)} if self.until else {}),
+            **({"started": _by_topic(self.started)} if self.started else {}),
+            **({"latest_ms": _by_topic(self.latest_ms)} if self.latest_ms else {}),
+            **({"dead_letters": self.dead_letters} if self.dead_letters else {}),
         }
         return json.dumps(told, separators=(",", ":"))
 
@@ -53,16 +63,19 @@ class Recorded:
         told = json.loads(text)
         valid, at = told.get("valid_through_ms"), told.get("at")
         offsets, until = _offsets(told["topics"]), _offsets(told.get("until", {}))
-        return cls(offsets, told["commit"], told["run"], valid, at, until)
+        started, latest = _offsets(told.get("started", {})), _offsets(told.get("latest_ms", {}))
+        letters = told.get("dead_letters")
+        return cls(offsets, told["commit"], told["run"], valid, at, until, started, latest, letters)
 
     def refilled_to(self, offsets: Offsets) -> Recorded:
         """What a table says that is filled again, and has come to these offsets."""
         return replace(self, offsets=offsets, until={} if covers(offsets, self.offsets) else self.offsets)
 
     def summary(self, ingestion: str) -> dict[str, str]:
-        """The entries of a snapshot's summary."""
+        """The entries of a snapshot's summary: the offsets, without what only the property records."""
+        lasting = replace(self, at=None, started={}, latest_ms={}, dead_letters=None)
         valid = {} if self.valid_through_ms is None else {VALID_THROUGH: str(self.valid_through_ms)}
-        return {OFFSETS + ingestion: replace(self, at=None).text(), COMMIT_ID: self.commit_id, **valid}
+        return {OFFSETS + ingestion: lasting.text(), COMMIT_ID: self.commit_id, **valid}
 
 
 def _by_topic(offsets: Offsets) -> dict[str, dict[str, int]]:

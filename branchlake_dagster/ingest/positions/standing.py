@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pyiceberg.table import Table
@@ -37,6 +37,13 @@ class Standing:
 
     position: Offsets
     replayed: Mapping[str, Offsets]
+    started: Offsets = field(default_factory=dict)
+    """The first offset that was read of each partition, unless that is 0."""
+    latest_ms: Mapping[TopicPartition, int] = field(default_factory=dict)
+    """The latest time of a record that was read of each partition, ms since 1970."""
+    valid_through_ms: int | None = None
+    """The latest valid-through time that a table has recorded, ms since 1970. It does not hold for the tables
+    that are filled again."""
 
     @property
     def start(self) -> Offsets:
@@ -96,7 +103,15 @@ def standing(ingestion: str, tables: Mapping[str, Table | None], *, on_rollback:
             recorded[name] = by_summary
     position = merged(*(one.offsets for one in recorded.values()))
     # Of a partition that a table never told of, nothing was for it.
-    return Standing(position, {name: {**position, **offsets} for name, offsets in behind.items()})
+    replayed = {name: {**position, **offsets} for name, offsets in behind.items()}
+    times = [one.valid_through_ms for one in recorded.values() if one.valid_through_ms is not None]
+    return Standing(
+        position,
+        replayed,
+        merged(*(one.started for one in recorded.values())),
+        merged(*(one.latest_ms for one in recorded.values())),
+        max(times, default=None),
+    )
 
 
 def require_replayable(known: Standing, topics: Iterable[Topic]) -> None:
@@ -156,7 +171,8 @@ def _by_property(ingestion: str, table: Table, name: str) -> Recorded | None:
         raise PositionLost(
             f"The table's property {OFFSETS}{ingestion} cannot be read, and no snapshot tells its offsets.",
             table=name,
-            hint="Set the property to the offsets that the table holds, as docs/ingestion.md shows.",
+            hint="Set the property to the offsets that the table holds. docs/ingestion.md has its format"
+            " under Where the offsets are.",
         ) from error
 
 
@@ -226,18 +242,22 @@ def _rolled_back(
                 table=name,
                 hint='Choose on_rollback="skip" to leave them out, or roll the table forward again.',
             )
-        return _all_of(merged(known.offsets, known.until), held.offsets)
+        return _all_of(known, held.offsets)
     _, reached = line(metadata)
     if not reached:
         raise PositionLost(
             "The table was rolled back, and the snapshots that tell how far it still is have expired.",
             table=name,
-            hint='Choose on_rollback="skip", or drop the table and let it be filled from the start.',
+            hint='Choose on_rollback="skip" to leave the records out, or roll the table forward again. Do not'
+            " drop it: the new one gets only later records. docs/runbook-ingestion.md shows how to fill one"
+            " anew.",
         )
-    return dict.fromkeys(merged(known.offsets, known.until), 0)
+    return _all_of(known, {})
 
 
-def _all_of(known: Offsets, held: Offsets) -> Offsets:
-    """Of each partition that the table knew: what it holds of it, and nothing of those it does not tell."""
-    found: dict[TopicPartition, int] = {one: held.get(one, 0) for one in known}
+def _all_of(known: Recorded, held: Offsets) -> Offsets:
+    """Of each partition that the table knew: what it holds of it, or where that partition was started."""
+    found: dict[TopicPartition, int] = {
+        one: held.get(one, known.started.get(one, 0)) for one in merged(known.offsets, known.until)
+    }
     return found

@@ -5,6 +5,7 @@
     <landing>/<topic>/topic-id                                     a UUID, made once: the incarnation
     <landing>/<topic>/ingest.log                                   a JSON line for each file, a report
     <landing>/<topic>/<partition>/<first offset>-<last offset>.parquet
+    <landing>/<topic>/<partition>/next-offset                      no offset below it is given again
 
 Offsets of a partition's files are contiguous, so the listing alone says what there is. A file has the
 columns of a Kafka record in Spark (`SCHEMA`) and appears whole or not at all.
@@ -38,6 +39,8 @@ SCHEMA = pa.schema(
 """Columns of a file, as Spark's Kafka source has them. ``timestamp`` is the receipt."""
 
 TOPIC_ID, LOG, LOCK, UNFINISHED = "topic-id", "ingest.log", ".lock", ".tmp"
+MARK = "next-offset"
+"""In a partition's folder: the offset after its newest file, in 20 digits. It outlives a lost file."""
 _LISTINGS = 3
 _DIGITS = 20
 _FILE = re.compile(rf"(\d{{{_DIGITS}}})-(\d{{{_DIGITS}}})\.parquet")

@@ -29,6 +29,7 @@ from branchlake_dagster.ingest.running.earlier_attempts import take_back
 from branchlake_dagster.ingest.running.source import source_of
 from branchlake_dagster.ingest.scanning.targets import Target
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.runtime.validation import LIVE_INGESTION
 
 INGESTION_TAG = "branchlake/ingestion"
 """On each run of an ingestion: its name. Two at once would only get in each other's way."""
@@ -45,13 +46,13 @@ def tasks_of(lake: Lakehouse) -> int:
     return max(2, os.cpu_count() or 2) if lake.settings.embedded_spark else 32
 
 
-def batch_assets(ingest: Ingest) -> dg.AssetsDefinition:
-    """The tables of an ingestion, and its dead letters, as one multi-asset."""
+def batch_assets(ingest: Ingest, *, live: bool = True) -> dg.AssetsDefinition:
+    """The tables of an ingestion, and its dead letters, as one multi-asset; `live`: it has a live run too."""
     declared[ingest.name] = ingest
 
     @dg.multi_asset(
         name=f"ingest_{ingest.name}",
-        specs=list(asset_specs(ingest)),
+        specs=list(asset_specs(ingest, live=live)),
         check_specs=check_specs(ingest),
         op_tags={INGESTION_TAG: ingest.name},
     )
@@ -131,19 +132,20 @@ def _declared_alone(
             context.log_event(dg.AssetMaterialization(one.asset_key, metadata=dict(one.metadata or {})))
 
 
-def asset_specs(ingest: Ingest) -> Iterator[dg.AssetSpec]:
+def asset_specs(ingest: Ingest, *, live: bool = True) -> Iterator[dg.AssetSpec]:
     """Each table's asset, made from the topics."""
+    filled_live = {LIVE_INGESTION: ingest.name} if live else {}
     topics = [topic_key(ingest, topic) for topic in ingest.topics]
     for table in ingest.tables:
         if table.is_family:
             continue
-        mode = _mode(table)
+        mode = _mode(table) | filled_live
         if table.contract is not None:
             mode |= column_metadata(table.contract)
         yield dg.AssetSpec(
             table.asset,
             deps=topics,
-            description=_described(ingest, table),
+            description=_described(ingest, table, live=live),
             metadata=mode,
             skippable=True,
             kinds={"iceberg", _KINDS[ingest.source], "spark"},
@@ -154,20 +156,19 @@ def asset_specs(ingest: Ingest) -> Iterator[dg.AssetSpec]:
         ingest.dead_letters_asset,
         deps=topics,
         description=f"Records that ingestion {ingest.name} could not put into any table, as they were.",
-        metadata=table_metadata(write_mode="append"),
+        metadata=table_metadata(write_mode="append") | filled_live,
         skippable=True,
-        kinds={"iceberg", _KINDS[ingest.source]},
+        kinds={"iceberg", _KINDS[ingest.source], "spark"},
         group_name=f"ingest_{ingest.name}",
     )
 
 
-def _described(ingest: Ingest, table: IngestTable) -> str:
+def _described(ingest: Ingest, table: IngestTable, *, live: bool) -> str:
     """With the jobs: Dagster lists those of assets on their pages, and the live one is none."""
     what = table.description or f"Records of {', '.join(ingest.topics)}, ingested by {ingest.name}."
     name = f"ingest_{ingest.name}"
-    return (
-        f"{what}\n\nFilled by runs of `{name}_job`, one for each batch, or by the live run of `{name}_live`."
-    )
+    or_live = f", or by the live run of `{name}_live`" if live else ""
+    return f"{what}\n\nFilled by runs of `{name}_job`, one for each batch{or_live}."
 
 
 def _mode(table: IngestTable) -> dict[str, Any]:

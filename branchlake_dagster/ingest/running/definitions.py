@@ -25,6 +25,7 @@ def ingest_definitions(
     live_interval_s: float = 1.0,
     live_run_s: float = 6 * 3600.0,
     receivers: Iterable[str] = (),
+    live: bool = True,
 ) -> dg.Definitions:
     """Assets, checks, jobs and sensors of ingestions, and their topics as external assets.
 
@@ -41,6 +42,8 @@ def ingest_definitions(
         live_run_s (float): After so long a live run ends, and another one takes over, seconds.
         receivers (Iterable[str]): Monitors of receivers (`http://host:9464`) that get an asset each, to be
             given once in a code location. What they tell is asked of those in `BRANCHLAKE_RECEIVERS`.
+        live (bool): Whether there are live runs. They make no checks of yours: with checks on these tables
+            `branchlake_definitions` refuses them, and one batch a run is the way.
 
     Returns:
         Definitions: To be merged with yours.
@@ -67,24 +70,27 @@ def ingest_definitions(
     jobs: list[Any] = []
     sensors: list[dg.SensorDefinition] = []
     for one in ingests:
-        tables = batch_assets(one)
+        tables = batch_assets(one, live=live)
         tags = {INGESTION_TAG: one.name}
         job = dg.define_asset_job(
             f"ingest_{one.name}_job", selection=dg.AssetSelection.assets(tables), tags=tags
         )
-        live = live_job(one, lakehouse_key=lakehouse_key, interval_s=live_interval_s, run_s=live_run_s)
         assets.append(tables)
-        jobs += [job, live]
-        sensors += [
+        jobs.append(job)
+        sensors.append(
             batch_sensor(
                 one,
                 f"ingest_{one.name}_job",
                 lakehouse_key=lakehouse_key,
                 least_records=least_records,
                 most_age_s=most_age_s,
-            ),
-            live_sensor(one, lakehouse_key=lakehouse_key),
-        ]
+            )
+        )
+        if live:
+            jobs.append(
+                live_job(one, lakehouse_key=lakehouse_key, interval_s=live_interval_s, run_s=live_run_s)
+            )
+            sensors.append(live_sensor(one, lakehouse_key=lakehouse_key))
     schedules = []
     if landed := [one for one in ingests if one.source == "landing"]:
         removing = landing_files_job(landed, lakehouse_key=lakehouse_key)

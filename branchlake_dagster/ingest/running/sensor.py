@@ -73,7 +73,10 @@ def told_and_observations(
     try:
         monitors = scrape(lake.settings.receiver_monitors)
         topics = source_of(ingest, lake.settings).topics
-        return at, observations(ingest, waiting(ingest, lake), topics, monitors)
+        before = waiting(ingest, lake)
+        # Runs of one batch each end before they are published: what the group has is what `main` has.
+        topics.report(ingest.group, before.current)
+        return at, observations(ingest, before, topics, monitors)
     except Exception as error:  # noqa: BLE001 - what cannot be told holds up no batch, which says why itself
         strange = not isinstance(error, BranchlakeError)
         _log.warning("The topics of %s could not be looked at: %s", ingest.name, error, exc_info=strange)

@@ -21,10 +21,12 @@ class Source:
 
 
 def source_of(ingest: Ingest, settings: Settings) -> Source:
-    """Kafka or the landing folder. Raises ConfigurationError or MissingExtra."""
+    """Kafka or the landing folder. Raises ConfigurationError, SecretWithoutTls or MissingExtra."""
     if ingest.source == "landing":
         folder = settings.landing_folder
         return Source(LandingTopics(folder), LandingRecords(folder))
     cluster = cluster_of(settings)
+    if cluster.password is not None:
+        settings.require_tls_to_spark(f"Kafka's password for {cluster.bootstrap}")
     topics = KafkaTopics(cluster)
     return Source(topics, KafkaRecords(cluster, topics))

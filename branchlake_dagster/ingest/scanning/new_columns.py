@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
 
+import pyarrow as pa
+from pyiceberg.io import load_file_io
+from pyiceberg.io.pyarrow import schema_to_pyarrow
+from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC
+from pyiceberg.schema import make_compatible_name
 from pyiceberg.table import Table
+from pyiceberg.table.metadata import TableMetadataUtil, new_table_metadata
+from pyiceberg.table.sorting import UNSORTED_SORT_ORDER
+from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructType
+
+from branchlake_dagster.branching.table.types import iceberg_schema, stored_schema
+from branchlake_dagster.ingest.converting.variant_types import MOST_LEVELS
+from branchlake_dagster.library_internals.pyiceberg import data_files
 
 
 def possible(
@@ -14,19 +29,76 @@ def possible(
     """The fields that can be columns beside those `taken`, at most so many; and the names of the others.
 
     Spark finds columns whatever case their names are in, Iceberg finds what is inside by its path with dots:
-    of `a` and `A`, or of `a.b` and a column `a` with a field `b`, the first one stays.
+    of `a` and `A`, or of `a.b` and a column `a` with a field `b`, the first one stays. A Parquet file has
+    other names for what Avro does not allow, so `☃` and `_x2603` meet too. A field that a worker could not
+    write is left out; trying them costs a file of one row.
     """
-    used = {name.casefold() for name in taken}
+    used = {_folded(name) for name in taken}
     kept: list[StructField] = []
     left_out: list[str] = []
     for one in fields:
-        mine = [path.casefold() for path in _paths(one.name, one.dataType)]
-        if len(kept) >= most or len({*mine}) < len(mine) or used.intersection(mine):
+        paths = [*_paths(one.name, one.dataType)]
+        mine = {_folded(path) for path in paths}
+        if len(kept) >= most or len(mine) < len(paths) or used & mine or not _is_shallow(one.dataType):
             left_out.append(one.name)
         else:
             kept.append(one)
-            used.update(mine)
-    return kept, left_out
+            used |= mine
+    writable = _writable(kept)
+    return writable, left_out + [one.name for one in kept if one not in writable]
+
+
+def _writable(fields: Sequence[StructField]) -> list[StructField]:
+    """The fields of which PyIceberg writes a file; halves are tried where all together fail."""
+    if not fields or _is_writable(fields):
+        return list(fields)
+    if len(fields) == 1:
+        return []
+    half = len(fields) // 2
+    return _writable(fields[:half]) + _writable(fields[half:])
+
+
+def _is_writable(fields: Sequence[StructField]) -> bool:
+    """Whether what a worker does with a table of these columns succeeds, with one row of nulls."""
+    try:
+        stored = stored_schema(to_arrow_schema(StructType(list(fields))), table="the new columns")
+        schema = iceberg_schema(stored, table="the new columns")
+        with tempfile.TemporaryDirectory() as folder:
+            made = new_table_metadata(
+                schema, UNPARTITIONED_PARTITION_SPEC, UNSORTED_SORT_ORDER, f"file://{folder}"
+            )
+            metadata = TableMetadataUtil.parse_raw(made.model_dump_json())
+            arrow = schema_to_pyarrow(metadata.schema(), include_field_ids=False)
+            row = pa.table([pa.nulls(1, one.type) for one in arrow], schema=arrow)
+            io = load_file_io({}, metadata.location)
+            return bool([*data_files(metadata, row, io, commit=uuid.uuid4(), numbers=itertools.count())])
+    except Exception:  # noqa: BLE001 - whichever library refuses it would fail each batch later
+        return False
+
+
+def _folded(path: str) -> str:
+    """A path as no two columns may have it, whatever compares them."""
+    names = ("".join(map(_folded_letter, part)) for part in path.split("."))
+    return ".".join(make_compatible_name(name) if name else name for name in names)
+
+
+def _folded_letter(letter: str) -> str:
+    """A letter as Java's `equalsIgnoreCase` compares it: to Spark `İ`, `I`, `i` and `ı` are one letter."""
+    upper = letter.upper()
+    return (upper if len(upper) == 1 else letter).lower()[0]
+
+
+def _is_shallow(kind: DataType, levels: int = MOST_LEVELS) -> bool:
+    """Whether a type has at most so many structs, lists and maps inside each other."""
+    if isinstance(kind, StructType):
+        inside = [one.dataType for one in kind.fields]
+    elif isinstance(kind, ArrayType):
+        inside = [kind.elementType]
+    elif isinstance(kind, MapType):
+        inside = [kind.keyType, kind.valueType]
+    else:
+        return True
+    return levels > 0 and all(_is_shallow(one, levels - 1) for one in inside)
 
 
 def taken_names(table: Table) -> set[str]:

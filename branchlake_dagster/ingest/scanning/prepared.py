@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from operator import add
+from operator import add, and_
 
 from pyspark.sql import Column as Expression
 from pyspark.sql import DataFrame
@@ -22,14 +22,14 @@ from branchlake_dagster.ingest.converting.expressions import (
     no_reason,
 )
 from branchlake_dagster.ingest.converting.formats import WHY, Format, Json
-from branchlake_dagster.ingest.declaring.declaration import IngestTable
+from branchlake_dagster.ingest.declaring.declaration import TOMBSTONE, IngestTable
 from branchlake_dagster.ingest.declaring.families import Expanded
 from branchlake_dagster.ingest.declaring.routing import field as field_of
 from branchlake_dagster.ingest.declaring.routing import route, table_named, taken
 from branchlake_dagster.ingest.positions.offsets import Offsets
 from branchlake_dagster.ingest.scanning.targets import Target
 from branchlake_dagster.ingest.scanning.writable import beyond, bounds_of, texts_of
-from branchlake_dagster.ingest.scanning.writer import SET
+from branchlake_dagster.ingest.scanning.writer import MOVED, SET
 from branchlake_dagster.lakehouse.spark.quoting import quoted
 
 FOR = "__for"
@@ -56,7 +56,8 @@ def row_columns(targets: Sequence[Target]) -> list[str]:
 def _shape(target: Target) -> object:
     declared = target.declared
     assert declared is not None  # noqa: S101 - dead letters have no rows of this kind
-    needed = tuple(declared.keys), tuple(declared.required), frozenset(_identifiers(target))
+    attributes = tuple(sorted(declared.attributes.items()))
+    needed = tuple(declared.keys), tuple(declared.required), frozenset(_identifiers(target)), attributes
     return target.columns, declared.contract, *needed, declared.mode == "changes", bounds_of(target)
 
 
@@ -137,6 +138,7 @@ class Prepared:
             *self._sets("mine"),
             *(self._sets("bad") if again else []),
             *(name for row in shapes for name in (row, f"{row}{WHY}")),
+            *(f"{row}{MOVED}" for row, target in shapes.items() if self._moves_rows(target)),
             *(f"{row}_evolve" for row in shapes if self._changes_types),
         )
 
@@ -202,10 +204,11 @@ class Prepared:
     # -- what a record says of itself ------------------------------------------------------------------
 
     def _operation(self) -> Expression:
-        """insert, update or delete; null where the record does not say, or nonsense."""
+        """insert, update, delete or tombstone; null where the record does not say, or nonsense."""
         text = F.lower(self._operation_said())
         known = self._ingest.operations.items()
-        return F.coalesce(*(F.when(text == word, F.lit(meaning)) for word, meaning in known))
+        tombstone = F.when(F.col("__value").isNull(), F.lit(TOMBSTONE))
+        return F.coalesce(tombstone, *(F.when(text == word, F.lit(meaning)) for word, meaning in known))
 
     def _operation_said(self) -> Expression:
         ingest = self._ingest
@@ -230,8 +233,12 @@ class Prepared:
     def _unknown(self) -> Expression | None:
         """The names of fields that some table has no column for, as JSON; None: nobody asks."""
         wanted = "add" in self._ingest.evolve
-        names, given = (self._reading.names(given=one) if wanted else None for one in (False, True))
-        if names is None or given is None or self._ingest.envelope is not None:
+        deleted = F.coalesce(F.col("__op") == "delete", F.lit(False))
+        gone = None if self._ingest.envelope is None else deleted
+        names, given = (
+            self._reading.names(given=one, gone=gone) if wanted else None for one in (False, True)
+        )
+        if names is None or given is None:
             return None
         if not self._targets:
             return None
@@ -250,21 +257,28 @@ class Prepared:
         """The frame with a column of rows, and one of why there is none: `__row0`, `__row0_why`."""
         declared = target.declared
         assert declared is not None  # noqa: S101 - dead letters have no rows of this kind
-        deleted = F.coalesce(F.col("__op") == "delete", F.lit(False))
+        deleted = F.coalesce(F.col("__op").isin("delete", TOMBSTONE), F.lit(False))
         widening = "widen" in self._ingest.evolve
         columns = [one.wider for one in target.columns] if widening else list(target.columns)
         gone = None if self._ingest.envelope is None else deleted
         frame = self._reading.fit(frame, row, columns, gone)
+        if self._moves_rows(target):
+            frame = self._with_moved_keys(frame, row, target)
         why = F.col(f"{row}{WHY}")
+        tombstone = F.coalesce(F.col("__op") == TOMBSTONE, F.lit(False))
         # What is deleted needs no more than its keys.
-        whole = ~deleted if declared.mode == "changes" else F.lit(True)
+        whole = ~deleted if declared.mode == "changes" else ~tombstone
+
+        def value_of(column: str) -> Expression:
+            attribute = declared.attributes.get(column)
+            return F.col(row).getField(column) if attribute is None else F.col(f"__{attribute}")
+
         fixed, relaxed = _identifiers(target), "relax" in self._ingest.evolve
         must = [one.name for one in target.columns if one.required and (not relaxed or one.name in fixed)]
         absent = [
-            (F.col(row).getField(column).isNull(), f"{column} is null.")
-            for column in dict.fromkeys(declared.keys)
+            (value_of(column).isNull(), f"{column} is null.") for column in dict.fromkeys(declared.keys)
         ] + [
-            (whole & F.col(row).getField(column).isNull(), f"{column} is null.")
+            (whole & value_of(column).isNull(), f"{column} is null.")
             for column in dict.fromkeys([*declared.required, *must])
         ]
         empty = F.col("__value").isNull(), because("empty", "The record has no value.")
@@ -274,8 +288,9 @@ class Prepared:
             because("operation", "Its operation is not known."),
         )
         none = mute, because("operation", "The record tells no operation.")
-        changes = declared.mode == "changes"
-        reasons = [empty, *([strange] if changes else []), (why.isNotNull(), why)]
+        changes, by_record = declared.mode == "changes", declared.keyed_by_record
+        of_value = [empty, *([strange] if changes else []), (why.isNotNull(), why)]
+        reasons = [(~tombstone & reason, text) for reason, text in of_value] if by_record else of_value
         bounds = (
             bounds_of(target) if isinstance(self._reading, Json) else (*bounds_of(target), *texts_of(target))
         )
@@ -285,6 +300,23 @@ class Prepared:
         if self._changes_types:
             frame = self._with_changes(frame, row, target, whole)
         return self._judged(frame, row, target, whole) if declared.contract is not None else frame
+
+    def _moves_rows(self, target: Target) -> bool:
+        """Whether a record may say that a row has another key now: an update in Debezium's envelope."""
+        declared = target.declared
+        return declared is not None and declared.mode == "changes" and self._ingest.envelope is not None
+
+    def _with_moved_keys(self, frame: DataFrame, row: str, target: Target) -> DataFrame:
+        """The frame with a struct of the keys that a row had before an update; null if they are the same."""
+        assert target.declared is not None  # noqa: S101 - as above
+        before, keys = f"{row}_before", {*target.declared.keys}
+        columns = [one for one in target.columns if one.name in keys]
+        frame = self._reading.fit(frame, before, columns, F.lit(True))
+        old, new = F.col(before), F.col(row)
+        whole = [old.getField(one.name).isNotNull() for one in columns]
+        other = any_of(old.getField(one.name) != new.getField(one.name) for one in columns)
+        moved = (F.col("__op") == "update") & balanced(and_, whole, F.lit(True)) & other
+        return frame.withColumn(f"{row}{MOVED}", F.when(moved, old)).drop(before, f"{before}{WHY}")
 
     def _with_changes(self, frame: DataFrame, row: str, target: Target, whole: Expression) -> DataFrame:
         """The frame with a column of what the row wants of its table, and the row in the table's types."""
@@ -332,7 +364,7 @@ class Prepared:
         declared = target.declared
         assert declared is not None  # noqa: S101 - dead letters have no rows of this kind
         meant = taken(declared, F.col("__route"))
-        if declared.mode != "append":
+        if declared.mode != "append" and not declared.keyed_by_record:
             # After a deletion Debezium sends a tombstone, for the compaction of the topic: it says no more.
             meant = meant & F.col("__value").isNotNull()
         if self._letters:

@@ -15,7 +15,7 @@ from pyspark.sql.types import StructType
 from branchlake_dagster.branching.errors import TableMissing
 from branchlake_dagster.branching.table.partitioning import partition_spec
 from branchlake_dagster.branching.table.schema import arrow_schema, evolve
-from branchlake_dagster.branching.table.spec import LayoutField, identifier_of, table_name
+from branchlake_dagster.branching.table.spec import LayoutField, identifier_of, require_parquet, table_name
 from branchlake_dagster.branching.table.types import iceberg_schema, stored_schema
 from branchlake_dagster.errors import Terminal
 from branchlake_dagster.ingest.converting.columns import Column, columns_of
@@ -103,7 +103,8 @@ def prepare(
     """The targets, in the order of `wanted`: tables are made that are missing.
 
     `found` has by table the columns of a table to be made. Raises TypesUnknown for a table whose columns have
-    to be found first, and TableMissing where none may be made.
+    to be found first, TableMissing where none may be made, and ConfigurationError for a table whose files
+    cannot be written here.
     """
     targets = []
     for declared, (name, identifier) in zip([*ingest.tables, None], wanted.items(), strict=True):
@@ -117,6 +118,7 @@ def prepare(
             )
         if table is None:
             table = _made(catalog, identifier, name, declared, found.get(name))
+        require_parquet(table.metadata.properties, table=name)
         targets.append(Target(declared, identifier, table, _columns(table, name, declared)))
     return targets
 

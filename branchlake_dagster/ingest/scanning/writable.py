@@ -24,6 +24,7 @@ from pyiceberg.types import (
 from pyspark.sql import Column as Expression
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
+from branchlake_dagster.ingest.converting.expressions import matches_whole
 from branchlake_dagster.ingest.scanning.targets import Target
 
 Bounds = tuple[tuple[str, str], ...]
@@ -36,7 +37,7 @@ _KEPT: Mapping[type[IcebergType], str] = {
     TimestamptzType: "timestamp",
     UUIDType: "uuid",
 }
-_UUID = "^[0-9a-fA-F]{8}-?[0-9a-fA-F]{4}-?[0-9a-fA-F]{4}-?[0-9a-fA-F]{4}-?[0-9a-fA-F]{12}\\z"
+_UUID = "[0-9a-fA-F]{8}-?[0-9a-fA-F]{4}-?[0-9a-fA-F]{4}-?[0-9a-fA-F]{4}-?[0-9a-fA-F]{12}"
 
 
 def bounds_of(target: Target) -> Bounds:
@@ -102,7 +103,7 @@ _RULES: Mapping[str, _Rule] = {
         "timestamp_ntz",
     ),
     "utf8": lambda value, _: (~F.is_valid_utf8(value), "text in UTF-8"),
-    "uuid": lambda value, _: (~value.rlike(_UUID), "uuid"),
+    "uuid": lambda value, _: (~matches_whole(value, _UUID), "uuid"),
     "fixed": lambda value, width: (F.octet_length(value) != int(width), f"fixed[{width}]"),
     "number": lambda value, _: (F.isnan(value), "number, and its table is partitioned by it"),
 }

@@ -29,6 +29,8 @@ SENT_BACK = pa.schema([("kind", pa.string()), ("target", pa.int32()), ("payload"
 SCHEMA_VERSION = 1
 """Of the dead letters."""
 _OF_RECORD, _OF_BAD = ("topic", "incarnation", "partition", "timestamp"), ("offset", "key", "value")
+MOVED = "_moved"
+"""Behind the name of a column of rows: the column of the keys that a row had before its record."""
 SET = 62
 """So many tables have a bit in one number."""
 _MORE_NAMES = 100
@@ -85,6 +87,13 @@ def writing(work: Work) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.Reco
         yield task.end()
 
     return write
+
+
+def dead_letter_files(work: Work, letters: Mapping[str, pa.Array], count: int) -> list[DataFile]:
+    """Write dead letters to data files of their table: those of records that no pass could read."""
+    table = _TableWriter(work, work.targets[-1])
+    table.keep(table.fitted(letters, count))
+    return list(table.flush())
 
 
 _FIRST_US, _LAST_US = -62_135_596_800_000_000, 253_402_300_799_999_999
@@ -153,6 +162,8 @@ class _Task:
                 rows = None if count == batch.num_rows else pc.indices_nonzero(good)
                 self._keep(number, table, table.rows(batch, rows, self._record(batch)))
                 self._counts[f"rows/{number}"] += count
+                if f"{table.row}{MOVED}" in batch.schema.names:
+                    self._take_old_rows_away(batch, number, table, good)
             self._evolving(batch, number, table, mine)
             if why.null_count < len(why):
                 # While tables are filled again, their dead letters of the first time are still there.
@@ -170,6 +181,22 @@ class _Task:
                 self._bad(batch, rows, None, said.field("kind"), said.field("detail"))
         if self._work.letters:
             self._counts["left_out"] += batch.num_rows - placed.true_count
+
+    def _take_old_rows_away(
+        self, batch: pa.RecordBatch, number: int, table: _TableWriter, good: pa.Array
+    ) -> None:
+        """Keep a deletion of the row with the old keys for each good record that has changed them."""
+        moved = pc.indices_nonzero(pc.and_(good, pc.is_valid(batch.column(f"{table.row}{MOVED}"))))
+        if len(moved):
+            deletion = pa.repeat(pa.scalar("delete"), batch.num_rows)
+            record = self._record(batch)
+            self._keep(
+                number,
+                table,
+                table.rows(
+                    batch, moved, lambda name: deletion if name == "op" else record(name), table.row + MOVED
+                ),
+            )
 
     def _record(self, batch: pa.RecordBatch) -> Callable[[str], pa.Array]:
         """What rows take of the record itself, by attribute."""
@@ -330,10 +357,14 @@ class _TableWriter:
         return self._target.row
 
     def rows(
-        self, batch: pa.RecordBatch, chosen: pa.Array | None, record: Callable[[str], pa.Array]
+        self,
+        batch: pa.RecordBatch,
+        chosen: pa.Array | None,
+        record: Callable[[str], pa.Array],
+        column_of_rows: str | None = None,
     ) -> pa.RecordBatch:
-        """The chosen records as rows of the table; None: all of them."""
-        structs: pa.StructArray = batch.column(self.row)
+        """The chosen records as rows of the table; None: all of them. `column_of_rows`: default `row`."""
+        structs: pa.StructArray = batch.column(column_of_rows or self.row)
         if chosen is not None:
             structs = structs.take(chosen)
         values: dict[str, pa.Array] = {

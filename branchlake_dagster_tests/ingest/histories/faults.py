@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,7 +14,8 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from urllib3.exceptions import ConnectTimeoutError
 
-from branchlake_dagster.ingest.batch.records import Records
+from branchlake_dagster.ingest.batch.records import RawRecord, Records
+from branchlake_dagster.ingest.positions.division import Position
 from branchlake_dagster.ingest.positions.offsets import Ranges
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie import failures
@@ -162,6 +163,9 @@ class FaultyRecords:
 
     def reading(self) -> AbstractContextManager[None]:
         return self.records.reading()
+
+    def fetch(self, positions: Iterable[Position]) -> list[RawRecord]:
+        return self.records.fetch(positions)
 
     def require(self, ranges: Ranges, count: int) -> None:
         self.records.require(ranges, count)

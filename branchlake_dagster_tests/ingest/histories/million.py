@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 
 from branchlake_dagster.ingest.batch.records import KafkaRecords
 from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
-from branchlake_dagster.ingest.kafka.cluster import Cluster
 from branchlake_dagster.ingest.kafka.topics import KafkaTopics
 from branchlake_dagster.ingest.running.live import LiveIngestion
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -28,7 +27,7 @@ def million(
     lake: Lakehouse, broker: EmbeddedKafka, seed: int, records: int, say: Callable[[str], None]
 ) -> dict[str, object]:
     """Counts by table, whether each token is there exactly once, and seconds of the batches."""
-    cluster = Cluster(broker.up())
+    cluster = broker.cluster()
     kafka = Broker(cluster)
     tokens = Tokens([kafka.topic(partitions=PARTITIONS)], Random(seed))
     while len(tokens.belongs) < records:

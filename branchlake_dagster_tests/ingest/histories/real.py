@@ -22,7 +22,6 @@ from pyiceberg.exceptions import CommitFailedException
 from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.ingest.batch.records import KafkaRecords
 from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
-from branchlake_dagster.ingest.kafka.cluster import Cluster
 from branchlake_dagster.ingest.kafka.topics import KafkaTopics
 from branchlake_dagster.ingest.running.live import LiveIngestion
 from branchlake_dagster.lakehouse.embedded import process
@@ -67,7 +66,7 @@ def stack(folder: Path) -> Iterator[tuple[Lakehouse, EmbeddedKafka, dict[str, st
     environment = {
         "BRANCHLAKE_STATE_DIR": str(folder / "state"),
         "BRANCHLAKE_HEARTBEAT_INTERVAL_S": "0.3",
-        "BRANCHLAKE_DISCARD_GRACE_H": "0",
+        "BRANCHLAKE_DISCARD_GRACE_H": "0.000001",
         "DAGSTER_HOME": str(home),
     }
     with pytest.MonkeyPatch.context() as patch, ExitStack() as ending:
@@ -101,7 +100,7 @@ class RealHistory:
         self.random = Random(seed)
         self.lake = lake
         self.broker = broker
-        self.cluster = Cluster(broker.up())
+        self.cluster = broker.cluster()
         self.kafka = Broker(self.cluster)
         self.say = say
         self.played = Played(seed)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.receiving.landing import (
+    MARK,
     SCHEMA,
     Landing,
     LandingDamaged,
@@ -28,6 +29,8 @@ from branchlake_dagster.ingest.receiving.records.record import (
     Resumed,
     digest,
 )
+from branchlake_dagster.lakehouse.logs import rotation
+from branchlake_dagster.lakehouse.logs.rotation import EARLIER_FILES, rotate_by_rename
 from branchlake_dagster_tests.ingest.receiving.harness import ORIGIN, landed, landing_sink, record
 
 
@@ -138,11 +141,37 @@ def test_offsets_are_never_given_twice(tmp_path: Path) -> None:
     write(tmp_path, [record(b"a")], [record(b"b")])
     (newest,) = (tmp_path / "t" / "0").glob(f"{file_name(1, 1)}")
     newest.unlink()
-    with pytest.raises(LandingDamaged, match="its log says 2"):
+    with pytest.raises(LandingDamaged):
         landing_sink(tmp_path).open(resume=False)
     shutil.rmtree(tmp_path / "t")
     write(tmp_path, [record(b"c")])
     assert Landing(tmp_path).offsets("t", 0) == (0, 1)
+
+
+def test_offsets_are_never_given_twice_beside_a_busy_partition(tmp_path: Path) -> None:
+    """The log that all partitions share is read at its end only, and may be gone."""
+    write(tmp_path, [record(b"a")], [record(b"b")])
+    (tmp_path / "t" / "0" / file_name(1, 1)).unlink()
+    log = tmp_path / "t" / "ingest.log"
+    with log.open("a") as file:
+        for number in range(4_000):
+            file.write(json.dumps({"partition": 1, "last": number, "told": "x" * 60}) + "\n")
+    for _ in range(2):
+        with pytest.raises(LandingDamaged):
+            landing_sink(tmp_path).open(resume=False)
+        log.unlink(missing_ok=True)
+
+
+def test_a_folder_of_an_older_release_gets_its_mark(tmp_path: Path) -> None:
+    write(tmp_path, [record(b"a")])
+    mark = tmp_path / "t" / "0" / MARK
+    assert mark.read_bytes() == b"%020d\n" % 1
+    mark.unlink()
+    write(tmp_path, [record(b"b")])
+    assert mark.read_bytes() == b"%020d\n" % 2
+    mark.write_bytes(b"")
+    with pytest.raises(LandingDamaged):
+        landing_sink(tmp_path).open(resume=False)
 
 
 def test_a_gap_is_told(tmp_path: Path) -> None:
@@ -169,7 +198,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(
     with pytest.raises(NotHandedOver, match="No space left") as caught:
         sink.write([record(b"a")])
     assert caught.value.records == [record(b"a")]
-    assert [path.name for path in (tmp_path / "t" / "0").iterdir()] == [".lock"]
+    assert {path.name for path in (tmp_path / "t" / "0").iterdir()} == {".lock", MARK}
     monkeypatch.setattr(pq, "write_table", whole)
     sink.write(caught.value.records)
     sink.close()
@@ -186,6 +215,28 @@ def test_the_log_tells_of_each_file(tmp_path: Path) -> None:
     assert (line["first"], line["last"], line["rows"], line["dropped_so_far"]) == (0, 1, 2, 7)
     assert line["size_bytes"] == (tmp_path / "t" / "0" / file_name(0, 1)).stat().st_size
     assert line["opened"] == "1970-01-01T00:00:01.000000+00:00"
+
+
+def test_the_log_is_rotated_and_no_line_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotation, "LIMIT_BYTES", 2_000)
+    write(tmp_path, *([record(b"a")] for _ in range(20)))
+    files = sorted((tmp_path / "t").glob("ingest.log*"), reverse=True)
+    assert 1 < len(files) <= EARLIER_FILES + 1
+    assert all(path.stat().st_size < 2_500 for path in files)
+    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    assert [line["first"] for line in lines if "first" in line] == [*range(20)]
+
+
+def test_offsets_are_never_given_twice_after_a_rotation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, [record(b"a")], [record(b"b")])
+    for name in (file_name(1, 1), MARK):  # a folder of an older release, whose newest file is lost
+        (tmp_path / "t" / "0" / name).unlink()
+    monkeypatch.setattr(rotation, "LIMIT_BYTES", 1)
+    assert rotate_by_rename(tmp_path / "t" / "ingest.log")
+    with pytest.raises(LandingDamaged):
+        landing_sink(tmp_path).open(resume=False)
 
 
 def test_a_line_cut_by_a_crash_is_passed_over(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.receiving.intake import Intake
+from branchlake_dagster.ingest.receiving.sources.peers import AllowedPeers
 from branchlake_dagster.ingest.receiving.sources.tcp import TcpConfig, TcpSource
 from branchlake_dagster_tests.ingest.receiving.harness import (
     MemorySink,
@@ -142,6 +143,33 @@ def test_a_dripping_frame_is_slow_although_bytes_come() -> None:
             out.close()
             await asyncio.gather(ended, return_exceptions=True)
         assert intake.counts.events["closed_slow"] == 1
+
+    asyncio.run(play())
+
+
+def test_one_sender_cannot_take_all_connections_and_other_networks_none() -> None:
+    async def play() -> None:
+        sink = MemorySink()
+        intake = listening(sink, most_connections_per_peer=1)
+        async with running(intake):
+            _, first = await connect(intake)
+            await until(lambda: intake.counts.events["connections"] == 1)
+            reader, second = await connect(intake)
+            assert await reader.read() == b""
+            first.close()
+            await until(lambda: intake.counts.events["closed_by_sender"] == 1)
+            _, third = await connect(intake)
+            third.write(framed(b"x"))
+            await until(lambda: values(sink) == [b"x"])
+            second.close()
+            third.close()
+        assert intake.counts.events["refused_connections"] == 1
+        elsewhere = listening(MemorySink(), allowed=AllowedPeers.of(["10.0.0.0/8"]))
+        async with running(elsewhere):
+            reader, out = await connect(elsewhere)
+            assert await reader.read() == b""
+            out.close()
+        assert elsewhere.counts.events["peers_not_allowed"] == 1
 
     asyncio.run(play())
 

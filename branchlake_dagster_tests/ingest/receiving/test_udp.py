@@ -10,6 +10,7 @@ import pytest
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.receiving.records.buffer import Buffer
 from branchlake_dagster.ingest.receiving.records.counts import Counts
+from branchlake_dagster.ingest.receiving.sources.peers import AllowedPeers
 from branchlake_dagster.ingest.receiving.sources.udp import UdpConfig, UdpSource, kernel_drops
 from branchlake_dagster_tests.ingest.receiving.harness import (
     MemorySink,
@@ -46,6 +47,42 @@ def test_datagrams_become_records_as_they_are(tmp_path: Path) -> None:
         assert table["key"].to_pylist() == [b"ab", source, source, b"\x00\x01"]
 
     asyncio.run(play())
+
+
+def test_datagrams_from_other_networks_are_ignored_and_counted() -> None:
+    async def play() -> None:
+        sink = MemorySink()
+        config = UdpConfig(HERE, 0, allowed=AllowedPeers.of(["10.0.0.0/8"]))
+        intake = an_intake(lambda b, c: UdpSource(config, b, c), sink)
+        async with running(intake):
+            with sender(intake.source.address) as out:
+                out.send(b"x")
+            await until(lambda: intake.counts.events["peers_not_allowed"] == 1)
+        assert sink.records == []
+        assert adds_up(intake)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("networks", "host", "permitted"),
+    [
+        ([], "203.0.113.9", True),
+        (["10.0.0.0/8"], "10.255.0.1", True),
+        (["10.0.0.0/8"], "11.0.0.1", False),
+        (["10.0.0.0/8"], "::ffff:10.0.0.1", True),
+        (["fe80::/10", "10.1.2.3"], "fe80::1%eth0", True),
+        (["fe80::/10", "10.1.2.3"], "10.1.2.4", False),
+    ],
+)
+def test_networks_of_allowed_peers(networks: list[str], host: str, permitted: bool) -> None:
+    assert AllowedPeers.of(networks).permits(host) is permitted
+
+
+@pytest.mark.parametrize("text", ["10.0.0.0/40", "sensors", "10.0.0.1/8", ""])
+def test_what_is_not_a_network_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError):
+        AllowedPeers.of([text])
 
 
 @pytest.mark.long

@@ -19,6 +19,7 @@ from confluent_kafka.admin import (
     UserScramCredentialUpsertion,
 )
 
+from branchlake_dagster.ingest.kafka import broker_login
 from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
 from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, choose_port
 from branchlake_dagster.settings import Settings
@@ -47,16 +48,16 @@ class SecuredBroker:
         self._kafka = EmbeddedKafka(settings, more=_properties(self._ports, certificate, trusted))
 
     def up(self) -> str:
-        """Start it, and make the user known; the address that asks for nothing."""
-        address = self._kafka.up()
-        admin = AdminClient({"bootstrap.servers": address})
+        """Start it, and make the user known; the address of the listener that is the package's own."""
+        cluster = self._kafka.cluster()
+        admin = AdminClient(cluster.client_options())
         for user, mechanism in product(
             (USER, READER), _SCRAM.values()
         ):  # one at a time, as the broker wants it
             told = UserScramCredentialUpsertion(user, ScramCredentialInfo(mechanism, 4096), PASSWORD.encode())
             for future in admin.alter_user_scram_credentials([told]).values():
                 future.result(60)
-        return address
+        return cluster.bootstrap
 
     def down(self) -> None:
         self._kafka.down()
@@ -73,7 +74,7 @@ class SecuredBroker:
 
     def allow(self, who: str, *wanted: tuple[ResourceType, str, AclOperation]) -> None:
         """Let somebody do this to topics and groups of these names."""
-        admin = AdminClient({"bootstrap.servers": self._kafka.up()})
+        admin = AdminClient(self._kafka.cluster().client_options())
         rules = [
             AclBinding(kind, name, ResourcePatternType.LITERAL, who, "*", operation, AclPermissionType.ALLOW)
             for kind, name, operation in wanted
@@ -111,7 +112,7 @@ def _properties(ports: Mapping[str, int], certificate: Path, trusted: Path) -> d
         "ssl.keystore.location": str(certificate),
         "sasl.enabled.mechanisms": ",".join(["PLAIN", *_SCRAM]),
         "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
-        "super.users": f"User:ANONYMOUS;User:{USER}",
+        "super.users": f"User:ANONYMOUS;User:{USER};User:{broker_login.USER}",
         "listener.name.mutual.ssl.client.auth": "required",
         "listener.name.mutual.ssl.truststore.type": "PEM",
         "listener.name.mutual.ssl.truststore.location": str(trusted),

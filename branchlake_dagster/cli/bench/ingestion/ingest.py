@@ -51,8 +51,7 @@ def measure(
         try:
             lake.endpoints()
             main_with_history(lake.nessie)
-            cluster = Cluster(kafka.up())
-            return _Stack(lake, cluster, say).measure(records, seconds, rounds)
+            return _Stack(lake, kafka.cluster(), say).measure(records, seconds, rounds)
         finally:
             kafka.down()
             lake.servers.down()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -193,6 +194,8 @@ class _Trial:
             (self.folder / f"{arguments[0]}.log").open("wb") as log,
             subprocess.Popen(
                 [sys.executable, "-c", COMMAND, *arguments, "--json"],
+                # By its state folder it knows the password of the broker.
+                env={**os.environ, "BRANCHLAKE_STATE_DIR": str(self.lake.settings.state_dir)},
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import Any
 
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Transient
@@ -28,11 +30,24 @@ from branchlake_dagster.ingest.receiving.records.record import (
 )
 
 DEFAULT_ROLL = Roll(records=10_000, size_bytes=4 * 1024 * 1024, age_s=0.02)
-OURS = {"enable.idempotence": True, "acks": "all", "linger.ms": 5}
-"""What a producer of ours always has; ``linger.ms`` may be set otherwise."""
+OURS = {"enable.idempotence": True, "acks": "all", "message.timeout.ms": 0, "linger.ms": 5}
+"""What a producer of ours always has; ``linger.ms`` may be set otherwise.
+
+There is no message timeout: after it librdkafka reports a record as failed that the broker may have got.
+"""
+_RIGHT = {
+    "enable.idempotence": ("true",),
+    "acks": ("all", "-1"),
+    "request.required.acks": ("all", "-1"),
+    **dict.fromkeys(("message.timeout.ms", "delivery.timeout.ms"), ("0",)),
+    # With few attempts, too, a record is given up whose last one has arrived.
+    **dict.fromkeys(("message.send.max.retries", "retries"), (str(2**31 - 1),)),
+}
+"""Options that may not have other values: records would be lost or doubled."""
 
 _TAIL, _KNOWN = 10_000, 50_000
 _ANSWER_S, _LOOK_S, _POLL_S = 10.0, 2.5, 0.05
+_PATIENCE_S = 60.0
 _HINTS = {
     Cause.CREDENTIALS: "Look at sasl.username, sasl.password and sasl.mechanism in the options for Kafka.",
     Cause.TRUST: "The option ssl.ca.location is the PEM file of the authority that signed the broker's"
@@ -42,7 +57,16 @@ _HINTS = {
     Cause.ADDRESS: "See whether the broker runs and its address is right; it is tried again.",
     Cause.PROTOCOL: "Set the option security.protocol to what the listener expects; it is tried again.",
 }
-_OF_PRODUCERS = frozenset({*OURS, "delivery.timeout.ms", "message.timeout.ms", "compression.type"})
+_OF_PRODUCERS = frozenset({*OURS, *_RIGHT, "compression.type"})
+
+
+@dataclass(eq=False)
+class _Sent:
+    """A record that librdkafka has, and what its report says."""
+
+    record: Record
+    reported: bool = False
+    error: Any = None
 
 
 class BrokerUnreachable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
@@ -58,6 +82,8 @@ class KafkaSink:
         origin: what the headers say of the receiver.
         options: librdkafka's (``bootstrap.servers``, ``security.protocol``, ``sasl.*``, ``ssl.*`` …).
         roll: how much is sent before its reports are awaited.
+        patience_s: after so many seconds without a report a call of `write` fails. The records stay with the
+            producer; the next call with them waits on, and sends none of them again.
         make_producer: makes a producer of such options; librdkafka's by default.
         clock: monotonic seconds.
 
@@ -71,18 +97,21 @@ class KafkaSink:
         options: Mapping[str, Any],
         *,
         roll: Roll = DEFAULT_ROLL,
+        patience_s: float = _PATIENCE_S,
         make_producer: Callable[[dict[str, Any]], Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         require("kafka", "confluent_kafka", wanted_by="A sink in Kafka")
-        clash = {"enable.idempotence": "true", "acks": ("all", "-1")}
-        for name, right in clash.items():
+        for name, right in _RIGHT.items():
             if name in options and str(options[name]).lower() not in right:
                 raise ConfigurationError(
                     f"{name}={options[name]} would lose or double records.", hint="Leave the option out."
                 )
         self.topic, self.partition, self.origin, self.roll = topic, partition, origin, roll
-        self._options = {**OURS, **options, "enable.idempotence": True, "acks": "all"}
+        self._options = {**OURS, **{name: value for name, value in options.items() if name not in _RIGHT}}
+        self._patience_s = patience_s
+        self._waiting: list[_Sent] = []
+        self._unreported: set[_Sent] = set()
         self._make = make_producer or _producer
         self._producer: Any = None
         self._complaints = Complaints(str(options.get("bootstrap.servers")))
@@ -164,48 +193,61 @@ class KafkaSink:
     def _write(self, records: Sequence[Record]) -> None:
         import confluent_kafka as ck
 
-        unknown: set[int] = set()
-        failed: dict[int, Any] = {}
-
-        def report(number: int, error: Any, _: Any) -> None:
-            unknown.discard(number)
-            if error is not None:
-                failed[number] = error
-
-        queued = 0
+        until = self._clock() + self._patience_s
+        earlier: dict[int, deque[_Sent]] = {}
+        for one in self._waiting:
+            earlier.setdefault(id(one.record), deque()).append(one)
+        sent: list[_Sent] = []
+        refused: list[Any] = []
         try:
-            while queued < len(records) and not self._ended.is_set():
-                if self._queue(records[queued], partial(report, queued)):
-                    unknown.add(queued)
-                    queued += 1
+            while len(sent) < len(records) and not self._ended.is_set() and self._clock() < until:
+                record = records[len(sent)]
+                # What an earlier call has sent may be there already: its report is awaited.
+                found = earlier[id(record)].popleft() if earlier.get(id(record)) else self._queue(record)
+                if found is not None:
+                    sent.append(found)
                 # Reports come in polls; a full queue waits for them.
-                self._producer.poll(0 if unknown else _POLL_S)
+                self._producer.poll(0 if self._unreported else _POLL_S)
         except ck.KafkaException as error:
-            failed[queued] = error.args[0]
-        # A report may have come before its number was noted.
-        while unknown and not self._ended.is_set():
+            refused.append(error.args[0])
+        while self._unreported and not self._ended.is_set() and self._clock() < until:
             self._producer.poll(_POLL_S)
-        left = sorted({*unknown, *failed, *range(queued, len(records))})
-        if unknown:
+        self._waiting = [*chain.from_iterable(earlier.values()), *(one for one in sent if not one.reported)]
+        left = [
+            record
+            for record, one in zip_longest(records, sent)
+            if one is None or not one.reported or one.error is not None
+        ]
+        errors = [*(one.error for one in sent if one.error is not None), *refused]
+        if self._unreported and self._ended.is_set():
             raise NotConfirmed(
-                f"{len(unknown)} records were sent to topic {self.topic}, and no broker has confirmed them.",
-                [records[number] for number in left],
+                f"{len(self._unreported)} records were sent to topic {self.topic}, "
+                "and no broker has confirmed them.",
+                left,
             )
-        if any(error.fatal() or error.code() == ck.KafkaError._FATAL for error in failed.values()):
+        if any(error.fatal() or error.code() == ck.KafkaError._FATAL for error in errors):
             # A producer that cannot keep its promise of order takes nothing more; a new one does.
             self._producer.purge()
             self._producer = self._new_producer()
+            self._waiting, self._unreported = [], set()
         if left:
-            why = next(iter(failed.values())).str() if failed else "the receiver ends"
+            why = "the receiver ends" if self._ended.is_set() else "no broker has confirmed them yet"
+            why = errors[0].str() if errors else why
             raise NotHandedOver(
                 f"{len(left)} records were not taken by topic {self.topic}: {why}.",
-                [records[number] for number in left],
+                left,
                 hint="See the broker's log; it is tried again.",
             )
         self._complaints.answered()
 
-    def _queue(self, record: Record, report: Callable[[Any, Any], None]) -> bool:
-        """Give it to librdkafka; False when its queue is full."""
+    def _queue(self, record: Record) -> _Sent | None:
+        """Give it to librdkafka; None when its queue is full."""
+        one = _Sent(record)
+
+        def report(error: Any, _: Any) -> None:
+            one.reported, one.error = True, error
+            self._unreported.discard(one)
+
         where = {} if self.partition is None else {"partition": self.partition}
         try:
             self._producer.produce(
@@ -219,8 +261,10 @@ class KafkaSink:
             )
         except BufferError:
             self._producer.poll(_POLL_S)
-            return False
-        return True
+            return None
+        if not one.reported:
+            self._unreported.add(one)
+        return one
 
     def _headers(self, record: Record) -> list[tuple[str, bytes]]:
         found = [

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from branchlake_dagster.ingest.receiving.landing import (
     LOCK,
     LOG,
+    MARK,
     SCHEMA,
     UNFINISHED,
     Landing,
@@ -41,6 +42,7 @@ from branchlake_dagster.ingest.receiving.records.record import (
     Roll,
     digest,
 )
+from branchlake_dagster.lakehouse.logs.rotation import earlier_log, rotate_by_rename
 
 DEFAULT_ROLL = Roll(records=50_000, size_bytes=64 * 1024 * 1024, age_s=1.0)
 _LOG_TAIL = 256 * 1024
@@ -74,6 +76,7 @@ class LandingSink:
         self.roll = roll
         self._now_ns = now_ns
         self._lock: int | None = None
+        self._mark: int | None = None
         self._next = 0
 
     @property
@@ -101,7 +104,9 @@ class LandingSink:
             for left in self.folder.glob(f"*{UNFINISHED}"):
                 left.unlink()
             _, self._next = self.landing.offsets(self.topic, self.partition)
-            self._compare_with_log()
+            self._require_unused(self._marked(), "its high-water mark")
+            self._require_unused(self._logged(), "its log")
+            self._open_mark()
             self._rehearse()
             self._log(event="opened", next_offset=self._next)
             return self._resumed() if resume else Resumed()
@@ -136,6 +141,7 @@ class LandingSink:
         self._next = last + 1
         try:
             sync_folder(self.folder)
+            self._set_mark()
         except OSError as error:
             raise NotConfirmed(
                 f"{len(records)} records are in {self.folder / name}, but the disk does not say that they"
@@ -156,9 +162,10 @@ class LandingSink:
 
     def close(self) -> None:
         """Unlock the partition."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        for number in (self._mark, self._lock):
+            if number is not None:
+                os.close(number)
+        self._mark = self._lock = None
 
     def as_table(self, records: Sequence[Record], first: int) -> pa.Table:
         """The rows of `records`, the first of which has the offset `first`."""
@@ -220,18 +227,47 @@ class LandingSink:
             ) from error
         self._lock = number
 
-    def _compare_with_log(self) -> None:
-        """Refuse to give offsets a second time."""
+    def _marked(self) -> int:
+        """The offset that the partition's mark names; 0 if it has none, as folders of older releases."""
+        path = self.folder / MARK
+        try:
+            return int(path.read_bytes())
+        except FileNotFoundError:
+            return 0
+        except ValueError as error:
+            raise LandingDamaged(
+                f"{path} is not an offset.",
+                hint="If no newest file of the partition is missing, remove it: it is made again.",
+            ) from error
+
+    def _logged(self) -> int:
+        """The offset after the partition's last file in the log's end, where other partitions write too."""
         logged = 0
-        for line in _last_lines(self.landing.topic_folder(self.topic) / LOG):
+        log = self.landing.topic_folder(self.topic) / LOG
+        for line in (*_last_lines(earlier_log(log)), *_last_lines(log)):
             if line.get("partition") == self.partition:
                 logged = max(logged, int(line.get("last", -1)) + 1, int(line.get("next_offset", 0)))
-        if logged > self._next:
+        return logged
+
+    def _require_unused(self, known: int, source: str) -> None:
+        """Raise LandingDamaged where offsets would be given a second time."""
+        if known > self._next:
             raise LandingDamaged(
                 f"Partition {self.partition} of topic {self.topic} in {self.landing.folder} ends before"
-                f" offset {self._next}, but its log says {logged}: its newest files are gone.",
+                f" offset {self._next}, but {source} says {known}: its newest files are gone.",
                 hint="Restore them, or remove the topic's folder: another incarnation begins anew.",
             )
+
+    def _open_mark(self) -> None:
+        self._mark = os.open(self.folder / MARK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._set_mark()
+        sync_folder(self.folder)
+
+    def _set_mark(self) -> None:
+        """Make the next offset durable. After the files before it, so a crash never leaves it too high."""
+        assert self._mark is not None  # noqa: S101 - the sink is open
+        os.pwrite(self._mark, b"%020d\n" % self._next, 0)
+        os.fdatasync(self._mark)
 
     def _log(self, **fields: Any) -> None:
         """Add a line. One write in append mode: lines of several partitions do not mix."""
@@ -242,6 +278,7 @@ class LandingSink:
             **fields,
         }
         path = self.landing.topic_folder(self.topic) / LOG
+        rotate_by_rename(path)
         # The files are the truth: a report may lack a line, when the disk is full for one.
         with contextlib.suppress(OSError):
             number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

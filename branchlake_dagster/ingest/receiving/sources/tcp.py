@@ -11,6 +11,7 @@ import contextlib
 import socket
 import struct
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.receiving.records.buffer import Buffer
 from branchlake_dagster.ingest.receiving.records.counts import Counts
 from branchlake_dagster.ingest.receiving.records.record import Record, Resumed
+from branchlake_dagster.ingest.receiving.sources.peers import ALL_PEERS, AllowedPeers
 
 _LENGTH = struct.Struct("<I")
 _CHUNK = 64 * 1024
@@ -36,6 +38,8 @@ class TcpConfig:
         key_bytes: first byte and byte after the last of a frame's own key; None: the connection.
         most_frame_bytes: a longer frame is garbage and ends its connection.
         most_connections: further ones are closed at once.
+        most_connections_per_peer: the same for one network address, so that one sender cannot take all.
+        allowed: connections from other networks are closed at once.
         idle_s: a connection without any byte for so long is half open, and closed.
         frame_s: a frame that is begun and not complete after so long ends its connection.
 
@@ -46,6 +50,8 @@ class TcpConfig:
     key_bytes: tuple[int, int] | None = None
     most_frame_bytes: int = 65_536
     most_connections: int = 1_000
+    most_connections_per_peer: int = 100
+    allowed: AllowedPeers = ALL_PEERS
     idle_s: float = 60.0
     frame_s: float = 10.0
 
@@ -62,6 +68,7 @@ class TcpSource:
     ) -> None:
         self.config, self.trouble = config, ""
         self.connections: dict[asyncio.Task[None], _Connection] = {}
+        self._by_peer: Counter[str] = Counter()
         self._buffer, self._counts, self._now_ns = buffer, counts, now_ns
         self._server: asyncio.Server | None = None
 
@@ -105,10 +112,20 @@ class TcpSource:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
-        if task is None or len(self.connections) >= self.config.most_connections:
+        peer = str((writer.get_extra_info("peername") or ("",))[0])
+        if peer and not self.config.allowed.permits(peer):
+            self._counts.events["peers_not_allowed"] += 1
+            writer.close()
+            return
+        too_many = (
+            len(self.connections) >= self.config.most_connections
+            or self._by_peer[peer] >= self.config.most_connections_per_peer
+        )
+        if task is None or too_many:
             self._counts.events["refused_connections"] += 1
             writer.close()
             return
+        self._by_peer[peer] += 1
         self._counts.events["connections"] += 1
         connection = _Connection(reader, writer, self.config)
         self.connections[task] = connection
@@ -119,6 +136,7 @@ class TcpSource:
             reason = "ended"
         finally:
             del self.connections[task]
+            self._by_peer -= Counter([peer])
             writer.close()
         self._counts.events[f"closed_{reason}"] += 1
         if connection.rest:

@@ -14,6 +14,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.receiving.records.buffer import Buffer, Drop
 from branchlake_dagster.ingest.receiving.records.counts import Counts
 from branchlake_dagster.ingest.receiving.records.record import Record, Resumed
+from branchlake_dagster.ingest.receiving.sources.peers import ALL_PEERS, AllowedPeers
 
 _AT_ONCE = 256
 """Datagrams read before others have their turn."""
@@ -33,6 +34,7 @@ class UdpConfig:
         most_bytes: a larger datagram is dropped as ``too_large``.
         socket_buffer_bytes: what the kernel is asked to keep; it may give less (``net.core.rmem_max``).
         drop: which goes when the buffer is full.
+        allowed: a datagram from another network is ignored and counted as ``peers_not_allowed``.
 
     """
 
@@ -42,6 +44,7 @@ class UdpConfig:
     most_bytes: int = 1_500
     socket_buffer_bytes: int = 8 * 1024 * 1024
     drop: Drop = "oldest"
+    allowed: AllowedPeers = ALL_PEERS
 
 
 class UdpSource:
@@ -128,6 +131,9 @@ class UdpSource:
                 self._counts.events["socket_errors"] += 1
                 break
             read += 1
+            if peer not in self._addresses and not self.config.allowed.permits(peer[0]):
+                self._counts.events["peers_not_allowed"] += 1
+                continue
             if len(data) > most:
                 self._counts.dropped["too_large"] += 1
                 continue

@@ -1,0 +1,43 @@
+"""Which network addresses may send to a receiver. An address proves nothing: UDP's can be forged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+
+from branchlake_dagster.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class AllowedPeers:
+    """The networks from which records are accepted; all addresses if there are none."""
+
+    networks: tuple[IPv4Network | IPv6Network, ...] = ()
+
+    @classmethod
+    def of(cls, networks: Iterable[str]) -> AllowedPeers:
+        """From CIDR notation, such as 10.1.0.0/16 or 2001:db8::/32. Raises ConfigurationError."""
+        found = []
+        for text in networks:
+            try:
+                found.append(ip_network(text))
+            except ValueError as error:
+                raise ConfigurationError(
+                    f"{text} is not a network in CIDR notation: {error}.",
+                    hint="Write --allow 10.1.0.0/16, or --allow 10.1.2.3 for one address.",
+                ) from error
+        return cls(tuple(found))
+
+    def permits(self, host: str) -> bool:
+        """Whether a numeric address may send."""
+        if not self.networks:
+            return True
+        address = ip_address(host.partition("%")[0])
+        if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+            address = address.ipv4_mapped  # as a socket for both versions names it
+        return any(address in network for network in self.networks)
+
+
+ALL_PEERS = AllowedPeers()
+"""Everybody may send."""

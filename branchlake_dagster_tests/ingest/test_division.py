@@ -1,0 +1,99 @@
+"""The search for records that fail a batch: every one is found, and what passes is never accused."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from branchlake_dagster.ingest.positions.division import Position, divide, halves, joined, without
+from branchlake_dagster.ingest.positions.offsets import OffsetRange, Ranges, TopicPartition, records
+
+PARTS = [TopicPartition("t", "i", number) for number in range(3)]
+
+
+def _positions(ranges: Ranges) -> list[Position]:
+    return [(one, at) for one, span in sorted(ranges.items()) for at in range(span.start, span.end)]
+
+
+_RANGES = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 60)), min_size=1, max_size=3).map(
+    lambda spans: {
+        one: OffsetRange(start, start + length) for one, (start, length) in zip(PARTS, spans, strict=False)
+    }
+)
+
+
+@given(_RANGES, st.data())
+def test_each_bad_record_is_found_and_no_other(ranges: Ranges, data: st.DataObject) -> None:
+    every = _positions(ranges)
+    bad = set(data.draw(st.lists(st.sampled_from(every), min_size=1, max_size=6)))
+    passes = 0
+
+    def error_of(part: Ranges) -> Exception | None:
+        nonlocal passes
+        passes += 1
+        hit = bad.intersection(_positions(part))
+        return ValueError(str(hit)) if hit else None
+
+    division = divide(ranges, error_of, most_passes=10_000)
+    assert set(division.unwritable) == bad
+    assert [one for part in division.resolved for one in _positions(part)] == every
+    assert joined(division.resolved) == ranges
+    assert passes <= len(bad) * (2 * records(ranges).bit_length() + 3)
+
+
+@given(_RANGES, st.data(), st.integers(1, 40))
+def test_a_search_that_ends_early_resolves_a_prefix(ranges: Ranges, data: st.DataObject, most: int) -> None:
+    every = _positions(ranges)
+    bad = set(data.draw(st.lists(st.sampled_from(every), min_size=1)))
+    passes = 0
+
+    def error_of(part: Ranges) -> Exception | None:
+        nonlocal passes
+        passes += 1
+        return ValueError() if bad.intersection(_positions(part)) else None
+
+    division = divide(ranges, error_of, most_passes=most)
+    resolved = [one for part in division.resolved for one in _positions(part)]
+    assert resolved == every[: len(resolved)]
+    assert set(division.unwritable) == bad.intersection(resolved)
+    assert passes <= most + 2
+    # With the default bound a batch of half a million records always gets on.
+    if most >= records(ranges).bit_length() + 2:
+        assert resolved
+
+
+def test_a_cause_that_passes_accuses_no_record() -> None:
+    ranges = {PARTS[0]: OffsetRange(0, 8)}
+    failures = iter([True, True, True, True])
+
+    def error_of(_: Ranges) -> Exception | None:
+        return ValueError() if next(failures, False) else None
+
+    division = divide(ranges, error_of)
+    assert division.unwritable == {}
+    assert joined(division.resolved) == ranges
+
+
+def test_records_that_fail_only_together_are_not_accused() -> None:
+    ranges = {PARTS[0]: OffsetRange(0, 8)}
+    division = divide(ranges, lambda part: ValueError() if records(part) > 4 else None)
+    assert division.unwritable == {}
+    assert len(division.resolved) > 1
+
+
+@given(_RANGES, st.data())
+def test_ranges_without_some_records(ranges: Ranges, data: st.DataObject) -> None:
+    every = _positions(ranges)
+    gone = set(data.draw(st.lists(st.sampled_from(every))))
+    pieces = without(ranges, gone)
+    assert sorted(one for piece in pieces for one in _positions(piece)) == [
+        one for one in every if one not in gone
+    ]
+    assert all(records(piece) for piece in pieces)
+
+
+@given(_RANGES)
+def test_halves_are_what_they_are_made_of(ranges: Ranges) -> None:
+    left, right = halves(ranges)
+    assert _positions(left) + _positions(right) == _positions(ranges)
+    assert abs(records(left) - records(right)) <= 1

@@ -1,0 +1,118 @@
+"""Records that stopped an ingestion for good: each becomes a row or a dead letter, and its neighbors are written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from branchlake_dagster.ingest.converting.avro import Avro
+from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster_tests.ingest.conftest import Driving
+from branchlake_dagster_tests.suite.kafka import Broker, Message
+
+
+def _json(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def _nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {"": 2},
+        {"inside": {"": 2}},
+        {"inside": [{"": 2}]},
+        {"": {"": 2}},
+        {"deep": _nested(40)},
+        {"deep": _nested(90)},
+    ],
+    ids=["empty", "empty-in-struct", "empty-in-list", "empty-both", "40-levels", "90-levels"],
+)
+@pytest.mark.parametrize("declared", [True, False], ids=["declared", "found"])
+def test_a_field_that_cannot_be_a_column_stops_no_batch(
+    driving: Driving, kafka: Broker, namespace: str, hostile: dict[str, Any], declared: bool
+) -> None:
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "t"], columns={"id": "bigint"} if declared else {})
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], evolve=["add"]))
+    kafka.send(topic, [_json(id=1), json.dumps({"id": 2, **hostile}).encode(), _json(id=3, more="x")])
+    drive.batch()
+    assert [(row["id"], row["more"]) for row in drive.rows(0, "id")] == [(1, None), (2, None), (3, "x")]
+    assert drive.dead() == []
+    kafka.send(topic, [_json(id=4)])
+    drive.batch()
+    assert len(drive.rows()) == 4
+
+
+def test_a_record_time_that_spark_cannot_hold_stops_no_batch(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    topic = kafka.topic(message_timestamp_after_max_ms=str((1 << 63) - 1), retention_ms="-1")
+    table = IngestTable(key=[namespace, "t"], columns={"id": "int"})
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table]))
+    nanoseconds = 1_767_323_045_000_000_000
+    kafka.send(topic, [_json(id=1), Message(_json(id=2), b"k", [("h", b"v")], at=nanoseconds), _json(id=3)])
+    drive.batch()
+    assert [row["id"] for row in drive.rows(0, "id")] == [1, 3]
+    (letter,) = drive.dead()
+    assert (letter["error_kind"], letter["offset"], letter["value"]) == ("unwritable", 1, _json(id=2))
+
+
+def test_a_route_that_ends_in_a_line_break_is_another_route(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    topic = kafka.topic()
+    tables = [
+        IngestTable(key=[namespace, "a"], columns={"id": "int"}, route="a.*"),
+        IngestTable(key=[namespace, "of_{route}"], columns={"id": "int"}, route="shop-(.*)"),
+        IngestTable(key=[namespace, "to_{route}"], columns={"id": "int"}, route="to-.*"),
+    ]
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=tables, route_by="to"))
+    routes = ["a", "a\n", "shop-eu", "shop-eu\n", "to-x", "to-x\n", "to-x\r\n", "\n"]
+    kafka.send(topic, [_json(id=number, to=route) for number, route in enumerate(routes)])
+    drive.batch()
+    assert [letter["offset"] for letter in drive.dead()] == [1, 3, 5, 6, 7]
+    assert {letter["error_kind"] for letter in drive.dead()} == {"route"}
+
+
+@pytest.mark.parametrize("items", ["string", "null", {"type": "record", "name": "Empty", "fields": []}])
+def test_avro_that_claims_two_billion_items_is_a_dead_letter(
+    driving: Driving, kafka: Broker, namespace: str, items: Any
+) -> None:
+    """Of items without bytes no end of the value is met; the array for them exhausted Spark's heap."""
+    schema = {
+        "type": "record",
+        "name": "Order",
+        "fields": [
+            {"name": "id", "type": "long"},
+            {"name": "lines", "type": {"type": "array", "items": items}},
+            {"name": "note", "type": "string"},
+        ],
+    }
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "t"], columns={"id": "bigint"})
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], format=Avro(json.dumps(schema))))
+    claim = _avro_long(2_000_000_000)
+    good = _avro_long(1) + b"\x00" + _avro_long(1) + b"x"
+    kafka.send(topic, [good, _avro_long(2) + claim, _avro_long(3) + b"\x00" + claim, good])
+    drive.batch()
+    assert [row["id"] for row in drive.rows()] == [1, 1]
+    assert [(letter["offset"], letter["error_kind"]) for letter in drive.dead()] == [
+        (1, "format"),
+        (2, "format"),
+    ]
+
+
+def _avro_long(number: int) -> bytes:
+    rest, encoded = (number << 1) ^ (number >> 63), b""
+    while rest > 127:
+        encoded, rest = encoded + bytes([rest & 127 | 128]), rest >> 7
+    return encoded + bytes([rest])

@@ -1,0 +1,49 @@
+"""What an ingestion's definitions refuse when they load."""
+
+from __future__ import annotations
+
+import dagster as dg
+import pytest
+
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.running.definitions import ingest_definitions
+from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
+
+ORDERS = Ingest(
+    name="orders", topics=["orders"], tables=[IngestTable(key="raw/orders", columns={"id": "bigint"})]
+)
+
+
+@dg.asset_check(asset=dg.AssetKey(["raw", "orders"]))
+def mine() -> dg.AssetCheckResult:
+    return dg.AssetCheckResult(passed=False)
+
+
+@dg.asset_check(asset=dg.AssetKey(["raw", "orders_dead_letters"]))
+def of_dead_letters() -> dg.AssetCheckResult:
+    return dg.AssetCheckResult(passed=False)
+
+
+@pytest.mark.parametrize("check", [mine, of_dead_letters])
+def test_a_check_that_a_live_run_would_not_make_is_refused(check: dg.AssetChecksDefinition) -> None:
+    definitions = dg.Definitions.merge(ingest_definitions(ORDERS), dg.Definitions(asset_checks=[check]))
+    with pytest.raises(ConfigurationError) as refused:
+        branchlake_definitions(definitions=definitions)
+    (key,) = check.check_keys
+    for name in (key.name, key.asset_key.to_user_string(), "ingestion orders", "live=False"):
+        assert name in refused.value.message
+
+
+def test_a_batch_a_run_takes_any_check() -> None:
+    definitions = dg.Definitions.merge(
+        ingest_definitions(ORDERS, live=False), dg.Definitions(asset_checks=[mine])
+    )
+    merged = branchlake_definitions(definitions=definitions)
+    assert {job.name for job in merged.resolve_all_job_defs()}.isdisjoint({"ingest_orders_live"})
+    assert [one.name for one in merged.sensors or () if "orders" in one.name] == ["ingest_orders_sensor"]
+
+
+def test_the_checks_of_an_ingestion_are_made_both_ways() -> None:
+    merged = branchlake_definitions(definitions=ingest_definitions(ORDERS))
+    assert "ingest_orders_live" in {job.name for job in merged.resolve_all_job_defs()}
