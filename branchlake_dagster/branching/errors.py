@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
 
 # ruff: noqa: N818 - outcomes, named as in lakehouse/errors.py
@@ -19,8 +21,24 @@ class RetryNeedsFullRun(BranchlakeError, Terminal):
     """A retry of some steps cannot continue on its parent's state: it is gone, published or in use."""
 
 
+class InvalidCheckRun(BranchlakeError, Terminal):
+    """A run's tags say that it repeats checks for the publisher, but do not name a prepared state."""
+
+
 class SchemaMismatch(BranchlakeError, Terminal):
     """The written frame does not fit the table, and no change that loses nothing makes it fit."""
+
+
+class InputColumnGone(BranchlakeError, Terminal):
+    """An input has no longer the column by which an asset consumes its changes.
+
+    `column` is its name, `renamed_to` its present name; None: it was removed, or never there.
+    """
+
+    def __init__(self, message: str, *, column: str, renamed_to: str | None = None, **where: Any) -> None:
+        super().__init__(message, **where)
+        self.column = column
+        self.renamed_to = renamed_to
 
 
 class ColumnUnsupported(BranchlakeError, Terminal):

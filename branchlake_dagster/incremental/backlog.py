@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 
@@ -13,8 +13,9 @@ from dagster import AssetsDefinition, DagsterInstance
 from branchlake_dagster.branching.consuming.consumer import Consumer, Input
 from branchlake_dagster.branching.consuming.consumption import Consumption
 from branchlake_dagster.branching.consuming.declaration import declared
+from branchlake_dagster.branching.consuming.positions import Consumed
 from branchlake_dagster.branching.consuming.steps import consumer_of
-from branchlake_dagster.branching.errors import PositionUnreadable, TableMissing
+from branchlake_dagster.branching.errors import InputColumnGone, PositionUnreadable, TableMissing
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.changes.errors import ChangeLost
 from branchlake_dagster.changes.model import ChangeSet, position_text
@@ -26,21 +27,23 @@ from branchlake_dagster.wording import counted
 class Unconsumed:
     """The change that a consumer has not consumed: `rows` came or went in `files`, since `oldest`.
 
-    `whole`: it has not consumed anything yet, or must begin anew, so nothing is counted. `trouble` is why
-    it cannot be told; `waiting` an input that is not there.
+    `whole`: it has not consumed anything yet, or must begin anew, so nothing is counted. `new`: it is of
+    partitions alone that came later than what was consumed, whose rows may be older. `trouble` is why it
+    cannot be told; `waiting` an input that is not there. Rows that belong to no partition are not left.
     """
 
     files: int = 0
     rows: int = 0
     oldest: datetime | None = None
     whole: bool = False
+    new: bool = False
     trouble: str | None = None
     waiting: str | None = None
 
     @property
     def any(self) -> bool:
         """Whether there is something to consume."""
-        return self.whole or self.files > 0
+        return self.whole or self.new or self.files > 0
 
     def age_s(self, now: datetime) -> float:
         """Seconds since the oldest of it was written; 0 without any."""
@@ -52,6 +55,8 @@ class Unconsumed:
             return str(self.trouble or self.waiting)
         if self.whole:
             return "everything, for the first time or anew"
+        if self.new:
+            return "all rows of partitions that are new or were defined anew"
         return f"{counted(self.rows, 'row')} in {counted(self.files, 'file')}" if self.files else "nothing"
 
 
@@ -66,23 +71,55 @@ class Standing:
 
     @cached_property
     def unconsumed(self) -> Unconsumed:
-        """What is left for the consumer as a whole."""
+        """What is left for the consumer as a whole; why it cannot be told is in it."""
         try:
-            if self._consumer.by_partition and self._consumption.positions.floor is None:
-                return Unconsumed(whole=bool(self.partitions))
-            if self._consumption.whole:
-                return Unconsumed(whole=any(one.table.metadata.snapshots for one in self._inputs()))
-            changes = self._changes()
+            return self.require_unconsumed()
         except TableMissing as error:
             return Unconsumed(waiting=str(error))
-        except (ChangeLost, PositionUnreadable) as error:
+        except (ChangeLost, InputColumnGone, PositionUnreadable) as error:
             return Unconsumed(trouble=str(error))
-        return _counted(changes)
+
+    def require_unconsumed(self) -> Unconsumed:
+        """The same. Raises ChangeLost, InputColumnGone, PositionUnreadable or TableMissing."""
+        if self._consumer.by_partition and not self.partitions:
+            return Unconsumed()
+        if self._consumer.by_partition and self._consumption.positions.floor is None:
+            return Unconsumed(whole=True)
+        if self._consumption.whole:
+            return Unconsumed(whole=any(one.table.metadata.snapshots for one in self._inputs()))
+        found = _counted(self._changes())
+        return replace(found, new=self._consumer.by_partition and not found.files)
 
     @cached_property
     def partitions(self) -> tuple[str, ...]:
         """The partitions that have something left. Raises ChangeLost, PositionUnreadable, TableMissing."""
         return tuple(sorted(self._consumption.pending()))
+
+    @property
+    def by_partition(self) -> bool:
+        """Whether each partition of the consumer has a position of its own."""
+        return self._consumer.by_partition
+
+    @property
+    def consumed(self) -> Consumed | None:
+        """The position of the table as a whole; None before its first run.
+
+        Raises ChangeLost or PositionUnreadable.
+        """
+        return self._consumption.positions.floor
+
+    def changes_by_partition(
+        self, partitions: Sequence[str]
+    ) -> dict[str, tuple[Consumed | None, Unconsumed]]:
+        """The position of each of these partitions and what it has left. Raises ChangeLost.
+
+        A partition for which nothing was consumed has everything left, of which nothing is counted.
+        """
+        found = self._consumption.changes_by_partition(partitions) if partitions else {}
+        return {
+            key: (one.consumed, Unconsumed(one.files, one.rows, one.oldest, whole=one.consumed is None))
+            for key, one in found.items()
+        }
 
     def key(self, partition: str | None = None) -> str:
         """The same for the same state of the inputs and of what was consumed: what is launched once for."""
@@ -134,7 +171,9 @@ def unconsumed(asset: AssetsDefinition, lakehouse: LakehouseResource) -> Unconsu
     for spec in asset.specs:
         declaration = declared(spec.metadata, asset=spec.key.to_user_string())
         if declaration is not None:
-            consumer = consumer_of(spec, declaration, asset.partitions_def, namespace)
+            consumer = consumer_of(
+                spec, declaration, asset.partitions_def, namespace, asset.get_partition_mapping
+            )
             return Standing(lakehouse, consumer).unconsumed
     raise ConfigurationError(
         f"{', '.join(key.to_user_string() for key in asset.keys)} does not say what it consumes.",

@@ -98,4 +98,10 @@ class UnconsumedChange(AutomationCondition[AssetKey]):
                 hint="Add consumes({…}) to its metadata.",
             )
         namespace = self.lake.lakehouse.settings.default_namespace
-        return consumer_of(node.to_asset_spec(), declaration, node.partitions_def, namespace)
+        return consumer_of(
+            node.to_asset_spec(),
+            declaration,
+            node.partitions_def,
+            namespace,
+            node.assets_def.get_partition_mapping,
+        )

@@ -31,4 +31,6 @@ def consumers(
         declaration = declared(node.metadata, asset=key.to_user_string())
         if declaration is not None:
             spec = node.to_asset_spec()
-            yield ConsumingAsset(key, consumer_of(spec, declaration, node.partitions_def, default_namespace))
+            mapping_of = node.assets_def.get_partition_mapping
+            consumer = consumer_of(spec, declaration, node.partitions_def, default_namespace, mapping_of)
+            yield ConsumingAsset(key, consumer)

@@ -8,6 +8,7 @@ from datetime import datetime
 from dagster import AssetKey, DagsterInstance, DagsterRun, DagsterRunStatus, RunsFilter
 
 from branchlake_dagster.branching.branch.run_tags import PENDING, VERDICT_TAG
+from branchlake_dagster.incremental.launch_decision import RunUnderWay
 from branchlake_dagster.library_internals.dagster import PARTITION_TAG, RANGE_START_TAG, planned_assets
 from branchlake_dagster.publication.automation.conditions import FORGOTTEN_AFTER
 
@@ -32,16 +33,24 @@ class InFlight:
 
     def whole(self, key: AssetKey) -> bool:
         """Whether a run computes an asset that has no partitions, or a range of its partitions."""
-        return any(
-            PARTITION_TAG not in run.tags or RANGE_START_TAG in run.tags
-            for run in self._runs
-            if self._computes(run, key)
-        )
+        return self.run_of_whole(key) is not None
 
     def partitions(self, key: AssetKey) -> set[str]:
         """The single partitions of an asset that runs compute."""
+        return {*self.runs_by_partition(key)}
+
+    def run_of_whole(self, key: AssetKey) -> RunUnderWay | None:
+        """The run that computes an asset without partitions, or a range of an asset's partitions."""
+        for run in self._runs:
+            whole = PARTITION_TAG not in run.tags or RANGE_START_TAG in run.tags
+            if whole and self._computes(run, key):
+                return RunUnderWay(run.run_id, finished=run.is_finished)
+        return None
+
+    def runs_by_partition(self, key: AssetKey) -> dict[str, RunUnderWay]:
+        """The runs that compute single partitions of an asset, by partition; one of each."""
         return {
-            run.tags[PARTITION_TAG]
+            run.tags[PARTITION_TAG]: RunUnderWay(run.run_id, finished=run.is_finished)
             for run in self._runs
             if PARTITION_TAG in run.tags and self._computes(run, key)
         }

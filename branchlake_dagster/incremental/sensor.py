@@ -4,10 +4,11 @@ No postponed annotations here: Dagster compares the annotation of `context` with
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import islice
+from typing import Any
 
 from dagster import (
     AssetKey,
@@ -15,8 +16,9 @@ from dagster import (
     AssetSelection,
     DagsterInstance,
     DefaultSensorStatus,
+    MetadataValue,
+    RepositoryDefinition,
     RunRequest,
-    RunsFilter,
     SensorDefinition,
     SensorEvaluationContext,
     SensorResult,
@@ -27,29 +29,25 @@ from dagster import (
 from branchlake_dagster.branching.consuming.affected import coverage
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import BranchlakeError
+from branchlake_dagster.incremental.attempts import histories
 from branchlake_dagster.incremental.backlog import Standing, Unconsumed
 from branchlake_dagster.incremental.consumers import ConsumingAsset, consumers
 from branchlake_dagster.incremental.in_flight import InFlight
-from branchlake_dagster.incremental.report import standing_metadata
+from branchlake_dagster.incremental.launch_decision import STUCK, LaunchDecision, LaunchPolicy, decide
+from branchlake_dagster.incremental.partition_backlog import (
+    PartitionBacklog,
+    launch_decisions,
+    partition_backlogs,
+)
+from branchlake_dagster.incremental.report import SHOWN_PARTITIONS, standing_metadata
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.library_internals.dagster import RUN_KEY_TAG, CoercibleToAssetSelection
+from branchlake_dagster.library_internals.dagster import CoercibleToAssetSelection
 from branchlake_dagster.wording import counted, named
 
-
-@dataclass(frozen=True)
-class Threshold:
-    """When a change is worth a run: enough rows or files, or old enough."""
-
-    rows: int
-    files: int
-    age_s: float
-
-    def reached(self, found: Unconsumed, now: datetime) -> bool:
-        """Whether it is."""
-        if not found.any:
-            return False
-        enough = found.rows >= self.rows and found.files >= self.files
-        return found.whole or enough or found.age_s(now) >= self.age_s
+RETRY_TAG = "branchlake/retry"
+"""On a run that is launched again: which retry it is, counted from 1."""
+POLICY_KEY = "branchlake/launch_policy"
+"""Of a sensor's metadata: its `LaunchPolicy`, for what shows why nothing is launched."""
 
 
 def incremental_sensor(
@@ -60,6 +58,8 @@ def incremental_sensor(
     min_files: int = 1,
     max_age_s: float = 3600.0,
     max_runs: int = 25,
+    retries: int = 0,
+    retry_delay_seconds: float = 60.0,
     minimum_interval_seconds: int = 5,
     default_status: DefaultSensorStatus = DefaultSensorStatus.RUNNING,
     lakehouse_key: str = "lakehouse",
@@ -67,9 +67,10 @@ def incremental_sensor(
     """A sensor that launches assets with `consumes(…)` when `main` has changes they have not consumed.
 
     An asset without partitions gets one run, a partitioned one a run for each partition that the change
-    affects. What is being computed, or waits for its verdict, is not launched again; and nothing is launched
-    twice for the same state of its inputs, so a failed run waits for the next change or for somebody. What
-    each consumer has left is shown on its page, as an observation whenever it has changed.
+    affects. What is being computed, or waits for its verdict, is not launched again. Without `retries`
+    nothing is launched twice for the same state of its inputs, so a failed run waits for the next change or
+    for somebody. What each consumer has left is shown on its page, as an observation whenever it has changed,
+    with the first 20 partitions and why each of them is not launched.
 
     Args:
         name (str): The sensor's name. (default: `incremental_sensor`)
@@ -78,6 +79,12 @@ def incremental_sensor(
         min_files (int): Files that they must be in. (default: 1)
         max_age_s (float): Seconds after which less is enough, too. (default: an hour)
         max_runs (int): The most runs that a tick launches; the next one goes on. (default: 25)
+        retries (int): How often a run that failed is launched again for the same state of its inputs. A run
+            whose step or check crashed counts, and one that was refused because `main` had an overlapping
+            change. One that its checks blocked does not, as the same data would fail again, nor one that
+            somebody canceled. (default: 0)
+        retry_delay_seconds (float): Seconds from the end of a failed run to its first retry; each later retry
+            waits twice as long as the one before it, up to a day. (default: 60)
         minimum_interval_seconds (int): Seconds between two ticks. Dagster looks for due sensors every 5 s.
             (default: 5)
         default_status (DefaultSensorStatus): Whether it starts as running. (default: RUNNING)
@@ -85,6 +92,9 @@ def incremental_sensor(
 
     Returns:
         SensorDefinition: Its ticks say what they have found.
+
+    Raises:
+        ConfigurationError: `retries` or `retry_delay_seconds` is negative.
 
     Examples:
         .. code-block:: python
@@ -100,8 +110,8 @@ def incremental_sensor(
             )
     """
     selection = AssetSelection.all() if target is None else AssetSelection.from_coercible(target)
-    threshold = Threshold(min_rows, min_files, max_age_s)
-    told: dict[AssetKey, Unconsumed] = {}
+    policy = LaunchPolicy(min_rows, min_files, max_age_s, retries, retry_delay_seconds)
+    told: dict[AssetKey, object] = {}
 
     @sensor(
         name=name,
@@ -110,6 +120,7 @@ def incremental_sensor(
         minimum_interval_seconds=minimum_interval_seconds,
         default_status=default_status,
         description="Launches assets that consume changes, for the changes they have not consumed.",
+        metadata={POLICY_KEY: MetadataValue.json(asdict(policy))},
     )
     def incremental_sensor_(context: SensorEvaluationContext, **_: object) -> SensorResult:
         # `_`: called like a function, as in tests, Dagster passes the resources by name too.
@@ -124,17 +135,12 @@ def incremental_sensor(
         if context.cursor == quiet:
             return SensorResult(skip_reason=SkipReason("Nothing was published since."), cursor=context.cursor)
         now = datetime.now(UTC)
-        look = _Look(lake, context.instance, threshold, now, max_runs)
+        look = _Look(lake, context.instance, policy, now, max_runs)
         for asset in assets:
             look.at(asset)
+        events = [*look.observations(told)]
         for line in look.lines:
             context.log.info(line)
-        events = [
-            AssetObservation(key, metadata=standing_metadata(found, now))
-            for key, found in look.found.items()
-            if told.get(key) != found
-        ]
-        told.update(look.found)
         return SensorResult(
             run_requests=look.requests,
             asset_events=events,
@@ -165,19 +171,22 @@ class _Look:
         self,
         lake: LakehouseResource,
         instance: DagsterInstance,
-        threshold: Threshold,
+        policy: LaunchPolicy,
         now: datetime,
         most: int,
     ) -> None:
         self._lake = lake
         self._instance = instance
-        self._threshold = threshold
+        self._policy = policy
         self._now = now
         self._most = most
         self._in_flight = InFlight(instance, now)
         self.requests: list[RunRequest] = []
         self.lines: list[str] = []
         self.found: dict[AssetKey, Unconsumed] = {}
+        self._standings: dict[AssetKey, Standing] = {}
+        self._decisions: dict[AssetKey, Sequence[tuple[str | None, LaunchDecision]]] = {}
+        """About the first partitions of each consumer that have something left."""
         self.quiet = True
         """Whether no consumer has anything left."""
 
@@ -187,37 +196,71 @@ class _Look:
         name = asset.key.to_user_string()
         try:
             found = self.found[asset.key] = standing.unconsumed
-            wanted = self._not_launched(self._wanted(asset, standing, found))
-            self.requests += islice(wanted, self._most - len(self.requests))
+            self.requests += islice(self._wanted(asset, standing, found), self._most - len(self.requests))
+            self._standings[asset.key] = standing
+            self._decisions[asset.key] = launch_decisions(
+                asset.key,
+                standing,
+                self._instance,
+                self._in_flight,
+                self._policy,
+                self._now,
+                most=SHOWN_PARTITIONS,
+            )
         except Exception as error:  # noqa: BLE001 - whatever a store or a table's metadata comes up with
-            self.quiet = False
-            told = str(error) if isinstance(error, BranchlakeError) else f"{type(error).__name__}: {error}"
-            self.lines.append(f"{name}: {told}")
+            self._failed(name, error)
             return
         if found.any or found.trouble or found.waiting:
             self.quiet = False
             self.lines.append(f"{name}: {found.text()}")
 
-    def _not_launched(self, requests: Iterable[RunRequest]) -> Iterator[RunRequest]:
-        """Without those that a run was made for: Dagster drops them, and the next in line would wait."""
-        rest = iter(requests)
-        while part := list(islice(rest, _CHUNK)):
-            runs = self._instance.get_runs(
-                RunsFilter(tags={RUN_KEY_TAG: [one.run_key or "" for one in part]})
-            )
-            known = {run.tags[RUN_KEY_TAG] for run in runs}
-            yield from (one for one in part if one.run_key not in known)
+    def _failed(self, name: str, error: Exception) -> None:
+        self.quiet = False
+        told = str(error) if isinstance(error, BranchlakeError) else f"{type(error).__name__}: {error}"
+        self.lines.append(f"{name}: {told}")
+
+    def observations(self, told: dict[AssetKey, object]) -> Iterator[AssetObservation]:
+        """What the pages of the consumers show anew; `told` is what they were told last, and is updated.
+
+        Only what is left and where runs have failed counts as new, so that a run that starts or ends well
+        adds no event. What each partition has left is counted for these observations alone.
+        """
+        for key, found in self.found.items():
+            decisions = self._decisions.get(key, ())
+            stuck = [(one, its.state, its.run_id) for one, its in decisions if its.state in STUCK]
+            if told.get(key) == (shown := (found, stuck)):
+                continue
+            told[key] = shown
+            partitions: Sequence[PartitionBacklog] = ()
+            count: int | None = None
+            try:
+                if standing := self._standings.get(key):
+                    partitions = partition_backlogs(standing, decisions)
+                    if standing.by_partition and not (found.trouble or found.waiting):
+                        count = len(standing.partitions)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._failed(key.to_user_string(), error)
+            metadata = standing_metadata(found, self._now, partitions, count, self._policy)
+            yield AssetObservation(key, metadata=metadata)
 
     def _wanted(self, asset: ConsumingAsset, standing: Standing, found: Unconsumed) -> Iterator[RunRequest]:
-        if not self._threshold.reached(found, self._now) or self._in_flight.whole(asset.key):
-            return
-        if not asset.consumer.by_partition:
-            yield _request(asset.key, standing.key())
+        """The runs that are due, by partition. A partition without one holds up no others."""
+        if not self._policy.reached(found, self._now) or self._in_flight.whole(asset.key):
             return
         busy = self._in_flight.partitions(asset.key)
-        for partition in standing.partitions:
-            if partition not in busy:
-                yield _request(asset.key, standing.key(partition), partition)
+        partitions: list[str | None] = [None]
+        if standing.by_partition:
+            partitions = [one for one in standing.partitions if one not in busy]
+        keys = (standing.key(one) for one in partitions)
+        for partition, history in zip(
+            partitions, histories(self._instance, keys, self._policy.retries), strict=True
+        ):
+            decision = decide(found, history, None, self._policy, self._now)
+            if decision.run_key is not None:
+                tags = {RETRY_TAG: str(decision.retry)} if decision.retry else None
+                yield RunRequest(
+                    decision.run_key, asset_selection=[asset.key], partition_key=partition, tags=tags
+                )
 
     def row(self) -> str:
         """The tick in a line."""
@@ -228,9 +271,25 @@ class _Look:
         return f"change for {named('asset', left[:5])}{started}"
 
 
-_CHUNK = 200
-"""Keys in one query."""
+@dataclass(frozen=True)
+class DeclaredSensor:
+    """An incremental sensor of a code location, and when it launches."""
+
+    name: str
+    policy: LaunchPolicy
+    running_by_default: bool
 
 
-def _request(key: AssetKey, state: str, partition: str | None = None) -> RunRequest:
-    return RunRequest(state, asset_selection=[key], partition_key=partition)
+def declared_sensors(repository: RepositoryDefinition) -> dict[AssetKey, DeclaredSensor]:
+    """The incremental sensor of each asset that has one; with several of them, the first by name."""
+    graph = repository.asset_graph
+    found: dict[AssetKey, DeclaredSensor] = {}
+    for one in sorted(repository.sensor_defs, key=lambda sensor: sensor.name):
+        stored: Any = one.metadata.get(POLICY_KEY)
+        if stored is None or one.asset_selection is None:
+            continue
+        running = one.default_status is DefaultSensorStatus.RUNNING
+        its = DeclaredSensor(one.name, LaunchPolicy(**stored.value), running)
+        for key in one.asset_selection.resolve(graph, allow_missing=True):
+            found.setdefault(key, its)
+    return found

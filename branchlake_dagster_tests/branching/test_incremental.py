@@ -19,12 +19,16 @@ from branchlake_dagster import (
 from branchlake_dagster.branching.consuming.commits import commits_of
 from branchlake_dagster.branching.consuming.positions import CONSUMED
 from branchlake_dagster.branching.errors import PartitionMismatch, PositionUnreadable, RowsRemoved
+from branchlake_dagster.branching.table.provenance import BRANCH_HEAD
 from branchlake_dagster.changes.capture import capture, position_of
 from branchlake_dagster.changes.errors import ChangeLost
+from branchlake_dagster.changes.summary import RUN_ID
 from branchlake_dagster.incremental.backlog import Standing
 from branchlake_dagster.incremental.consumers import consumers
 from branchlake_dagster.incremental.standings import standings
+from branchlake_dagster.lakehouse.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.library_internals.dagster import report_engine_event
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
@@ -220,9 +224,13 @@ def test_the_commits_of_a_rebased_publication(lakehouse: Lakehouse, namespace: s
         since = position_of(lakehouse.catalog().load_table(identifier))
         base = client.reference("main").hash
         first, second = p.run(orders.key), p.run(orders.key)
-        lakehouse.catalog(f"run-{second}").load_table(identifier).append(
-            pa.table({"account": ["z"], "price": [1]})
-        )
+        # As the run's own code does: the commit names the run, which records the branch's head.
+        own = lakehouse.catalog(f"run-{second}", properties={f"{COMMIT_PROPERTY}{RUN_ID}": second})
+        own.load_table(identifier).append(pa.table({"account": ["z"], "price": [1]}))
+        head = dg.MetadataValue.text(client.reference(f"run-{second}").hash)
+        run = p.instance.get_run_by_id(second)
+        assert run is not None
+        report_engine_event(p.instance, "A step has ended.", run, {BRANCH_HEAD: head})
         p.settle(first)
         p.settle(second)
         at = client.reference("main").hash
@@ -473,6 +481,49 @@ def test_changed_ranges_of_a_table_without_partitions(lakehouse: Lakehouse, name
         assert seen == [2, 2]  # of the second day nothing was read again
         published(p, by_day)
         assert [row[1] for row in values(p, by_day)] == [11, 2]
+
+
+@pytest.mark.parametrize("column", [pl.Date, pl.Datetime("us"), pl.Datetime("us", "UTC")])
+def test_running_totals_are_computed_from_the_smallest_change_on(
+    lakehouse: Lakehouse, namespace: str, column: Any
+) -> None:
+    """A row that comes late changes all sums that follow, and none before it."""
+    events = Source(namespace, "events")
+    events.columns = {"at": column, "price": pl.Int64}
+    seen = []
+
+    @dg.asset(
+        key=[namespace, "totals"],
+        ins={"events": dg.AssetIn(events.key)},
+        metadata=table_metadata(**FREE) | consumes({events.key: "range"}, on="at", from_start=True),
+    )
+    def totals(lakehouse: LakehouseResource, events: pl.DataFrame) -> pl.DataFrame:
+        seen.append(events.height)
+        before = 0
+        catalog = lakehouse.catalog()
+        if events.height and catalog.table_exists((namespace, "totals")):
+            own = pl.from_arrow(catalog.load_table((namespace, "totals")).scan().to_arrow())
+            assert isinstance(own, pl.DataFrame)
+            earlier = own.filter(pl.col("at") < events["at"].min()).sort("at")
+            before = earlier["total"][-1] if earlier.height else 0
+        return events.sort("at").select("at", total=pl.col("price").cum_sum() + before)
+
+    def at(number: int) -> Any:
+        return date(2026, 8, number) if column == pl.Date else datetime(2026, 8, number, 6)
+
+    with project(lakehouse, events.asset, totals) as p:
+        events.publish(p, *[(at(number), 1) for number in (1, 2, 5, 6)])
+        published(p, totals)
+        events.publish(p, (at(3), 10))
+        published(p, totals)
+        assert [row[1] for row in values(p, totals)] == [1, 2, 12, 13, 14]
+        assert seen == [4, 3]
+        published(p, totals)
+        assert [row[1] for row in values(p, totals)] == [1, 2, 12, 13, 14]
+        events.publish(p, (at(9), 1))
+        published(p, totals)
+        assert [row[1] for row in values(p, totals)] == [1, 2, 12, 13, 14, 15]
+        assert seen[-1] == 1
 
 
 @pytest.mark.spark

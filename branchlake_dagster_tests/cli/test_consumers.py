@@ -49,11 +49,14 @@ def test_consumers_are_shown_with_what_they_have_left(lakehouse: Lakehouse, name
         lakehouse.catalog().drop_table((namespace, "orders"))
         assert mine()["trouble"] == "The input has no table any more."
         console = Console(width=200, record=True, file=io.StringIO())
-        show({"consumers": [found], "unreadable": [{"table": "x.odd", "trouble": "lost"}]}, console)
+        show(
+            {"consumers": [found], "unreadable": [{"table": "x.odd", "trouble": "lost [table x.odd]"}]},
+            console,
+        )
         shown = console.export_text()
         assert "2 rows in 1 file" in shown
         assert "x.odd" in shown
-        assert "lost" in shown
+        assert "lost [table x.odd]" in shown
 
 
 def test_a_table_whose_metadata_is_gone_stops_no_other(lakehouse: Lakehouse, namespace: str) -> None:

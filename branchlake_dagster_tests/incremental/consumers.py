@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +17,7 @@ from dagster import (
     DailyPartitionsDefinition,
     DynamicPartitionsDefinition,
     PartitionsDefinition,
+    TimeWindowPartitionsDefinition,
 )
 
 from branchlake_dagster import consumes, table_metadata
@@ -32,6 +34,10 @@ from branchlake_dagster_tests.incremental.lake import Change, Run
 
 PARTS = DynamicPartitionsDefinition(name="parts")
 DAYS = DailyPartitionsDefinition("2026-01-01", end_date="2026-01-07")
+PAIRS = TimeWindowPartitionsDefinition(
+    start="2026-01-01", end="2026-01-07", cron_schedule="0 0 */2 * *", fmt="%Y-%m-%d"
+)
+"""Two days each, whose keys are those of days."""
 Rows = Mapping[str, Counter[Row]]
 """By input."""
 
@@ -62,6 +68,8 @@ class Kind:
     inputs: tuple[str, ...]
     when_lost: str
     definition: PartitionsDefinition[str] | None = None
+    by_day: bool = False
+    """Whether its results are of days, however they are partitioned."""
 
     @cached_property
     def consumer(self) -> Consumer:
@@ -88,9 +96,22 @@ class Kind:
         return consumer_of(AssetSpec(key, metadata=told), declaration, self.definition, "shop")
 
     def place(self, row: Row) -> Any:
-        if self.definition is not None:
-            return row.part if self.definition is PARTS else row.day and row.day.isoformat()
+        if self.definition is PARTS:
+            return row.part
+        if self.by_day:
+            return row.day
         return {"rows": "all", "keys": row.key, "range": row.day}[self.pattern]
+
+    def places(self, keys: Iterable[str]) -> frozenset[Any]:
+        """What partitions hold."""
+        if not isinstance(self.definition, TimeWindowPartitionsDefinition):
+            return frozenset(keys)
+        windows = map(self.definition.time_window_for_partition_key, keys)
+        return frozenset(
+            one.start.date() + timedelta(number)
+            for one in windows
+            for number in range((one.end - one.start).days)
+        )
 
     def result(self, rows: Rows) -> dict[Any, Any]:
         """The whole computation over these rows."""
@@ -163,7 +184,7 @@ class Step:
             return self._of_rows(loaded)
         new = kind.result({name: Counter(rows_of(rows)) for name, rows in loaded.items()})
         if kind.definition is not None:
-            return Change(frozenset(consumption.partitions), new)
+            return Change(kind.places(consumption.partitions), new)
         if consumption.whole:
             return Change(None, new)
         if kind.pattern == "keys":
@@ -189,7 +210,7 @@ class Step:
                 found[place] = Log((*found.get(place, Log()), (row, 1 if kind == INSERT else -1)))
         if self.consumption.whole:
             by_partition = self.kind.definition is not None
-            return Change(frozenset(self.consumption.partitions) if by_partition else None, found)
+            return Change(self.kind.places(self.consumption.partitions) if by_partition else None, found)
         return Change(frozenset(), found, appended=True)
 
     def _loaded(self, one: Input) -> pa.Table:

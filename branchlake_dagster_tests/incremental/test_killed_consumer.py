@@ -72,7 +72,7 @@ def consumer(tmp_path: Path, namespace: str, monkeypatch: pytest.MonkeyPatch) ->
         "DAGSTER_HOME": str(home),
     }.items():
         monkeypatch.setenv(name, value)
-    lake = Lakehouse(Settings(discard_grace_h=0))
+    lake = Lakehouse(Settings(discard_grace_h=1e-6))
     main_with_history(lake.nessie)
     found = Consumer(lake, namespace)
     yield found

@@ -1,6 +1,6 @@
 """Random histories on the real Nessie: writers, rebased runs, consumers that meet, and the same equality.
 
-`BRANCHLAKE_TEST_REAL_HISTORIES` sets how many are played (88), `BRANCHLAKE_TEST_REAL_SEED` with which seed they
+`BRANCHLAKE_TEST_REAL_HISTORIES` sets how many are played (52), `BRANCHLAKE_TEST_REAL_SEED` with which seed they
 begin. Spark's are in test_real_histories.
 """
 
@@ -40,7 +40,7 @@ from branchlake_dagster.publication.ledger.candidate import Published, Refused
 from branchlake_dagster_tests.changes.tables import compact, counted
 from branchlake_dagster_tests.publication.workbench import Run, Workbench
 
-HISTORIES = int(os.environ.get("BRANCHLAKE_TEST_REAL_HISTORIES", "88"))
+HISTORIES = int(os.environ.get("BRANCHLAKE_TEST_REAL_HISTORIES", "52"))
 FIRST_SEED = int(os.environ.get("BRANCHLAKE_TEST_REAL_SEED", "0"))
 MOVES = 3
 
@@ -221,7 +221,7 @@ class History:
             table = run.catalog.create_table(spec.identifier, result.schema)
         result = result.cast(table.schema().as_arrow())
         properties = run.properties(spec.write_mode, ",".join(spec.keys))
-        if outputs.by_keys(consumption):
+        if consumption.replaced_keys:
             keys = inputs.changed_keys(consumption)
             if keys.num_rows:
                 replace_keys.by_arrow(result, table, spec, keys, properties)

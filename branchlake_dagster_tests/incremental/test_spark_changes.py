@@ -178,7 +178,7 @@ def test_each_pattern_gets_a_spark_frame_of_the_change(shop: Shop, monkeypatch: 
 def test_a_step_that_fails_leaves_no_change_table_and_takes_no_file_along(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lake = Lakehouse(shop.lake.settings.model_copy(update={"discard_grace_h": 0}))
+    lake = Lakehouse(shop.lake.settings.model_copy(update={"discard_grace_h": 1e-6}))
     monkeypatch.setattr(spark_inputs, "FEW_ROWS", 0)
     with project(lake, *shop.assets) as p:
         shop.table.append(frame((1, "a", 1), (1, "b", 2)))
@@ -200,7 +200,7 @@ def test_a_step_that_fails_leaves_no_change_table_and_takes_no_file_along(
 def test_a_process_killed_before_its_write_leaves_nothing_and_takes_no_file_along(
     shop: Shop, tmp_path: Path
 ) -> None:
-    lake = Lakehouse(shop.lake.settings.model_copy(update={"discard_grace_h": 0}))
+    lake = Lakehouse(shop.lake.settings.model_copy(update={"discard_grace_h": 1e-6}))
     (tmp_path / "dagster.yaml").write_text(f"telemetry: {{enabled: false}}\n{COMPUTE_LOGS}\n")
     with project(lake, *shop.assets) as p:
         shop.table.append(frame((1, "a", 1), (1, "b", 2)))

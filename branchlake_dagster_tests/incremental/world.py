@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from random import Random
 from typing import Any
@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pyarrow as pa
 
+from branchlake_dagster.branching.consuming import consumption as consuming
 from branchlake_dagster.branching.consuming import positions as records
 from branchlake_dagster.branching.consuming.consumer import Input
 from branchlake_dagster.branching.consuming.pending import Backlog, pending
@@ -22,7 +23,7 @@ from branchlake_dagster.changes.errors import ChangeLost
 from branchlake_dagster.changes.own_files import OwnFiles
 from branchlake_dagster.changes.rows import RowReader
 from branchlake_dagster_tests.dagster_internals import DynamicPartitionsStore
-from branchlake_dagster_tests.incremental.consumers import DAYS, PARTS, Kind, Step
+from branchlake_dagster_tests.incremental.consumers import DAYS, PAIRS, PARTS, Kind, Step
 from branchlake_dagster_tests.incremental.iceberg import COLUMNS, File, Row, Table, arrow, left
 from branchlake_dagster_tests.incremental.lake import Lake, Refused, Run
 from branchlake_dagster_tests.incremental.writing import Writer
@@ -86,7 +87,8 @@ class World:
         if self.random.random() < {"rows": 0.4, "keys": 0, "range": 0.6}[pattern]:
             definition = PARTS if self.random.random() < 0.8 else DAYS
         inputs = self.inputs if pattern != "rows" else self.inputs[:1]
-        return Kind(f"{pattern}{number}", pattern, inputs, self._lost(), definition)
+        by_day = definition is DAYS or (definition is None and pattern != "keys")
+        return Kind(f"{pattern}{number}", pattern, inputs, self._lost(), definition, by_day)
 
     def _lost(self) -> str:
         return "rebuild" if self.random.random() < 0.6 else "fail"
@@ -116,6 +118,8 @@ class World:
             self._write_on_main()
         elif chance < 0.75:
             self._launch()
+        elif chance < 0.79:
+            self._redefine()
         elif self.waiting:
             self._end(self.waiting.pop(self.random.randrange(len(self.waiting))))
 
@@ -232,6 +236,17 @@ class World:
         ]
         return self.random.choice(states)
 
+    def _redefine(self) -> None:
+        """Other partitions for a consumer, whose runs at work have ended."""
+        number = self.random.randrange(len(self.kinds))
+        kind = self.kinds[number]
+        if not kind.by_day:
+            return
+        self.waiting = [one for one in self.waiting if one.step is None or one.step.kind.name != kind.name]
+        definition = self.random.choice([one for one in (DAYS, PAIRS, None) if one is not kind.definition])
+        self.kinds[number] = replace(kind, definition=definition)
+        self.tell("redefine", f"{kind.name} as {definition}")
+
     # -- runs ------------------------------------------------------------------------------------------
 
     def _run(self) -> Run:
@@ -335,7 +350,7 @@ class World:
     def _idle(self, kind: Kind) -> bool:
         """Whether nothing has changed since the whole table stood at one place."""
         table, main = self.lake.main.get(kind.name), self.lake.main
-        floor = records.read(table.metadata.properties, table=kind.name).floor if table else None
+        floor = self._positions(kind, table).floor
         if floor is None or any(name not in main for name in kind.inputs):
             return False
         try:
@@ -348,12 +363,19 @@ class World:
 
     # -- what is pending -------------------------------------------------------------------------------
 
+    @staticmethod
+    def _positions(kind: Kind, table: Table | None) -> records.Positions:
+        found = records.read(table.metadata.properties if table else {}, table=kind.name)
+        return consuming.fitting(found, kind.consumer)
+
     def _keys(self, kind: Kind) -> list[str]:
-        return list(self.parts) if kind.definition is PARTS else list(DAYS.get_partition_keys())
+        if kind.definition is PARTS:
+            return list(self.parts)
+        return [*kind.definition.get_partition_keys()] if kind.definition is not None else []
 
     def _pending(self, kind: Kind) -> set[str]:
         table = self.lake.main.get(kind.name)
-        found = records.read(table.metadata.properties if table else {}, table=kind.name)
+        found = self._positions(kind, table)
         inputs = [
             Input(key, f"shop.{key.path[-1]}", kind.pattern, one, position_of(one))  # type: ignore[arg-type]
             for key in kind.consumer.inputs
@@ -400,6 +422,7 @@ class World:
         table = self.lake.main.get(kind.name)
         held = kind.shown(table.kept) if table else {}
         if places is not None:
+            places = kind.places(places)
             full = {place: value for place, value in full.items() if place in places}
             held = {place: value for place, value in held.items() if place in places}
         if held != full:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta, tzinfo
 from itertools import product
 from typing import Any
@@ -17,9 +18,11 @@ from dagster import (
     TimeWindowPartitionsDefinition,
 )
 
+from branchlake_dagster.branching.consuming.reach import Reach
 from branchlake_dagster.changes.ranges import Range, Ranges
 
 _ANYTHING = Ranges(anything=True)
+_OWN_ROWS = Reach()
 _TICK = timedelta(microseconds=1)
 
 
@@ -34,20 +37,90 @@ def affected(
     definition: PartitionsDefinition[str],
     changed: Mapping[str, Ranges],
     *,
+    reach: Reach = _OWN_ROWS,
     instance: DagsterInstance | None = None,
 ) -> set[str]:
-    """The keys of the partitions that rows of a change may belong to.
+    """The keys of the partitions whose results may depend on rows of a change.
 
-    `changed` are the values by partition dimension. What is not told counts as all partitions. A date is a
-    day of the partitions' own calendar, a time stamp without zone the wall clock of UTC. Null is in none.
+    `changed` are the values by partition dimension, `reach` how far results depend on rows beside their own.
+    What is not told counts as all partitions. A date is a day of the partitions' own calendar, a time stamp
+    without zone the wall clock of UTC. Null is in none.
     """
     if any(ranges.empty for ranges in changed.values()):
         return set()
     if not isinstance(definition, MultiPartitionsDefinition):
-        return _keys(definition, changed.get("", _ANYTHING), instance)
+        return _keys(definition, changed.get("", _ANYTHING), reach, instance)
     parts = dimensions(definition)
-    values = [_keys(part, changed.get(name, _ANYTHING), instance) for name, part in parts.items()]
+    values = [_keys(part, changed.get(name, _ANYTHING), reach, instance) for name, part in parts.items()]
     return {str(MultiPartitionKey(dict(zip(parts, combined, strict=True)))) for combined in product(*values)}
+
+
+class PartitionFinder:
+    """Finds which of some partitions rows may belong to, as `affected` does, for one file after another.
+
+    The windows of the partitions are computed once, so a question costs a binary search and its answer.
+    """
+
+    def __init__(
+        self, definition: PartitionsDefinition[str], keys: Iterable[str], *, reach: Reach = _OWN_ROWS
+    ) -> None:
+        self._keys: dict[str, Mapping[str, str]] = {}
+        for key in keys:
+            if isinstance(definition, MultiPartitionsDefinition):
+                self._keys[key] = definition.get_partition_key_from_str(key).keys_by_dimension
+            else:
+                self._keys[key] = {"": key}
+        self._by_dimension = {
+            name: _DimensionFinder(part, {values[name] for values in self._keys.values()}, reach)
+            for name, part in dimensions(definition).items()
+        }
+
+    def of(self, changed: Mapping[str, Ranges]) -> set[str]:
+        """The keys of the partitions; `changed` are the values by partition dimension, as for `affected`."""
+        if any(ranges.empty for ranges in changed.values()):
+            return set()
+        found = {name: finder.of(changed.get(name, _ANYTHING)) for name, finder in self._by_dimension.items()}
+        if len(found) == 1:
+            ((name, keys),) = found.items()
+            return keys if name == "" else {key for key, one in self._keys.items() if one[name] in keys}
+        return {
+            key
+            for key, values in self._keys.items()
+            if all(values[name] in keys for name, keys in found.items())
+        }
+
+
+class _DimensionFinder:
+    """The same in one dimension."""
+
+    def __init__(self, definition: PartitionsDefinition[str], keys: set[str], reach: Reach) -> None:
+        self._every = keys
+        self._zone: tzinfo | None = None
+        if isinstance(definition, TimeWindowPartitionsDefinition):
+            self._zone = ZoneInfo(definition.timezone)
+            windows = [
+                (reach.of_window(definition, definition.time_window_for_partition_key(key)), key)
+                for key in keys
+            ]
+            windows.sort(key=lambda one: one[0].start)
+            self._starts = [window.start for window, _ in windows]
+            self._ends = [window.end for window, _ in windows]
+            self._keys = [key for _, key in windows]
+
+    def of(self, changed: Ranges) -> set[str]:
+        if changed.anything:
+            return set(self._every)
+        if self._zone is None:
+            return {key for key in self._every if any(part.low <= key <= part.high for part in changed.parts)}
+        return {key for part in changed.parts for key in self._meeting(part, self._zone)}
+
+    def _meeting(self, part: Range, zone: tzinfo) -> Iterable[str]:
+        start, end = _moment(part.low, zone), _end(part.high, zone)
+        first = bisect_right(self._ends, start)
+        for number in range(first, len(self._keys)):
+            if self._starts[number] >= end:
+                return
+            yield self._keys[number]
 
 
 def coverage(
@@ -85,10 +158,10 @@ def _covered(told: Any, definition: PartitionsDefinition[str], key: str) -> bool
 
 
 def _keys(
-    definition: PartitionsDefinition[str], changed: Ranges, instance: DagsterInstance | None
+    definition: PartitionsDefinition[str], changed: Ranges, reach: Reach, instance: DagsterInstance | None
 ) -> set[str]:
     if isinstance(definition, TimeWindowPartitionsDefinition) and not changed.anything:
-        return {key for part in changed.parts for key in _windows(definition, part)}
+        return {key for part in changed.parts for key in _windows(definition, part, reach)}
     every = definition.get_partition_keys(dynamic_partitions_store=instance)
     if changed.anything:
         return set(every)
@@ -96,12 +169,31 @@ def _keys(
     return {key for key in every if any(part.low <= key <= part.high for part in changed.parts)}
 
 
-def _windows(definition: TimeWindowPartitionsDefinition, part: Range) -> Iterable[str]:
-    """The keys of the windows that a range of dates or time stamps meets."""
+def _windows(definition: TimeWindowPartitionsDefinition, part: Range, reach: Reach) -> Iterable[str]:
+    """The keys of the windows whose results depend on rows of a range of dates or time stamps."""
     first, last = definition.get_first_partition_window(), definition.get_last_partition_window()
     zone = ZoneInfo(definition.timezone)
     start, end = _moment(part.low, zone), _end(part.high, zone)
-    if first is None or last is None or end <= first.start or start >= last.end:
+    if first is None or last is None:
+        return []
+    if reach != _OWN_ROWS:
+        around = reach.affected(definition, start, end)
+        found = _between(definition, first, last, around.start, around.end)
+        windows = {key: definition.time_window_for_partition_key(key) for key in found}
+        needed = {key: reach.of_window(definition, window) for key, window in windows.items()}
+        return [key for key, window in needed.items() if window.start < end and start < window.end]
+    return _between(definition, first, last, start, end)
+
+
+def _between(
+    definition: TimeWindowPartitionsDefinition,
+    first: TimeWindow,
+    last: TimeWindow,
+    start: datetime,
+    end: datetime,
+) -> Sequence[str]:
+    """The keys of the windows, from the first to the last, that meet an interval."""
+    if end <= first.start or start >= last.end:
         return []
     # Dagster asks for the windows that begin in an interval; the first of ours may have begun before it.
     before = definition.get_prev_partition_window(max(start, first.start))

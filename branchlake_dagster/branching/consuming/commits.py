@@ -1,4 +1,4 @@
-"""Which commits on `main` published a change: whoever asks for it is told by Nessie's log."""
+"""Which commits on `main` published a change, and what a table was at a time, from Nessie's log."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pyiceberg.table import Table
 
 from branchlake_dagster.branching.consuming.consumer import Identifier
 from branchlake_dagster.changes import history
-from branchlake_dagster.changes.model import ChangeSet
+from branchlake_dagster.changes.capture import position_of
+from branchlake_dagster.changes.model import ChangeSet, Position
 from branchlake_dagster.changes.summary import RUN_ID
-from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable, LogEntry, Put
@@ -115,3 +116,20 @@ _FILTER = "operations.exists(op, op.name == %s)"
 def _text(key: ContentKey) -> str:
     """The last name as a literal of CEL."""
     return "'" + key[-1].replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def position_at(lake: Lakehouse, identifier: tuple[str, ...], at: datetime) -> Position | None:
+    """Where a table of `main` stood at a time; None: there was no such table.
+
+    Reads the log back to then.
+    """
+    key = ContentKey(identifier)
+    for entry in lake.nessie.log(MAIN):
+        made = entry.commit.commit_time
+        if made is not None and made <= at:
+            ref = f"{MAIN}@{entry.commit.hash}"
+            found = lake.nessie.contents(ref, [key]).get(key)
+            if not isinstance(found, IcebergTable):
+                return None
+            return position_of(lake.catalog(ref).table_of(identifier, found))
+    return None

@@ -1,16 +1,18 @@
-"""An asset that consumes changes, and an input of it."""
+"""An asset that consumes changes, an input of it, and the columns of an input that decide what changed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dagster import AssetKey, PartitionsDefinition, TimeWindowPartitionsDefinition
 from pyiceberg.table import Table
 
 from branchlake_dagster.branching.consuming.affected import dimensions
-from branchlake_dagster.branching.consuming.declaration import Declaration, Pattern
-from branchlake_dagster.branching.table.spec import TableSpec
+from branchlake_dagster.branching.consuming.declaration import Declaration, Pattern, WhenRemoved
+from branchlake_dagster.branching.consuming.reach import Reach
+from branchlake_dagster.branching.errors import InputColumnGone
+from branchlake_dagster.branching.table.spec import TableSpec, table_name
 from branchlake_dagster.changes.model import Position
 
 Identifier = tuple[str, ...]
@@ -25,11 +27,25 @@ class Consumer:
     declaration: Declaration
     inputs: Mapping[AssetKey, Identifier]
     definition: PartitionsDefinition[str] | None = None
+    reaches: Mapping[AssetKey, Reach] = field(default_factory=dict)
+    """By input how far results depend on rows beside their own; without an entry: on their own alone."""
 
     @property
     def by_partition(self) -> bool:
         """Whether each of its partitions has a position of its own."""
         return self.definition is not None and bool(self.spec.columns_by_dimension)
+
+    def reach_of(self, key: AssetKey) -> Reach:
+        """How far the results depend on rows of an input beside their own."""
+        return self.reaches.get(key, Reach())
+
+    @property
+    def when_removed(self) -> WhenRemoved:
+        """What becomes of rows that have gone from an input of the pattern `rows`."""
+        told = self.declaration.when_removed
+        if told is not None:
+            return told
+        return "apply" if self.spec.write_mode == "upsert" and not self.declaration.commits else "fail"
 
     def column_of_input(self, dimension: str) -> str:
         """The column of the inputs that decides on a partition of the asset."""
@@ -54,3 +70,51 @@ class Input:
     pattern: Pattern
     table: Table
     upto: Position
+
+
+def require_columns(consumer: Consumer, key: AssetKey, table: Table) -> None:
+    """Raise InputColumnGone if the input `key` lacks a column by which the consumer finds what changed.
+
+    Keys must be there. A range or partition column may be missing where it never was there: then the input
+    has no such column by design.
+    """
+    declaration = consumer.declaration
+    pattern = declaration.inputs[key]
+    optional = [consumer.column_of_input(name) for name in consumer.spec.columns_by_dimension]
+    if pattern == "range":
+        optional += [name for name in (declaration.on or declaration.into,) if name]
+    known = {field.name for field in table.schema().fields}
+    for column in (*(declaration.keys if pattern == "keys" else ()), *optional):
+        if column in known:
+            continue
+        field_id = _earlier_id(table, column)
+        if field_id is not None or column in declaration.keys:
+            raise _gone(consumer, key, table, column, field_id)
+
+
+def _earlier_id(table: Table, column: str) -> int | None:
+    """The id of a column that an earlier schema of the table had."""
+    schemas = sorted(table.metadata.schemas, key=lambda schema: schema.schema_id, reverse=True)
+    found = (field.field_id for schema in schemas for field in schema.fields if field.name == column)
+    return next(found, None)
+
+
+def _gone(
+    consumer: Consumer, key: AssetKey, table: Table, column: str, field_id: int | None
+) -> InputColumnGone:
+    fields = table.schema().fields
+    renamed_to = next((field.name for field in fields if field.field_id == field_id), None)
+    what = f"was renamed to {renamed_to}" if renamed_to else "is not among its columns"
+    return InputColumnGone(
+        f"{consumer.asset} finds what has changed in {key.to_user_string()} by its column {column}:"
+        f" that {what}.",
+        column=column,
+        renamed_to=renamed_to,
+        table=table_name(consumer.inputs[key]),
+        hint=(
+            f"Rename it back, or name {renamed_to} in consumes(…) of the asset and launch that with the run"
+            " tag branchlake/rebuild=true."
+            if renamed_to
+            else f"The input has the columns {', '.join(field.name for field in fields)}: name one of them."
+        ),
+    )

@@ -13,13 +13,19 @@ from pyiceberg.table import Table
 from pyiceberg.types import IcebergType
 
 from branchlake_dagster.branching.consuming import positions as records
-from branchlake_dagster.branching.consuming.affected import coverage, covers
-from branchlake_dagster.branching.consuming.commits import MainCommit, commits_of
-from branchlake_dagster.branching.consuming.consumer import Consumer, Identifier, Input
+from branchlake_dagster.branching.consuming.affected import coverage
+from branchlake_dagster.branching.consuming.commits import MainCommit, commits_of, position_at
+from branchlake_dagster.branching.consuming.consumer import Consumer, Identifier, Input, require_columns
 from branchlake_dagster.branching.consuming.declaration import Pattern
-from branchlake_dagster.branching.consuming.main_at import position_at
-from branchlake_dagster.branching.consuming.pending import Backlog, pending
+from branchlake_dagster.branching.consuming.pending import (
+    Backlog,
+    PartitionChange,
+    changes_by_partition,
+    is_covered,
+    pending,
+)
 from branchlake_dagster.branching.consuming.positions import Consumed, Positions, Update
+from branchlake_dagster.branching.consuming.redefinition import extent, fitting, identity
 from branchlake_dagster.branching.errors import PositionUnreadable, TableMissing
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.table.spec import table_name
@@ -27,7 +33,7 @@ from branchlake_dagster.changes.capture import capture, position_on_branch
 from branchlake_dagster.changes.errors import ChangeLost
 from branchlake_dagster.changes.history import holds, rolled_back
 from branchlake_dagster.changes.model import ChangeSet, Position
-from branchlake_dagster.changes.ranges import Ranges, changed, union
+from branchlake_dagster.changes.ranges import Ranges, changed, comparable, union
 from branchlake_dagster.errors import ConfigurationError, all_of
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.lakehouse import MAIN
@@ -98,6 +104,7 @@ class Consumption:
                 branch=self._lake.open_branch(),
                 hint="Materialise it and let it be published first, or select it in the same run.",
             )
+        require_columns(self.consumer, key, table)
         base = _load(self._on_main, identifier)
         return Input(key, name, pattern, table, position_on_branch(table, base))
 
@@ -125,6 +132,7 @@ class Consumption:
             if not self._rebuild:
                 raise
             return Positions()  # what is computed anew takes its place
+        found = fitting(found, self.consumer)
         kept = found.without_lost(lambda at: holds(metadata, at))
         when_lost = self.consumer.declaration.when_lost
         if kept == found or (when_lost == "skip" and not self._rebuild):
@@ -166,17 +174,19 @@ class Consumption:
         return any(since is None for group in self.groups for since in group.since.values())
 
     def _consumed(self, partition: str | None) -> Consumed | None:
-        return self.positions.of(partition, lambda told: self._covered(told, partition))
+        return self.positions.of(partition, lambda: self._covered(partition))
 
-    def _covered(self, told: Mapping[str, Any], partition: str | None) -> bool:
+    def _covered(self, partition: str | None) -> bool:
         definition = self.consumer.definition
-        return definition is not None and partition is not None and covers(told, definition, partition)
+        if definition is None or partition is None:
+            return False
+        return is_covered(self.positions, definition, partition)
 
     def _since(self, consumed: Consumed | None) -> dict[str, Position | None]:
-        found = {}
+        found, restarts = {}, self.positions.restarts_because
         for one in self.inputs.values():
             # A partition that came after the table's position is new, whenever its consumer began.
-            begun = consumed is not None or self.positions.floor is not None
+            begun = consumed is not None or self.positions.floor is not None or restarts != ""
             position = (consumed.inputs.get(one.name) if consumed else None) if begun else self._start(one)
             kept = found[one.name] = self._kept(one, position)
             if kept is not None and kept == position and consumed is not None:
@@ -254,6 +264,27 @@ class Consumption:
         order = {one.snapshot_id: number for number, one in enumerate(one.table.metadata.snapshots)}
         return sorted(found.values(), key=lambda commit: order[commit.snapshots[-1]])
 
+    @cached_property
+    def replaced_keys(self) -> tuple[str, ...]:
+        """The columns of which the result replaces all rows of the changed values; empty: it replaces none.
+
+        With the pattern `rows` these are the keys of an upsert, where rows have gone from an input.
+        """
+        if self.whole:
+            return ()
+        if "keys" in self.consumer.declaration.patterns:
+            return self.consumer.declaration.keys
+        return self.consumer.spec.keys if self._applies_removals() else ()
+
+    def _applies_removals(self) -> bool:
+        if "rows" not in self.consumer.declaration.patterns or self.consumer.when_removed != "apply":
+            return False
+        # Inputs that lack a key cannot say which rows of the table theirs have become.
+        return all(
+            set(self.consumer.spec.keys) <= {field.name for field in one.table.schema().fields}
+            for one in self.inputs.values()
+        ) and any(not change.only_appends for key in self.inputs for _, change in self.changes(key))
+
     @property
     def empty(self) -> bool:
         """Whether there is nothing to consume."""
@@ -263,12 +294,21 @@ class Consumption:
         """The values of a column in the changed rows of all inputs."""
         return self._ranges(column, self.groups)
 
-    def _ranges(self, column: str, groups: Iterable[Group]) -> Ranges:
-        return union(
-            changed(self.change_since(one, group.since[one.name]), column, one.table.metadata)
-            for one in self.inputs.values()
-            for group in groups
-        )
+    def affected_ranges(self, column: str) -> Ranges:
+        """The values of a column whose results depend on changed rows: with `widen`, more than `ranges`."""
+        return self._ranges(column, self.groups, affected=True)
+
+    def _ranges(self, column: str, groups: Iterable[Group], *, affected: bool = False) -> Ranges:
+        by_group = tuple(groups)
+        found = {}
+        for one in self.inputs.values():
+            values = union(
+                changed(self.change_since(one, group.since[one.name]), column, one.table.metadata)
+                for group in by_group
+            )
+            reach = self.consumer.reach_of(one.key)
+            found[one.name] = reach.around(values, rows=False) if affected else values
+        return union(comparable(found, column))
 
     # -- the result --------------------------------------------------------------------------------
 
@@ -288,7 +328,9 @@ class Consumption:
             return records.advance(self.positions, told, (), None)
         # Appended rows stand in nobody's way, and one run may move the floor where the other sets an entry.
         each = self.consumer.spec.write_mode == "append"
-        return records.advance(self.positions, told, self.partitions, self._pending(), each=each)
+        extents = {one: extent(definition, one) for one in self.partitions}
+        left = self._pending()
+        return records.advance(self.positions, told, self.partitions, left, each=each, extents=extents)
 
     def once(self, name: str, make: Callable[[], Known]) -> Known:
         """What `make` gives, which is asked for once: inputs and output of a step need the same."""
@@ -308,11 +350,23 @@ class Consumption:
         run, definition = self._lake.run_branch, self.consumer.definition
         by_partition = self.consumer.by_partition and definition is not None
         known = coverage(definition, instance=self.instance) if by_partition and definition else {}
-        return Consumed(upto, run.run_id if run else "", self._base_hash, known)
+        parts = identity(self.consumer)
+        return Consumed(upto, run.run_id if run else "", self._base_hash, known, definition=parts)
 
     def pending(self) -> set[str]:
         """All partitions of the asset that have something to consume. Raises ChangeLost."""
         return pending(self._backlog())
+
+    def partitions_to_rebuild(self) -> set[str]:
+        """The partitions to compute anew until nothing is lost any more; asked of a rebuild.
+
+        A partition whose position is still there is among them only if it has something left.
+        """
+        return pending(self._backlog(lost_is_all=True))
+
+    def changes_by_partition(self, partitions: Iterable[str]) -> dict[str, PartitionChange]:
+        """What each of these partitions has left, by manifests alone. Raises ChangeLost."""
+        return changes_by_partition(self._backlog(), partitions)
 
     def _pending(self) -> set[str] | None:
         try:

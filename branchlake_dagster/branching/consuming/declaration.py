@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Literal, get_args
 
 from dagster import AssetKey
@@ -15,7 +15,7 @@ from branchlake_dagster.library_internals.dagster import CoercibleToAssetKey
 
 Pattern = Literal["rows", "keys", "range"]
 WhenLost = Literal["fail", "rebuild", "skip"]
-WhenRemoved = Literal["fail", "ignore", "deliver"]
+WhenRemoved = Literal["fail", "apply", "ignore", "deliver"]
 
 CONSUMES = "branchlake/consumes"
 
@@ -26,9 +26,11 @@ def consumes(
     keys: Sequence[str] = (),
     on: str | None = None,
     into: str | None = None,
+    from_start: bool = False,
+    widen: timedelta | tuple[timedelta, timedelta] | None = None,
     start: str = "beginning",
     when_lost: WhenLost = "fail",
-    when_removed: WhenRemoved = "fail",
+    when_removed: WhenRemoved | None = None,
     commits: bool = False,
 ) -> dict[str, Any]:
     """Asset metadata for `@dg.asset(metadata=…)`: which inputs it consumes by their changes, and how.
@@ -47,12 +49,25 @@ def consumes(
             or time stamp column of the inputs. (default: the name of the asset's own column)
         into (Optional[str]): The column of the asset's table that `on` becomes. A date column takes whole
             days of it. (default: the asset's partition column, else `on`)
+        from_start (bool): For `range` without partitions: recompute from the smallest changed value on, not
+            only where rows have changed. For running totals and sessions: a row that comes three days late
+            changes all that follows. Earlier rows of its own table the asset reads itself. (default: False)
+        widen (Optional[timedelta | Tuple[timedelta, timedelta]]): How much earlier, and how much later, the
+            rows may be on which a result depends; one value alone: earlier. For moving averages and the like,
+            with `range`, or with `keys` and partitions in time. The asset gets the rows of its partitions or
+            ranges and those beside them, a changed row leads to all results that depend on it, and of what
+            the asset returns only the rows of its own partitions or ranges are written. A partition mapping
+            with offsets does the same by windows. (default: none)
         start (str): What a new consumer gets first: `beginning` (everything), `now` (nothing), or an ISO
             time stamp with zone, from which on it consumes. (default: `beginning`)
         when_lost (Literal["fail", "rebuild", "skip"]): When an input's change cannot be told any more,
             because it was rolled back, created again, or its snapshots have expired. (default: `fail`)
-        when_removed (Literal["fail", "ignore", "deliver"]): For `rows`, when rows have gone. `deliver` gives
-            all rows with a column `_change_type` (`INSERT`, `DELETE`). (default: `fail`)
+        when_removed (Optional[Literal["fail", "apply", "ignore", "deliver"]]): For `rows`, when rows of an
+            input were updated or deleted. `apply`, for upserts: the asset gets all rows of the changed keys,
+            and its result replaces the table's rows of these keys; the inputs must have the columns of the
+            upsert's keys. `fail`: the run fails with RowsRemoved. `ignore`: only the rows that came count.
+            `deliver`: the asset gets both with a column `_change_type` (`INSERT`, `DELETE`).
+            (default: `apply` for an upsert without `commits`, else `fail`)
         commits (bool): For `rows`: add the columns `_change_ordinal` and `_commit_snapshot_id`, as Iceberg's
             changelog views have them, and `_commit_hash`, the commit on `main` that published the row; null
             where everything is computed anew. The asset's page names the commits. (default: False)
@@ -83,6 +98,8 @@ def consumes(
         "keys": list(keys),
         "on": on,
         "into": into,
+        "from_start": from_start,
+        "widen": _seconds(widen),
         "start": start,
         "when_lost": when_lost,
         "when_removed": when_removed,
@@ -102,8 +119,10 @@ class Declaration:
     into: str | None = None
     start: str = "beginning"
     when_lost: WhenLost = "fail"
-    when_removed: WhenRemoved = "fail"
+    when_removed: WhenRemoved | None = None
     commits: bool = False
+    from_start: bool = False
+    widen: tuple[timedelta, timedelta] = (timedelta(), timedelta())
     patterns: frozenset[Pattern] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
@@ -133,8 +152,10 @@ def _read(told: Mapping[str, Any], asset: str) -> Declaration:
         told.get("into"),
         told.get("start") or "beginning",
         told.get("when_lost") or "fail",
-        told.get("when_removed") or "fail",
+        told.get("when_removed"),
         bool(told.get("commits")),
+        bool(told.get("from_start")),
+        _lengths(told.get("widen")),
     )
     wrong = _mistake(found)
     if wrong:
@@ -142,11 +163,23 @@ def _read(told: Mapping[str, Any], asset: str) -> Declaration:
     return found
 
 
+def _seconds(widen: timedelta | tuple[timedelta, timedelta] | None) -> list[float]:
+    if widen is None:
+        return [0.0, 0.0]
+    before, after = widen if isinstance(widen, tuple) else (widen, timedelta())
+    return [before.total_seconds(), after.total_seconds()]
+
+
+def _lengths(seconds: Sequence[float] | None) -> tuple[timedelta, timedelta]:
+    before, after = seconds or (0.0, 0.0)
+    return timedelta(seconds=before), timedelta(seconds=after)
+
+
 def _mistake(found: Declaration) -> str | None:
     choices: tuple[tuple[str, Any, Any], ...] = (
         *(("pattern", how, Pattern) for how in found.inputs.values()),
         ("when_lost", found.when_lost, WhenLost),
-        ("when_removed", found.when_removed, WhenRemoved),
+        *([("when_removed", found.when_removed, WhenRemoved)] if found.when_removed else []),
     )
     for name, value, allowed in choices:
         if value not in get_args(allowed):
@@ -155,6 +188,20 @@ def _mistake(found: Declaration) -> str | None:
         return "it names no input."
     if len(found.patterns) > 1:
         return "its inputs have different patterns, and one result cannot replace keys and ranges at once."
+    if found.from_start and "range" not in found.patterns:
+        return "from_start=True is for the pattern `range`."
+    if min(found.widen) < timedelta():
+        return "widen=… is how much earlier and later rows may be, so it cannot be negative."
+    if found.from_start and any(found.widen):
+        return "from_start=True recomputes all that follows; it takes no widen=…."
+    if found.when_removed is not None and "rows" not in found.patterns:
+        return (
+            f"when_removed={found.when_removed!r} is for the pattern `rows`; the others follow by themselves."
+        )
+    if found.when_removed == "apply" and found.commits:
+        return (
+            "when_removed='apply' gives rows that no commit has changed, so commits=True has nothing to say."
+        )
     if "keys" in found.patterns and not found.keys:
         return "the pattern `keys` needs keys=[…]."
     try:

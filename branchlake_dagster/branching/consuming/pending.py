@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from datetime import datetime
 
 from dagster import DagsterInstance, PartitionsDefinition
 
-from branchlake_dagster.branching.consuming.affected import affected, covers
+from branchlake_dagster.branching.consuming.affected import PartitionFinder, affected, covers
 from branchlake_dagster.branching.consuming.consumer import Consumer, Input
 from branchlake_dagster.branching.consuming.positions import Consumed, Positions
+from branchlake_dagster.branching.consuming.redefinition import shares_rows
 from branchlake_dagster.branching.table.selection import select, to_iceberg
 from branchlake_dagster.changes.errors import ChangeLost
 from branchlake_dagster.changes.model import ChangedFile, ChangeSet, Position
@@ -46,13 +49,88 @@ def pending(backlog: Backlog) -> set[str]:
         if partition in _affected(backlog, consumed):
             found.add(partition)
     every = definition.get_partition_keys(dynamic_partitions_store=backlog.instance)
-    covered = positions.floor.covers if positions.floor is not None else {}
     new = [
-        key
-        for key in every
-        if key not in positions.partitions and not (covered and covers(covered, definition, key))
+        key for key in every if key not in positions.partitions and not is_covered(positions, definition, key)
     ]
-    return (found | _with_rows(backlog, new)) & set(every)
+    left = {key for key in new if _may_be_left(positions, definition, key)}
+    return (found | left | _with_rows(backlog, [key for key in new if key not in left])) & set(every)
+
+
+@dataclass(frozen=True)
+class PartitionChange:
+    """What one partition has not consumed: `rows` that came or went in `files`, since `oldest`.
+
+    `consumed` is the partition's position; None if nothing was consumed for it, so that nothing is counted.
+    A file with rows of several partitions counts in each of them with all of its rows.
+    """
+
+    consumed: Consumed | None
+    files: int = 0
+    rows: int = 0
+    oldest: datetime | None = None
+
+
+def changes_by_partition(backlog: Backlog, partitions: Iterable[str]) -> dict[str, PartitionChange]:
+    """What each of these partitions has left, from the manifests that `pending` reads. Raises ChangeLost."""
+    definition, positions = _definition(backlog), backlog.positions
+    found: dict[str, PartitionChange] = {}
+    together: dict[str | None, list[str]] = defaultdict(list)
+    for key in partitions:
+        own = positions.partitions.get(key)
+        consumed = own or (positions.floor if is_covered(positions, definition, key) else None)
+        found[key] = PartitionChange(consumed)
+        if consumed is not None:
+            together[None if own is None else key].append(key)
+    for keys in together.values():
+        consumed = found[keys[0]].consumed
+        if consumed is not None:
+            found |= _counted(backlog, consumed, keys)
+    return found
+
+
+def _counted(backlog: Backlog, consumed: Consumed, keys: list[str]) -> dict[str, PartitionChange]:
+    """What partitions that stand at one position have left."""
+    files: dict[str, int] = defaultdict(int)
+    rows: dict[str, int] = defaultdict(int)
+    oldest: dict[str, datetime] = {}
+    for one in backlog.inputs:
+        position = consumed.inputs.get(one.name)
+        if position is None:  # the input was declared later, and all of it is new
+            return {key: PartitionChange(None) for key in keys}
+        change = backlog.change_since(one, position)
+        times = {step.ordinal: step.at for step in change.steps}
+        bounds = _bounds(backlog, one)
+        finder = PartitionFinder(_definition(backlog), keys, reach=backlog.consumer.reach_of(one.key))
+        for file in change.files():
+            for key in finder.of({name: its.of(file) for name, its in bounds.items()}):
+                files[key] += 1
+                rows[key] += file.rows
+                at = times[file.ordinal]
+                oldest[key] = min(oldest.get(key, at), at)
+    return {key: PartitionChange(consumed, files[key], rows[key], oldest.get(key)) for key in keys}
+
+
+def _bounds(backlog: Backlog, one: Input) -> dict[str, Bounds]:
+    columns = backlog.consumer.columns_of_inputs(one.table)
+    return {name: Bounds(one.table.metadata, column, table=one.name) for name, column in columns.items()}
+
+
+def _may_be_left(positions: Positions, definition: PartitionsDefinition[str], key: str) -> bool:
+    """Whether the table may hold rows of a new partition that count for nothing any more.
+
+    It is computed anew even where its inputs have no rows for it any more: they have to go.
+    """
+    if positions.all_left or key in positions.void:
+        return True
+    return any(shares_rows(one, definition, key) for one in positions.redefined)
+
+
+def is_covered(positions: Positions, definition: PartitionsDefinition[str], key: str) -> bool:
+    """Whether a partition without an entry of its own stands where the table as a whole does."""
+    floor = positions.floor
+    if floor is None or not floor.covers or not covers(floor.covers, definition, key):
+        return False
+    return not any(shares_rows(one, definition, key) for one in positions.redefined)
 
 
 def _definition(backlog: Backlog) -> PartitionsDefinition[str]:
@@ -82,7 +160,10 @@ def _with_rows(backlog: Backlog, keys: list[str]) -> set[str]:
     for one in backlog.inputs if keys else ():
         schema = one.table.schema()
         columns = backlog.consumer.columns_of_inputs(one.table)
-        selection = select(keys, _definition(backlog), columns, schema=schema, table=one.name)
+        reach = backlog.consumer.reach_of(one.key)
+        selection = select(
+            keys, _definition(backlog), columns, schema=schema, table=one.name, window=reach.of_window
+        )
         tasks = one.table.scan(row_filter=to_iceberg(selection, schema)).plan_files()
         files = tuple(ChangedFile(task.file, 0, 0) for task in tasks)
         found |= _partitions(backlog, one, files) & set(keys)
@@ -90,9 +171,11 @@ def _with_rows(backlog: Backlog, keys: list[str]) -> set[str]:
 
 
 def _partitions(backlog: Backlog, one: Input, files: tuple[ChangedFile, ...]) -> set[str]:
-    metadata = one.table.metadata
-    ranges: dict[str, Ranges] = {}
-    for dimension, column in backlog.consumer.columns_of_inputs(one.table).items():
-        bounds = Bounds(metadata, column, table=one.name)
-        ranges[dimension] = union(bounds.of(file) for file in files)
-    return affected(_definition(backlog), ranges, instance=backlog.instance) if files else set()
+    ranges: dict[str, Ranges] = {
+        dimension: union(bounds.of(file) for file in files)
+        for dimension, bounds in _bounds(backlog, one).items()
+    }
+    if not files:
+        return set()
+    reach = backlog.consumer.reach_of(one.key)
+    return affected(_definition(backlog), ranges, reach=reach, instance=backlog.instance)

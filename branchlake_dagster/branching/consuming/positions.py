@@ -35,6 +35,10 @@ class Consumed:
     covers: Mapping[str, Any] = field(default_factory=dict)
     at: int | None = None
     """The snapshot of the consumer's own table that was computed from it; None: none, or not told."""
+    definition: Mapping[str, str] = field(default_factory=dict)
+    """What the partitions were then, see `redefinition.identity`; empty: not recorded, or there were none."""
+    extent: Mapping[str, str] = field(default_factory=dict)
+    """Of one partition: what it held then, see `redefinition.extent`."""
     turned: bool = False
     """Says nothing, and is the other way round after each run that left the floor: see `advance`."""
 
@@ -47,6 +51,8 @@ class Consumed:
                 "base": self.base,
                 **({"covers": dict(self.covers)} if self.covers else {}),
                 **({"at": self.at} if self.at is not None else {}),
+                **({"definition": dict(self.definition)} if self.definition else {}),
+                **({"extent": dict(self.extent)} if self.extent else {}),
                 **({"turned": True} if self.turned else {}),
             },
             separators=(",", ":"),
@@ -63,6 +69,8 @@ class Consumed:
             told["base"],
             told.get("covers", {}),
             told.get("at"),
+            told.get("definition", {}),
+            told.get("extent", {}),
             told.get("turned", False),
         )
 
@@ -75,23 +83,33 @@ class Positions:
     partitions: Mapping[str, Consumed] = field(default_factory=dict)
     void: frozenset[str] = frozenset()
     """Partitions whose entries count for nothing and are still to be taken away."""
+    restarts_because: str = ""
+    """Why something that was consumed counts for nothing, as a clause; empty: all of it counts."""
+    all_left: bool = False
+    """Whether the table may hold rows of any partition that were computed before."""
+    redefined: tuple[Mapping[str, str], ...] = ()
+    """The extents of partitions that were ahead of the floor under another definition: see `redefinition`."""
 
     def without_lost(self, holds: Callable[[int | None], bool]) -> Positions:
         """Only what was consumed for rows that are still there; `holds` tells it by `Consumed.at`."""
         kept = {name: one for name, one in self.partitions.items() if holds(one.at)}
         floor = self.floor if self.floor is not None and holds(self.floor.at) else None
-        return Positions(floor, kept, frozenset(self.partitions.keys() - kept.keys()))
+        void = self.void | (self.partitions.keys() - kept.keys())
+        lost = floor != self.floor or kept != self.partitions
+        because = "the asset's own table was rolled back" if lost else self.restarts_because
+        left = self.all_left or floor != self.floor
+        return replace(self, floor=floor, partitions=kept, void=void, restarts_because=because, all_left=left)
 
-    def of(self, partition: str | None, covered: Callable[[Mapping[str, Any]], bool]) -> Consumed | None:
+    def of(self, partition: str | None, covered: Callable[[], bool]) -> Consumed | None:
         """What was consumed for a partition, or for a table without partitions; None: nothing.
 
-        `covered` tells whether it is among the partitions that a `Consumed.covers` speaks of.
+        `covered` returns whether it is among the partitions that the floor speaks of.
         """
         if partition is None:
             return self.floor
         if partition in self.partitions:
             return self.partitions[partition]
-        return self.floor if self.floor is not None and covered(self.floor.covers) else None
+        return self.floor if self.floor is not None and covered() else None
 
 
 def property_of(partition: str | None) -> str:
@@ -136,6 +154,7 @@ def advance(
     affected: Iterable[str] | None,
     *,
     each: bool = False,
+    extents: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Update:
     """The properties after a run that consumed up to `now` for these partitions.
 
@@ -144,8 +163,10 @@ def advance(
     an entry of its own; `each` sets those of the run all the same, so that it meets every other run of one
     of them. And a run that leaves the floor turns it, so that it meets those that moved it meanwhile: they
     may have taken away the entries that it would have met. Two that turn it say the same.
+    `extents` are what the partitions hold.
     """
-    mine = {property_of(one): now.text() for one in partitions}
+    by_partition = extents or {}
+    mine = {property_of(one): replace(now, extent=by_partition.get(one, {})).text() for one in partitions}
     if mine and (affected is None or not {property_of(one) for one in affected} <= mine.keys()):
         floor = positions.floor if each else None
         return Update(mine | ({CONSUMED: replace(floor, turned=not floor.turned).text()} if floor else {}))

@@ -5,14 +5,23 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from dagster import AssetSpec, PartitionsDefinition, partition_loading_context
+from dagster import (
+    AssetKey,
+    AssetSpec,
+    PartitionMapping,
+    PartitionsDefinition,
+    TimeWindowPartitionsDefinition,
+    partition_loading_context,
+)
 
+from branchlake_dagster.branching.consuming.affected import dimensions
 from branchlake_dagster.branching.consuming.consumer import Consumer
 from branchlake_dagster.branching.consuming.consumption import Consumption
 from branchlake_dagster.branching.consuming.declaration import Declaration, declared
+from branchlake_dagster.branching.consuming.reach import mapped
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.table.spec import TableSpec, identifier_of, table_spec
 from branchlake_dagster.errors import ConfigurationError
@@ -49,7 +58,9 @@ def consumption_of(step: Any, lake: LakehouseResource) -> Consumption | None:
     with _lock:
         if asked not in _live:
             spec, declaration = found[0]
-            consumer = consumer_of(spec, declaration, assets.partitions_def, _namespace(lake))
+            consumer = consumer_of(
+                spec, declaration, assets.partitions_def, _namespace(lake), assets.get_partition_mapping
+            )
             partitions = _partitions(step, assets.partitions_def) if consumer.by_partition else ()
             _live[asked] = Consumption(
                 lake,
@@ -78,8 +89,12 @@ def consumer_of(
     declaration: Declaration,
     definition: PartitionsDefinition[str] | None,
     default_namespace: str,
+    mapping_of: Callable[[AssetKey], PartitionMapping | None] = lambda _: None,
 ) -> Consumer:
-    """An asset with what it declares. Raises ConfigurationError when that does not fit its table."""
+    """An asset with what it declares. Raises ConfigurationError when that does not fit its table.
+
+    `mapping_of` is the partition mapping of an input.
+    """
     asset = spec.key.to_user_string()
     table = table_spec(
         spec.key, spec.metadata, default_namespace=default_namespace, partitioned=definition is not None
@@ -87,13 +102,37 @@ def consumer_of(
     if wrong := _mistake(declaration, table, partitioned=definition is not None):
         raise ConfigurationError(f"consumes() of {asset}: {wrong}", table=table.name)
     inputs = {key: identifier_of(key, default_namespace) for key in declaration.inputs}
-    return Consumer(asset, table, declaration, inputs, definition)
+    reaches = {key: mapped(mapping_of(key), declaration.widen) for key in inputs}
+    consumer = Consumer(asset, table, declaration, inputs, definition, reaches)
+    if wrong := _reaches_too_far(consumer):
+        raise ConfigurationError(f"consumes() of {asset}: {wrong}", table=table.name)
+    return consumer
+
+
+def _reaches_too_far(consumer: Consumer) -> str | None:
+    """What is wrong with results that depend on rows beside their own."""
+    if all(one.nothing for one in consumer.reaches.values()):
+        return None
+    if "rows" in consumer.declaration.patterns:
+        return (
+            "with the pattern `rows` each result comes from one row, so widen=… and a partition mapping with"
+            " offsets have no meaning; use `range` or `keys`."
+        )
+    in_time = consumer.definition is not None and any(
+        isinstance(dimensions(consumer.definition).get(name), TimeWindowPartitionsDefinition)
+        for name in consumer.spec.columns_by_dimension
+    )
+    if not in_time and (consumer.by_partition or "range" not in consumer.declaration.patterns):
+        return "widen=… is about time, and neither its partitions nor its ranges are."
+    return None
 
 
 def _mistake(declaration: Declaration, table: TableSpec, *, partitioned: bool) -> str | None:
     mode = table.write_mode
     if "rows" in declaration.patterns and mode == "replace_partitions":
         return f"changed rows are appended, merged or make a new table, and its write mode is {mode}."
+    if declaration.when_removed == "apply" and mode != "upsert":
+        return f"when_removed='apply' needs the keys of an upsert, and its write mode is {mode}."
     if "keys" in declaration.patterns:
         if mode != "upsert":
             return f"what is computed of changed keys is an upsert, and its write mode is {mode}."
@@ -102,6 +141,11 @@ def _mistake(declaration: Declaration, table: TableSpec, *, partitioned: bool) -
     if "range" in declaration.patterns:
         if mode in ("append", "upsert"):
             return f"what is computed of changed ranges replaces them, and its write mode is {mode}."
+        if partitioned and declaration.from_start:
+            return (
+                "from_start=True is for assets without partitions: partitions are computed beside each other,"
+                " and each would need the one before it."
+            )
         if not partitioned and not (declaration.on or declaration.into):
             return "the pattern `range` of an asset without partitions needs on=…."
     return None

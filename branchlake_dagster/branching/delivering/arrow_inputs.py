@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.expressions import (
+    AlwaysFalse,
     AlwaysTrue,
     And,
     BooleanExpression,
@@ -45,7 +46,7 @@ def load(consumption: Consumption, one: Input) -> pa.Table:
     if consumption.whole:
         rows = _scan(one.table, _filter(where, one.table))
         return everything(rows, consumption.consumer.declaration) if one.pattern == "rows" else rows
-    if one.pattern == "rows":
+    if not consumption.replaced_keys:
         return delivered(consumption, one, changed_rows(consumption, one))
     keys = changed_keys(consumption)
     rows = _scan(one.table, And(_filter(where, one.table), may_have(keys)))
@@ -62,6 +63,8 @@ def _filter(selection: Selection | None, table: Table) -> BooleanExpression:
 
 def may_have(keys: pa.Table) -> BooleanExpression:
     """A filter that lets through all rows of the keys, and of others as few as files can tell apart."""
+    if not keys.num_rows:
+        return AlwaysFalse()
     return reduce(And, (_column(name, keys[name]) for name in keys.column_names), AlwaysTrue())
 
 

@@ -5,22 +5,28 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pyarrow as pa
 from pyiceberg.exceptions import NoSuchTableError
+from pyiceberg.table import Table
 from pyiceberg.table.locations import load_location_provider
 
 from branchlake_dagster.branching.consuming.consumer import Identifier, Input
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.branching.table.selection import Selection, inside, to_iceberg
 from branchlake_dagster.branching.table.spec import table_name
 from branchlake_dagster.changes.change_table import ChangeTable, copied, referring
 from branchlake_dagster.changes.model import ChangedFile, ChangeSet
-from branchlake_dagster.changes.rows import RowReader
+from branchlake_dagster.changes.rows import ChangedRows, RowReader
 from branchlake_dagster.changes.summary import CHANGE_TABLE
 from branchlake_dagster.errors import all_of
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
+from branchlake_dagster.library_internals.column_metrics import (
+    ReliableInclusiveEvaluator,
+    ReliableStrictEvaluator,
+)
 from branchlake_dagster.library_internals.pyiceberg import write_metadata
 
 _log = logging.getLogger(__name__)
@@ -41,16 +47,32 @@ class ChangeTables:
         self._lake = lake
         self._made: dict[Identifier, ChangeTable] = {}
 
-    def make(self, one: Input, identifier: Identifier, consumer: Identifier, change: ChangeSet) -> Pair:
-        """The change tables of an input for a consumer."""
-        reader = RowReader(one.table, change)
+    def make(
+        self,
+        one: Input,
+        identifier: Identifier,
+        consumer: Identifier,
+        change: ChangeSet,
+        *,
+        where: Selection | None = None,
+    ) -> Pair:
+        """The change tables of an input for a consumer; with `where`, of these rows alone.
+
+        They refer to the changed files where all rows of these belong to them; otherwise rows are copied.
+        """
         number = len(self._made)
         base = f"{identifier[-1]}{CHANGE_TABLE}{'_'.join(consumer)}_{number}"
-        if reader.whole_files():
+        if where is not None:
+            change = _possible(change, where, one.table)
+        reader = RowReader(one.table, change)
+        if reader.whole_files() and (where is None or _all_inside(change, where, one.table)):
             added = self._refer(one, (*identifier[:-1], base), change.added)
             removed = self._refer(one, (*identifier[:-1], f"{base}_removed"), change.removed)
             return Pair(added, removed)
         rows = reader.read()
+        if where is not None:
+            sides = (side.filter(inside(where, side)) for side in (rows.added, rows.removed))
+            rows = ChangedRows(*sides)
         return Pair(
             self._copy(one, (*identifier[:-1], base), rows.added),
             self._copy(one, (*identifier[:-1], f"{base}_removed"), rows.removed),
@@ -122,3 +144,21 @@ class ChangeTables:
                 made.table.io.delete(path)
             except OSError as error:
                 _log.warning("%s of a change table is still there: %s", path, error)
+
+
+def _possible(change: ChangeSet, where: Selection, table: Table) -> ChangeSet:
+    """The change without data files that cannot hold a row of the selection, by their bounds."""
+    schema = table.schema()
+    may_match = ReliableInclusiveEvaluator(schema, to_iceberg(where, schema)).eval
+    return replace(
+        change,
+        added=tuple(one for one in change.added if may_match(one.file)),
+        removed=tuple(one for one in change.removed if may_match(one.file)),
+    )
+
+
+def _all_inside(change: ChangeSet, where: Selection, table: Table) -> bool:
+    """Whether all rows of the changed data files belong to the selection, by their bounds."""
+    schema = table.schema()
+    all_match = ReliableStrictEvaluator(schema, to_iceberg(where, schema)).eval
+    return all(all_match(one.file) for one in (*change.added, *change.removed))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from datetime import datetime, time
 
 import polars as pl
 import pyarrow as pa
@@ -12,11 +14,12 @@ from pyiceberg.types import DateType
 from branchlake_dagster.branching.consuming.consumer import Input
 from branchlake_dagster.branching.consuming.consumption import Consumption, Group
 from branchlake_dagster.branching.consuming.declaration import Declaration
+from branchlake_dagster.branching.consuming.reach import LAST_DAY
 from branchlake_dagster.branching.delivering.range_selection import by_days, selection
 from branchlake_dagster.branching.errors import RowsRemoved
 from branchlake_dagster.branching.table.selection import Selection, inside, select
 from branchlake_dagster.changes.model import ChangeSet
-from branchlake_dagster.changes.ranges import Ranges
+from branchlake_dagster.changes.ranges import Range, Ranges
 from branchlake_dagster.changes.rows import (
     COMMIT,
     ORDINAL,
@@ -25,34 +28,56 @@ from branchlake_dagster.changes.rows import (
     RowReader,
     without_carried,
 )
+from branchlake_dagster.wording import counted
+
+MOST_COMPARED = 1_000_000
+"""Rows of a change that are read whole to tell which of them a rewritten file only carries along."""
 
 
 def of_partitions(consumption: Consumption, one: Input, partitions: tuple[str, ...]) -> Selection | None:
-    """The rows of an input that belong to partitions of the asset; None: all rows."""
+    """The rows of an input that partitions of the asset depend on; None: all rows."""
     consumer = consumption.consumer
     if not consumer.by_partition or consumer.definition is None:
         return None
     columns = consumer.columns_of_inputs(one.table)
-    return select(partitions, consumer.definition, columns, schema=one.table.schema(), table=one.name)
+    window = consumer.reach_of(one.key).of_window
+    return select(
+        partitions, consumer.definition, columns, schema=one.table.schema(), table=one.name, window=window
+    )
 
 
 def of_range(consumption: Consumption, one: Input) -> Selection | None:
-    """The rows of an input in the changed ranges; None: all rows."""
+    """The rows of an input that the results of the changed ranges depend on; None: all rows."""
     if consumption.whole or consumption.consumer.by_partition:
         return of_partitions(consumption, one, consumption.partitions)
-    return selection(target_ranges(consumption), _on(consumption), one.table.schema(), table=one.name)
+    ranges = consumption.consumer.reach_of(one.key).around(target_ranges(consumption), rows=True)
+    return selection(ranges, _on(consumption), one.table.schema(), table=one.name)
 
 
 def target_ranges(consumption: Consumption) -> Ranges:
-    """The changed ranges of all inputs, widened to what the asset's own column can tell apart."""
+    """The ranges of results that the changes of all inputs affect, as the asset's own column can tell apart.
+
+    With `from_start` one range: from the smallest changed value on.
+    """
     declaration = consumption.consumer.declaration
-    ranges = consumption.ranges(_on(consumption))
+    ranges = consumption.affected_ranges(_on(consumption))
+    if declaration.from_start:
+        ranges = from_smallest(ranges)
     dates = any(
         isinstance(one.table.schema().find_type(_on(consumption)), DateType)
         for one in consumption.inputs.values()
     )
     own = consumption.target_type(declaration.into or _on(consumption))
     return by_days(ranges) if dates or isinstance(own, DateType) else ranges
+
+
+def from_smallest(ranges: Ranges) -> Ranges:
+    """From the smallest of the values on; the last day is the last but one of the year 9999."""
+    if ranges.anything or not ranges.parts:
+        return ranges
+    low = ranges.parts[0].low
+    last = datetime.combine(LAST_DAY, time.max, low.tzinfo) if isinstance(low, datetime) else LAST_DAY
+    return replace(ranges, parts=(Range(low, last),))
 
 
 def _on(consumption: Consumption) -> str:
@@ -99,21 +124,30 @@ COMMIT_COLUMNS = {ORDINAL: pa.int32(), SNAPSHOT: pa.int64(), COMMIT: pa.string()
 
 def delivered(consumption: Consumption, one: Input, rows: ChangedRows) -> pa.Table:
     """The rows as the asset is to get them. Raises RowsRemoved."""
-    how = consumption.consumer.declaration.when_removed
+    how = consumption.consumer.when_removed
     if how == "deliver":
         return rows.tracked()
-    if rows.removed.num_rows and how == "fail":
-        raise rows_removed(one, str(rows.removed.num_rows))
+    if rows.removed.num_rows and how in ("fail", "apply"):
+        raise rows_removed(consumption, one, rows.removed.num_rows)
     return rows.added
 
 
-def rows_removed(one: Input, count: str) -> RowsRemoved:
-    """The error for rows that have gone."""
+def rows_removed(consumption: Consumption, one: Input, count: int) -> RowsRemoved:
+    """The error for rows that have gone and cannot be taken out of the asset's table."""
+    consumer, what = consumption.consumer, counted(count, "row")
+    if consumer.when_removed == "apply":
+        columns = [{field.name for field in its.table.schema().fields} for its in consumption.inputs.values()]
+        missing = ", ".join(key for key in consumer.spec.keys if any(key not in known for known in columns))
+        why = f"{consumer.asset} merges by {missing}, which not every input has"
+        hint = f"Give each input the column {missing}, or choose"
+    else:
+        why = f"{consumer.asset} takes only rows that come"
+        hint = "Use an upsert by keys that the input has, or the pattern `keys` or `range`, or choose"
     return RowsRemoved(
-        f"{count} rows have gone from the input, and the asset takes only rows that come.",
+        f"{what} of the input {'was' if count == 1 else 'were'} updated or deleted, and {why}.",
         table=one.name,
-        hint="Use the pattern `keys` or `range`, or consumes(when_removed=…), or compute everything anew"
-        " with the run tag branchlake/rebuild=true.",
+        hint=f"{hint} consumes(when_removed=…), or compute everything anew with the run tag"
+        " branchlake/rebuild=true.",
     )
 
 
@@ -123,7 +157,7 @@ def changed_keys(consumption: Consumption) -> pa.Table:
 
 
 def _changed_keys(consumption: Consumption) -> pa.Table:
-    keys = list(consumption.consumer.declaration.keys)
+    keys = list(consumption.replaced_keys)
     found: list[pa.Table] = []
     for one in consumption.inputs.values():
         for group, change in consumption.changes(one.key):
@@ -136,8 +170,13 @@ def _key_rows(
     consumption: Consumption, one: Input, group: Group, change: ChangeSet, keys: list[str]
 ) -> Iterator[pa.Table]:
     where = of_partitions(consumption, one, group.partitions)
-    columns = list(dict.fromkeys([*keys, *(where.columns() if where else ())]))
+    columns: list[str] | None = list(dict.fromkeys([*keys, *(where.columns() if where else ())]))
+    compared = not change.only_appends and change.rows_changed <= MOST_COMPARED
+    if compared:
+        columns = None  # what a rewritten file carries along shows in all of its columns
     rows = _inside(RowReader(one.table, change, columns=columns).read(), where)
+    if compared:
+        rows = without_carried(rows)
     yield rows.added.select(keys)
     yield rows.removed.select(keys)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pyarrow as pa
 from dagster import MetadataValue
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
@@ -13,7 +14,7 @@ from branchlake_dagster.branching.consuming.commits import MainCommit
 from branchlake_dagster.branching.consuming.consumption import Consumption
 from branchlake_dagster.branching.delivering.inputs import target_ranges
 from branchlake_dagster.branching.delivering.range_selection import selection
-from branchlake_dagster.branching.table.selection import Selection
+from branchlake_dagster.branching.table.selection import Selection, inside, to_sql
 from branchlake_dagster.branching.table.spec import TableSpec
 from branchlake_dagster.library_internals.pyiceberg import transaction_on
 
@@ -34,16 +35,25 @@ def by_range(consumption: Consumption) -> bool:
     return "range" in declaration.patterns and not consumption.whole and not consumption.consumer.by_partition
 
 
-def by_keys(consumption: Consumption) -> bool:
-    """Whether the result replaces the rows of the changed keys."""
-    return "keys" in consumption.consumer.declaration.patterns and not consumption.whole
-
-
 def replaced_range(consumption: Consumption, schema: Schema) -> Selection:
     """The rows of the asset's table that the result of changed ranges takes the place of."""
     consumer = consumption.consumer
     column = consumer.declaration.into or consumer.declaration.on or ""
     return selection(target_ranges(consumption), column, schema, table=consumer.spec.name)
+
+
+def own_rows(frame: Any, consumption: Consumption, chosen: Selection | None, schema: Schema) -> Any:
+    """What of an Arrow or Spark frame is written, where results depend on rows beside their own.
+
+    Rows beside the run's partitions or ranges were computed from a part of what they depend on. A frame that
+    lacks a column of `chosen` is left as it is: the write refuses it.
+    """
+    if chosen is None or all(one.nothing for one in consumption.consumer.reaches.values()):
+        return frame
+    columns = frame.column_names if isinstance(frame, pa.Table) else frame.columns
+    if not {*chosen.columns()} <= {*columns}:
+        return frame
+    return frame.filter(inside(chosen, frame) if isinstance(frame, pa.Table) else to_sql(chosen, schema))
 
 
 def record(consumption: Consumption, table: Table) -> Table:
@@ -73,7 +83,9 @@ _MOST_COMMITS = 100
 def consumed_metadata(consumption: Consumption) -> dict[str, Any]:
     """What a materialisation says of the changes it was computed from: a table, and numbers to plot."""
     if consumption.whole:
-        return {CONSUMED: MetadataValue.text("everything: it was computed anew")}
+        because = consumption.positions.restarts_because
+        why = f", because {because}" if because else ""
+        return {CONSUMED: MetadataValue.text(f"everything: it was computed anew{why}")}
     lines = ["| input | change | how | up to snapshot |", "| --- | --- | --- | --- |"]
     rows = files = 0
     commits: list[str] = []

@@ -12,15 +12,23 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression, EqualTo, In, IsNull, Or
+from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
 
 from branchlake_dagster.branching.delivering import spark_keys
 from branchlake_dagster.branching.errors import PartitionMismatch
-from branchlake_dagster.branching.frames.arrow_frames import require_unique
-from branchlake_dagster.branching.frames.spark_frames import check_keys, session_properties
+from branchlake_dagster.branching.frames.arrow_frames import require_inside, require_unique
+from branchlake_dagster.branching.frames.spark_frames import (
+    OUTSIDE,
+    asserted_inside,
+    check_keys,
+    partition_mismatch,
+    session_properties,
+)
 from branchlake_dagster.branching.frames.wording import not_unique
+from branchlake_dagster.branching.table.selection import Selection, to_iceberg, to_sql
 from branchlake_dagster.branching.table.spec import TableSpec
 from branchlake_dagster.lakehouse.spark.quoting import quoted
 from branchlake_dagster.library_internals.pyiceberg import transaction_on
@@ -35,18 +43,29 @@ _OTHER_KEY = "branchlake: key has not changed"
 
 
 def by_arrow(
-    frame: pa.Table, table: Table, spec: TableSpec, keys: pa.Table, properties: Mapping[str, str]
+    frame: pa.Table,
+    table: Table,
+    spec: TableSpec,
+    keys: pa.Table,
+    properties: Mapping[str, str],
+    selection: Selection | None = None,
 ) -> None:
     """Replace the rows of `keys` (at most MOST_KEYS) in one commit. `frame` has the table's columns.
 
-    Raises UpsertKeyInvalid, and PartitionMismatch for rows of other keys.
+    Only rows of the run's partitions (`selection`) are replaced: another one's may have these keys too.
+
+    Raises UpsertKeyInvalid, and PartitionMismatch for rows of other keys or partitions.
     """
     check_keys(spec, frame.column_names)
     require_unique(frame, spec)
+    require_inside(frame, table.schema(), spec, selection)
     _require_among(frame, keys, spec)
+    replaced = any_of(keys)
+    if selection is not None:
+        replaced = And(replaced, to_iceberg(selection, table.schema()))
     with transaction_on(table) as transaction, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Delete operation did not match any records")
-        transaction.overwrite(frame, overwrite_filter=any_of(keys), snapshot_properties=dict(properties))
+        transaction.overwrite(frame, overwrite_filter=replaced, snapshot_properties=dict(properties))
 
 
 def _require_among(frame: pa.Table, keys: pa.Table, spec: TableSpec) -> None:
@@ -91,19 +110,25 @@ def _union(parts: Sequence[BooleanExpression]) -> BooleanExpression:
     return Or(_union(parts[:middle]), _union(parts[middle:]))
 
 
-def by_spark(frame: DataFrame, spec: TableSpec, keys: pa.Table, properties: Mapping[str, str]) -> None:
-    """Replace the rows of `keys` in one MERGE.
+def by_spark(
+    frame: DataFrame,
+    schema: Schema,
+    spec: TableSpec,
+    keys: pa.Table,
+    properties: Mapping[str, str],
+    selection: Selection | None = None,
+) -> None:
+    """Replace the rows of `keys` in one MERGE. `schema` is the table's; `selection` as in `by_arrow`.
 
-    Raises UpsertKeyInvalid, and PartitionMismatch for rows of other keys.
+    Raises UpsertKeyInvalid, and PartitionMismatch for rows of other keys or partitions.
     """
     check_keys(spec, frame.columns)
-    both = (
-        _among(frame, keys)
-        .withColumn(_GONE, F.lit(False))
-        .unionByName(
-            _replaced(frame.sparkSession, spec, keys).withColumn(_GONE, F.lit(True)), allowMissingColumns=True
-        )
-    )
+    rows = _among(frame, keys)
+    if selection is not None:
+        rows = rows.filter(asserted_inside(selection, schema))
+    own = to_sql(selection, schema, of=spec.spark_name) if selection is not None else "true"
+    gone_keys = _replaced(frame.sparkSession, spec, keys, own).withColumn(_GONE, F.lit(True))
+    both = rows.withColumn(_GONE, F.lit(False)).unionByName(gone_keys, allowMissingColumns=True)
     copies = F.sum(F.when(F.col(_GONE), 0).otherwise(1)).over(Window.partitionBy(*map(quoted, spec.keys)))
     present = " AND ".join(f"{quoted(key)} IS NOT NULL" for key in spec.keys)
     valid = f"assert_true({_GONE} OR ({_COPIES} = 1 AND {present}), '{_NOT_UNIQUE}') IS NULL"
@@ -118,7 +143,7 @@ def by_spark(frame: DataFrame, spec: TableSpec, keys: pa.Table, properties: Mapp
     with session_properties(frame.sparkSession, properties):
         try:
             (
-                source.mergeInto(spec.spark_name, _on(spec, keys))
+                source.mergeInto(spec.spark_name, _on(spec, keys) & F.expr(f"({own})"))
                 .whenMatched(gone)
                 .delete()
                 .whenMatched()
@@ -132,6 +157,8 @@ def by_spark(frame: DataFrame, spec: TableSpec, keys: pa.Table, properties: Mapp
                 raise not_unique(spec) from error
             if _OTHER_KEY in str(error):
                 raise _other_keys("Rows", keys, spec) from error
+            if OUTSIDE in str(error):
+                raise partition_mismatch(spec, schema, selection, "Rows") from error
             raise
 
 
@@ -144,12 +171,15 @@ def _among(frame: DataFrame, keys: pa.Table) -> DataFrame:
     return frame.join(F.broadcast(changed), same, "left").filter(known).select(*columns)
 
 
-def _replaced(session: SparkSession, spec: TableSpec, keys: pa.Table) -> DataFrame:
-    """The upsert keys of the rows that are replaced, of rows there are or that there may be, each once."""
+def _replaced(session: SparkSession, spec: TableSpec, keys: pa.Table, own: str) -> DataFrame:
+    """The upsert keys of the rows that are replaced, of rows there are or that there may be, each once.
+
+    `own` is the SQL condition of the target's rows that may be.
+    """
     changed = session.createDataFrame(keys)
     if set(spec.keys) == set(keys.column_names):
         return changed
-    target = session.table(spec.spark_name)
+    target = session.table(spec.spark_name).filter(F.expr(own))
     rows = target.filter(spark_keys.may_have(keys, lambda name: target[quoted(name)]))
     same = spark_keys.same(keys, lambda name: rows[quoted(name)], lambda name: changed[quoted(name)])
     return rows.join(changed, same, "left_semi").select(*map(quoted, spec.keys)).distinct()

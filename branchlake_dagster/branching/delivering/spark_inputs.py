@@ -39,7 +39,7 @@ def load(consumption: Consumption, one: Input, session: SparkSession, lake: Lake
     if consumption.whole:
         found = _where(frame, of_partitions(consumption, one, consumption.partitions), one)
         return _everything(found, consumption.consumer.declaration) if one.pattern == "rows" else found
-    if one.pattern == "keys":
+    if consumption.replaced_keys:
         found = _where(frame, of_partitions(consumption, one, consumption.partitions), one)
         return of_keys(found, changed_keys(consumption))
     rows = sum(change.rows_changed for _, change in consumption.changes(one.key))
@@ -60,6 +60,8 @@ def _everything(frame: DataFrame, declaration: Declaration) -> DataFrame:
 
 def of_keys(frame: DataFrame, keys: pa.Table) -> DataFrame:
     """The rows whose key is among `keys`, null equal to null."""
+    if not keys.num_rows:
+        return frame.limit(0)  # Spark makes no scan of it
     wanted = from_arrow(frame.sparkSession, keys)
     found = frame.filter(
         spark_keys.may_have(keys, lambda name: frame[quoted(name)])
@@ -92,11 +94,11 @@ def _changed_rows(
                 frames.append(_where(_table(session, name), where, one))
     empty = _table(session, identifier).limit(0)
     came, went = reduce(DataFrame.union, added, empty), reduce(DataFrame.union, removed, empty)
-    how = consumption.consumer.declaration.when_removed
+    how = consumption.consumer.when_removed
     if removed:
         came, went = came.exceptAll(went), went.exceptAll(came)
-        if how == "fail" and (count := went.count()):
-            raise rows_removed(one, str(count))
+        if how in ("fail", "apply") and (count := went.count()):
+            raise rows_removed(consumption, one, count)
     if how != "deliver":
         return came
     return came.withColumn(CHANGE_TYPE, F.lit(INSERT)).union(went.withColumn(CHANGE_TYPE, F.lit(DELETE)))

@@ -15,6 +15,7 @@ from branchlake_dagster.branching.consuming.consumption import Consumption
 from branchlake_dagster.branching.consuming.steps import consumption_of
 from branchlake_dagster.branching.delivering import outputs
 from branchlake_dagster.branching.delivering.change_tables import ChangeTables, Pair
+from branchlake_dagster.branching.delivering.inputs import of_partitions
 from branchlake_dagster.branching.errors import TableMissing
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.changes.ranges import Ranges
@@ -50,12 +51,14 @@ class Changes:
         self.partitions = consumption.partitions
 
     def added(self, asset: CoercibleToAssetKey) -> str:
-        """The Spark name of a table of an input's rows that came; with `whole`, of the input itself.
+        """The Spark name of a table of an input's rows that came; with `whole`, of all its rows.
 
-        It refers to the changed files and is gone when the asset ends. Also PyIceberg and DuckDB read it.
+        Of a partitioned asset: of those that belong to the run's partitions, as far as the input has their
+        columns. It refers to the changed files and is gone when the asset ends. Also PyIceberg and DuckDB
+        read it.
         """
         one = self._input(asset)
-        if self.whole:
+        if self.whole and not self.partitions:
             return f"nessie.{dotted(self._consumption.consumer.inputs[one.key])}"
         return self._table(one, removed=False)
 
@@ -98,7 +101,13 @@ class Changes:
         consumer = self._consumption.consumer
         if one.key not in self._pairs:
             ((_, change),) = self._consumption.changes(one.key)
-            made = self._tables.make(one, consumer.inputs[one.key], consumer.spec.identifier, change)
+            made = self._tables.make(
+                one,
+                consumer.inputs[one.key],
+                consumer.spec.identifier,
+                change,
+                where=of_partitions(self._consumption, one, self.partitions),
+            )
             self._pairs[one.key] = made
         pair = self._pairs[one.key]
         name = pair.removed if removed else pair.added

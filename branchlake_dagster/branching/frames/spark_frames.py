@@ -30,7 +30,7 @@ _SNAPSHOT_PROPERTY = "snapshot-property."
 _SESSION_PROPERTY = "spark.sql.iceberg.snapshot-property."
 _COPIES = "__branchlake_copies"
 _NOT_UNIQUE = "branchlake: upsert key not unique"
-_OUTSIDE = "branchlake: row outside the partitions"
+OUTSIDE = "branchlake: row outside the partitions"
 _settings_lock = threading.Lock()
 
 
@@ -96,7 +96,7 @@ def write(
         if outside is None:
             outside = frame.filter(_outside(schema, selection)).count()
         if outside:
-            raise _mismatch(spec, schema, selection, f"{outside} rows")
+            raise partition_mismatch(spec, schema, selection, f"{outside} rows")
 
 
 def _observe_outside(
@@ -130,8 +130,7 @@ def _merge(
     # The window shuffles by the keys, which the merge's join needs anyway.
     source = frame.withColumn(_COPIES, copies).filter(F.expr(unique))
     if selection is not None:
-        inside = f"coalesce({to_sql(selection, schema)}, false)"
-        source = source.filter(F.expr(f"assert_true({inside}, '{_OUTSIDE}') IS NULL"))
+        source = source.filter(asserted_inside(selection, schema))
     source = source.drop(_COPIES).alias("incoming")
     on = " AND ".join(f"{spec.spark_name}.{quoted(key)} = incoming.{quoted(key)}" for key in spec.keys)
     columns = {quoted(name): F.col(f"incoming.{quoted(name)}") for name in frame.columns}
@@ -148,17 +147,26 @@ def _merge(
         except Exception as error:
             if _NOT_UNIQUE in str(error):
                 raise not_unique(spec) from error
-            if _OUTSIDE in str(error):
-                raise _mismatch(spec, schema, selection, "Rows") from error
+            if OUTSIDE in str(error):
+                raise partition_mismatch(spec, schema, selection, "Rows") from error
             raise
 
 
-def _mismatch(spec: TableSpec, schema: Schema, selection: Selection | None, rows: str) -> PartitionMismatch:
+def partition_mismatch(
+    spec: TableSpec, schema: Schema, selection: Selection | None, rows: str
+) -> PartitionMismatch:
+    """The error for rows outside the run's partitions. `rows`: which, as the sentence begins."""
     return PartitionMismatch(
         f"{rows} of the frame are outside the run's partitions.",
         table=spec.name,
         hint=must_be(selection, schema) if selection else None,
     )
+
+
+def asserted_inside(selection: Selection, schema: Schema) -> Column:
+    """Lets every row of the run's partitions through; another row fails the job with OUTSIDE."""
+    inside = f"coalesce({to_sql(selection, schema)}, false)"
+    return F.expr(f"assert_true({inside}, '{OUTSIDE}') IS NULL")
 
 
 def check_keys(spec: TableSpec, columns: list[str]) -> None:
@@ -171,14 +179,20 @@ def check_keys(spec: TableSpec, columns: list[str]) -> None:
 @contextmanager
 def session_properties(session: SparkSession, properties: Mapping[str, str]) -> Iterator[None]:
     """MERGE takes no write options; Iceberg reads these from the session instead."""
+    names = {key: f"{_SESSION_PROPERTY}{key}" for key in properties}
     with _settings_lock:
+        # The session itself names its run, by a property that is among these.
+        before: dict[str, str | None] = {name: session.conf.get(name, None) for name in names.values()}
         for key, value in properties.items():
-            session.conf.set(f"{_SESSION_PROPERTY}{key}", value)
+            session.conf.set(names[key], value)
         try:
             yield
         finally:
-            for key in properties:
-                session.conf.unset(f"{_SESSION_PROPERTY}{key}")
+            for name, earlier in before.items():
+                if earlier is None:
+                    session.conf.unset(name)
+                else:
+                    session.conf.set(name, earlier)
 
 
 def read(session: SparkSession, spec: TableSpec, schema: Schema, selection: Selection | None) -> DataFrame:

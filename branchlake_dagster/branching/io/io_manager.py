@@ -34,7 +34,7 @@ from branchlake_dagster.branching.table import provenance, replaced, splitting
 from branchlake_dagster.branching.table.partitioning import partition_spec
 from branchlake_dagster.branching.table.schema import arrow_schema, evolve, without_untyped
 from branchlake_dagster.branching.table.selection import Selection, select
-from branchlake_dagster.branching.table.spec import PREVIEW_ROWS, TableSpec, table_spec
+from branchlake_dagster.branching.table.spec import PREVIEW_ROWS, TableSpec, require_parquet, table_spec
 from branchlake_dagster.branching.table.types import iceberg_schema, stored_schema
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized
@@ -60,6 +60,7 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
         UnsupportedType: The asset returned, or an input is annotated with, something else than such a frame.
         SchemaMismatch: The frame does not fit the table, and not only by new nullable columns.
         PartitionMismatch: The frame has rows outside the run's partitions.
+        ConfigurationError: The asset's metadata contradicts itself, or the table is not written as Parquet.
         UpsertKeyInvalid: A key of an upsert is null, is missing or occurs twice.
         TableMissing: An input has no table there.
         ForeignSession: A Spark frame belongs to a session that is not the run's.
@@ -103,6 +104,7 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             return
         definition = context.asset_partitions_def if context.has_asset_partitions else None
         spec = self._spec(context, definition)
+        self.lakehouse.require_writable()
         with self._fenced():
             branch = self.lakehouse.open_branch()
             catalog = self.lakehouse.own_catalog()
@@ -118,7 +120,11 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             if table is not None:
                 rows = partition_row_counts.report(context, table, spec, definition)
                 metadata = provenance.materialisation_metadata(
-                    table, spec, self.lakehouse.run_branch, partition_rows=rows
+                    table,
+                    spec,
+                    self.lakehouse.run_branch,
+                    partition_rows=rows,
+                    branch_head=catalog.last_hash,
                 )
                 if obj is not None and (shown := preview(table, rows=self._preview_rows(context))):
                     metadata[provenance.PREVIEW] = MetadataValue.md(shown)
@@ -195,11 +201,13 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
         changed_keys: pa.Table | None = None
         if consumption is not None:
             spec = outputs.effective(consumption, spec)
-            if outputs.by_keys(consumption):
+            if consumption.replaced_keys:
                 changed_keys = inputs.changed_keys(consumption)
         few_keys = changed_keys is not None and changed_keys.num_rows <= replace_keys.MOST_KEYS
         keys = provenance.asset_partitions(context)
         found = self._existing(catalog, spec)
+        if found is not None:
+            require_parquet(found.metadata.properties, table=spec.name)
         # Where there is no row yet, an upsert has none to match, and needs no MERGE.
         matches = spec.write_mode == "upsert" and found is not None and arrow_frames.may_have_rows(found)
         by_spark = is_spark or (matches and not few_keys)
@@ -225,6 +233,8 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
         )
         if consumption is not None and outputs.by_range(consumption):
             selection = outputs.replaced_range(consumption, schema)
+        if consumption is not None:
+            obj = outputs.own_rows(obj, consumption, selection, schema)
         if found is None:
             how: dict[str, Any] = {
                 "partition_spec": partition_spec(
@@ -249,7 +259,7 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             return table  # no key has changed, so nothing of it takes any row's place
         if not by_spark:
             if changed_keys is not None:
-                replace_keys.by_arrow(obj, table, spec, changed_keys, properties)
+                replace_keys.by_arrow(obj, table, spec, changed_keys, properties, selection)
             else:
                 arrow_frames.write(obj, table, spec, selection, properties)
             if not self._attempted_before(context):
@@ -262,7 +272,7 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             frame = obj if is_spark else spark_inputs.from_arrow(self.spark.own_session(), obj)
             with merging(spec.identifier):
                 if changed_keys is not None:
-                    replace_keys.by_spark(frame, spec, changed_keys, properties)
+                    replace_keys.by_spark(frame, table.schema(), spec, changed_keys, properties, selection)
                 else:
                     spark_frames.write(frame, spec, table.schema(), selection, properties)
         return earlier_attempts.settle(catalog.load_table(spec.identifier), spec, properties)

@@ -8,17 +8,16 @@ from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 from dagster import MetadataValue, OutputContext, PartitionsDefinition
-from pyiceberg.conversions import from_bytes
 from pyiceberg.manifest import DataFile
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
-from pyiceberg.types import PrimitiveType
 
 from branchlake_dagster.branching.table.provenance import BRANCH_PARTITION_ROWS
 from branchlake_dagster.branching.table.selection import Condition, Values, select, to_iceberg
 from branchlake_dagster.branching.table.spec import TableSpec
+from branchlake_dagster.changes.facts import facts
 
 MOST_TOLD = 400
 """Partitions of one output whose rows are told one by one: a year of days."""
@@ -110,14 +109,11 @@ def _place(
     starts = [start for start, _ in windows]
 
     def window(file: DataFile) -> int | None:
-        low = (file.lower_bounds or {}).get(field.field_id)
-        high = (file.upper_bounds or {}).get(field.field_id)
-        nulls = (file.null_value_counts or {}).get(field.field_id, 0)
-        if low is None or high is None or nulls or not isinstance(field.field_type, PrimitiveType):
+        known = facts(file, field, specs[file.spec_id])
+        if known.low is None or known.high is None or not known.no_null:
             return None
-        first, last = (int(from_bytes(field.field_type, end)) for end in (low, high))
-        found = bisect_right(starts, first) - 1
-        return starts[found] if found >= 0 and last < windows[found][1] else None
+        found = bisect_right(starts, known.low) - 1
+        return starts[found] if found >= 0 and known.high < windows[found][1] else None
 
     return window
 

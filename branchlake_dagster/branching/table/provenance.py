@@ -20,6 +20,8 @@ from branchlake_dagster.branching.table.spec import TableSpec
 from branchlake_dagster.library_internals.dagster import add_loaded_input_metadata
 
 PREFIX = "branchlake."
+PUBLICATION_ID = f"{PREFIX}publication_id"
+"""The property of a commit that publishes runs: their publication ids."""
 BRANCH_ROWS = "branchlake/rows_on_branch"
 """Rows of the whole table on the run's branch. Dagster's pages show `dagster/row_count` as the asset's, so
 only a report on `main` says that: a blocked run once stood there with 3,750 rows where `main` had 2,000."""
@@ -27,6 +29,8 @@ PREVIEW = "branchlake/preview"
 """The first rows of what the run wrote."""
 BRANCH_PARTITION_ROWS = "branchlake/partition_rows_on_branch"
 """Rows of the partition there."""
+BRANCH_HEAD = "branchlake/branch_head"
+"""Hash of the run's branch after a write: on materializations, and on engine events at the end of a step."""
 _MANY = 20
 
 
@@ -71,11 +75,17 @@ def snapshot_properties(
 
 
 def materialisation_metadata(
-    table: Table, spec: TableSpec, run: RunBranch | None, *, partition_rows: int | None
+    table: Table,
+    spec: TableSpec,
+    run: RunBranch | None,
+    *,
+    partition_rows: int | None,
+    branch_head: str | None = None,
 ) -> dict[str, Any]:
-    """Dagster's standard table metadata plus branch, base hash and snapshot id; reads no data.
+    """Dagster's standard table metadata plus branch, its head, base hash and snapshot id; reads no data.
 
-    `partition_rows`: the rows of the one partition that was written; None when there is not one.
+    `partition_rows`: the rows of the one partition that was written; None if there are several or none.
+    `branch_head`: the hash of the branch that holds this state of the table.
     """
     snapshot = table.current_snapshot()
     found: dict[str, Any] = {
@@ -96,6 +106,9 @@ def materialisation_metadata(
         place = run.open()
         found["branchlake/branch"] = MetadataValue.text(place.branch)
         found["branchlake/base_hash"] = MetadataValue.text(place.base_hash)
+        if branch_head is not None and not place.unbranched:
+            found[BRANCH_HEAD] = MetadataValue.text(branch_head)
+            run.head_recorded(branch_head)
         if place.unbranched:
             found["branchlake/unbranched"] = MetadataValue.bool(True)
     return found

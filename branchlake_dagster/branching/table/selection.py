@@ -8,7 +8,7 @@ partitions' own time zone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from functools import reduce
@@ -20,6 +20,7 @@ from dagster import (
     MultiPartitionKey,
     MultiPartitionsDefinition,
     PartitionsDefinition,
+    TimeWindow,
     TimeWindowPartitionsDefinition,
 )
 from pyiceberg.expressions import (
@@ -87,8 +88,11 @@ def select(
     *,
     schema: Schema,
     table: str,
+    window: Callable[[TimeWindowPartitionsDefinition, TimeWindow], TimeWindow] | None = None,
 ) -> Selection:
     """The selection of partition `keys` in a table of `schema`; neighbouring windows become one range.
+
+    `window` gives the window that is selected for the window of a key. (default: the same)
 
     Raises ConfigurationError when a dimension has no column or its windows do not fit the column, and
     SchemaMismatch when the column is missing or of a type that cannot hold the dimension.
@@ -96,7 +100,7 @@ def select(
     slices: dict[Slice, list[str]] = {}
     last: str | None = None
     for key in keys:
-        conditions, rest = _conditions(key, definition, columns, schema, table)
+        conditions, rest = _conditions(key, definition, columns, schema, table, window)
         if rest is None:
             slices.setdefault(conditions, [])
         else:
@@ -114,6 +118,7 @@ def _conditions(
     columns: Mapping[str, str],
     schema: Schema,
     table: str,
+    selected: Callable[[TimeWindowPartitionsDefinition, TimeWindow], TimeWindow] | None,
 ) -> tuple[Slice, tuple[str, str] | None]:
     """The conditions of one key, apart from its last string dimension, so that those can be gathered."""
     dimensions: Sequence[tuple[str, str, PartitionsDefinition[str]]]
@@ -137,6 +142,7 @@ def _conditions(
         kind = _kind(column, schema, table)
         if isinstance(dimension, TimeWindowPartitionsDefinition):
             window = dimension.time_window_for_partition_key(value)
+            window = selected(dimension, window) if selected is not None else window
             windows.append(_window(column, kind, window.start, window.end, dimension, value, table))
         elif isinstance(kind, StringType):
             strings.append((column, value))
@@ -264,12 +270,15 @@ def to_iceberg(selection: Selection, schema: Schema) -> BooleanExpression:
     return reduce(Or, slices) if slices else AlwaysFalse()
 
 
-def to_sql(selection: Selection, schema: Schema) -> str:
-    """The selection as a Spark SQL predicate, whatever the session's time zone."""
+def to_sql(selection: Selection, schema: Schema, *, of: str = "") -> str:
+    """The selection as a Spark SQL predicate, whatever the session's time zone.
+
+    `of` is the quoted name of the table whose columns are meant, where the query has several.
+    """
     words: dict[type[IcebergType], str] = {DateType: "DATE", TimestampType: "TIMESTAMP_NTZ"}
 
     def one(condition: Condition) -> str:
-        name = quoted(condition.column)
+        name = f"{of}." * bool(of) + quoted(condition.column)
         kind = schema.find_type(condition.column)
         if isinstance(condition, Values):
             if not isinstance(kind, StringType):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from dagster import AssetKey
+from pyiceberg.table import TableProperties
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.nessie.model import ContentKey
@@ -232,10 +233,33 @@ def table_spec(
         raise ConfigurationError(
             f"The table's properties are {properties!r}.", table=name, hint="Give a dict."
         )
-    told = {str(key): str(value) for key, value in properties.items()}
+    table_properties = {str(key): str(value) for key, value in properties.items()}
+    require_parquet(table_properties, table=name)
     return TableSpec(
-        identifier, mode, keys, columns, isolation, tuple(LayoutField.of(one) for one in layout), told
+        identifier,
+        mode,
+        keys,
+        columns,
+        isolation,
+        tuple(LayoutField.of(one) for one in layout),
+        table_properties,
     )
+
+
+def require_parquet(properties: Mapping[str, str], *, table: str) -> None:
+    """Raise ConfigurationError if a table's properties ask for data files of another format than Parquet.
+
+    PyIceberg writes Parquet only, and this package writes with it: frames that are not Spark's, files that a
+    selection cuts through, the records of an ingestion.
+    """
+    name = TableProperties.WRITE_FILE_FORMAT
+    file_format = properties.get(name, TableProperties.WRITE_FILE_FORMAT_DEFAULT)
+    if file_format.lower() != TableProperties.WRITE_FILE_FORMAT_DEFAULT:
+        raise ConfigurationError(
+            f"The table's property {name} is {file_format!r}, and branchlake writes Parquet files only.",
+            table=table,
+            hint=f"Set {name} to 'parquet'. Files of another format that the table has can still be read.",
+        )
 
 
 def exclusive_name(metadata: Mapping[str, Any], table: str) -> str | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,11 +13,13 @@ from dagster import AssetKey, DagsterInstance
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.incremental.backfill.launch import launch
+from branchlake_dagster.incremental.backfill.launch import RETRY_OF_TAG, launch
 from branchlake_dagster.incremental.backfill.plan import Stage, plan
-from branchlake_dagster.incremental.backfill.progress import Progress, progress
+from branchlake_dagster.incremental.backfill.progress import Progress, progress, requested_partitions
+from branchlake_dagster.incremental.backfill.retry import RetryPlan, launch_retry, lost_partitions, plan_retry
 from branchlake_dagster.incremental.backfill.stale import stale_partitions
-from branchlake_dagster.library_internals.dagster import AssetGraph, repository_in
+from branchlake_dagster.incremental.sensor import DeclaredSensor, declared_sensors
+from branchlake_dagster.library_internals.dagster import AssetGraph, backfills_tagged, repository_in
 from branchlake_dagster.settings import Settings
 
 
@@ -28,6 +30,8 @@ class Place:
     graph: AssetGraph
     lake: LakehouseResource
     instance: DagsterInstance
+    sensors: Mapping[AssetKey, DeclaredSensor] = field(default_factory=dict)
+    """The incremental sensor of each asset that has one."""
 
 
 @contextmanager
@@ -42,7 +46,8 @@ def place(module: str, settings: Settings) -> Iterator[Place]:
         ) from error
     dagster_home(settings)
     with DagsterInstance.get() as instance:
-        yield Place(repository.asset_graph, LakehouseResource.of(settings), instance)
+        sensors = declared_sensors(repository)
+        yield Place(repository.asset_graph, LakehouseResource.of(settings), instance, sensors)
 
 
 @dataclass(frozen=True)
@@ -82,5 +87,25 @@ def run(where: Place, what: Asked, at: float) -> str:
 
 
 def status(where: Place, backfill_id: str) -> list[Progress]:
-    """How far it has come."""
-    return progress(where.graph, where.lake, where.instance, backfill_id, datetime.now(UTC))
+    """How far it has come. Raises ConfigurationError for an id that nobody knows."""
+    retries = {key: one.policy.retries for key, one in where.sensors.items()}
+    now = datetime.now(UTC)
+    return progress(where.graph, where.lake, where.instance, backfill_id, now, retries=retries)
+
+
+def retry(where: Place, backfill_id: str, at: float, *, rebuild_lost: bool) -> RetryPlan:
+    """Launch again what has failed, and with `rebuild_lost` what is lost; returns what was launched.
+
+    Called again before Dagster's daemon has made the runs, it launches nothing twice. Raises
+    ConfigurationError for an id that nobody knows.
+    """
+    found = status(where, backfill_id)
+    again = backfills_tagged(where.instance, where.graph, {RETRY_OF_TAG: backfill_id})
+    requested = {
+        key: requested_partitions(one for one in again if one.key == key)
+        for key in {one.key for one in again}
+    }
+    lost = lost_partitions(where.graph, where.lake, where.instance, found, requested)
+    planned = plan_retry(found, lost, rebuild_lost=rebuild_lost)
+    launched = launch_retry(where.graph, where.instance, backfill_id, planned, at)
+    return RetryPlan(launched, planned.lost)

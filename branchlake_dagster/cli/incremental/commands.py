@@ -83,3 +83,24 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
             click.echo(json.dumps([shown.progress_dict(one) for one in found], indent=2))
         else:
             shown.show_status(found)
+
+    @group.command(name="retry")
+    @click.argument("backfill_id")
+    @module
+    @click.option(
+        "--rebuild-lost", is_flag=True, help="Also compute anew the stages whose change is no longer known."
+    )
+    @as_json
+    def retry_command(backfill_id: str, module: str, rebuild_lost: bool, as_json: bool) -> None:
+        """Launch the failed partitions of each stage again, through Dagster's daemon.
+
+        What follows from them launches itself as it is published.
+        """
+        from branchlake_dagster.cli.incremental import backfill, shown
+
+        with backfill.place(module, Settings()) as where:
+            done = backfill.retry(where, backfill_id, now(), rebuild_lost=rebuild_lost)
+        if as_json:
+            click.echo(json.dumps(shown.retry_dict(done), indent=2))
+        else:
+            shown.show_retry(done, backfill_id, module)

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from branchlake_dagster.incremental.standings import TableStanding, Unreadable, standings
@@ -59,13 +60,13 @@ def show(found: dict[str, Any], console: Console | None = None) -> None:
             table.add_row(
                 one["table"],
                 one["input"],
-                one["trouble"] or _left(one),
+                escape(one["trouble"] or _left(one)),
                 "" if age is None else f"{age:,.0f} s",
                 str(one["partitions_ahead"] or ""),
                 one["run_id"],
             )
         for one in found["unreadable"]:
-            table.add_row(one["table"], "?", one["trouble"], "", "", "")
+            table.add_row(one["table"], "?", escape(one["trouble"]), "", "", "")
         console.print(table)
 
 

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from branchlake_dagster.incremental.backfill.plan import Stage, size_text
 from branchlake_dagster.incremental.backfill.progress import Progress
+from branchlake_dagster.incremental.backfill.retry import RetryPlan
 from branchlake_dagster.wording import counted
 
 _WIDE = 160
@@ -33,12 +35,44 @@ def show_plan(found: Sequence[Stage], console: Console | None = None) -> None:
 def show_status(found: Sequence[Progress], console: Console | None = None) -> None:
     """The progress for people."""
     console = console or _console()
-    table = Table("stage", "asset", "planned", "done", "running", "to do", "failed", "", show_edge=False)
+    table = Table(
+        "stage", "asset", "planned", "done", "running", "to do", "failed", "lost", "", show_edge=False
+    )
     for one in found:
-        counts = (one.planned, one.done, one.running, one.left, one.failed)
+        counts = (one.planned, one.done, one.running, one.left, one.failed, one.lost)
         name = one.stage.asset.to_user_string()
-        table.add_row(str(one.stage.number), name, *map(str, counts), one.told)
+        table.add_row(str(one.stage.number), name, *map(str, counts), escape(one.told))
     console.print(table)
+
+
+def show_retry(done: RetryPlan, backfill_id: str, module: str, console: Console | None = None) -> None:
+    """What was launched again, and what stays lost, for people."""
+    console = console or _console()
+    for launch in done.launches:
+        how = "anew, all of their rows" if launch.rebuild else "again"
+        names = ", ".join(_partition(one) for one in launch.partitions)
+        asset = launch.asset.to_user_string()
+        text = f"Stage {launch.number}, {asset}: launched {how}: {names} (backfill {launch.backfill})."
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
+    if not done.launches:
+        console.print(f"Backfill {backfill_id} has no failed partitions to launch again.", soft_wrap=True)
+    for lost in done.lost:
+        names = ", ".join(_partition(one) for one in lost.partitions)
+        what = f"to compute anew: {names}" if names else "a rebuild does not help before this is corrected"
+        told = (
+            f"Stage {lost.number}, {lost.asset.to_user_string()}, is {lost.why} It was not launched; {what}."
+        )
+        console.print(told, soft_wrap=True, highlight=False, markup=False)
+    if any(lost.partitions for lost in done.lost):
+        command = f"branchlake backfill retry {backfill_id} -m {module} --rebuild-lost"
+        console.print(f"Compute them anew: {command}", soft_wrap=True, highlight=False, markup=False)
+    if done.launches:
+        command = f"branchlake backfill status {backfill_id} -m {module}"
+        console.print(f"Next: {command}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _partition(name: str | None) -> str:
+    return "all of it" if name is None else name
 
 
 def _console() -> Console:
@@ -77,5 +111,36 @@ def progress_dict(one: Progress) -> dict[str, Any]:
         "running": one.running,
         "left": one.left,
         "failed": one.failed,
+        "lost": one.lost,
+        "failed_partitions": [name for name in one.failed_partitions if name is not None],
         "told": one.told,
     }
+
+
+def retry_dict(done: RetryPlan) -> dict[str, Any]:
+    """For JSON; an asset without partitions has null for them."""
+    return {
+        "launched": [
+            {
+                "stage": one.number,
+                "asset": one.asset.to_user_string(),
+                "partitions": _names(one.partitions),
+                "rebuild": one.rebuild,
+                "backfill": one.backfill,
+            }
+            for one in done.launches
+        ],
+        "lost": [
+            {
+                "stage": one.number,
+                "asset": one.asset.to_user_string(),
+                "partitions": _names(one.partitions),
+                "told": one.why,
+            }
+            for one in done.lost
+        ],
+    }
+
+
+def _names(partitions: Sequence[str | None]) -> list[str | None] | None:
+    return None if tuple(partitions) == (None,) else list(partitions)

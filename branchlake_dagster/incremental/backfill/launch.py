@@ -10,7 +10,9 @@ from branchlake_dagster.branching.consuming.steps import REBUILD_TAG
 from branchlake_dagster.library_internals.dagster import AssetGraph, add_asset_backfill
 
 BACKFILL_TAG = "branchlake/backfill"
-"""On the runs of the first stage."""
+"""On the runs of the first stage, and of what is launched again: why."""
+RETRY_OF_TAG = "branchlake/retry_of"
+"""On the runs that launch partitions of a backfill again: the id of the backfill."""
 
 
 def launch(
@@ -33,6 +35,33 @@ def launch(
         partitions,
         tags={REBUILD_TAG: "true", BACKFILL_TAG: why[:200]},
         title=f"Backfill of {root.to_user_string()}",
+        description=why,
+        at=at,
+    )
+
+
+def launch_again(
+    graph: AssetGraph,
+    instance: DagsterInstance,
+    asset: AssetKey,
+    partitions: Sequence[str] | None,
+    *,
+    backfill_id: str,
+    rebuild: bool,
+    at: float,
+) -> str:
+    """Request a backfill of partitions of a stage of backfill `backfill_id`, and return its own id.
+
+    Its runs consume what is left; with `rebuild` they compute everything anew in their partitions.
+    """
+    why = f"Retry of backfill {backfill_id}"
+    return add_asset_backfill(
+        graph,
+        instance,
+        asset,
+        partitions,
+        tags={RETRY_OF_TAG: backfill_id, BACKFILL_TAG: why} | ({REBUILD_TAG: "true"} if rebuild else {}),
+        title=f"{why}: {asset.to_user_string()}",
         description=why,
         at=at,
     )

@@ -142,7 +142,9 @@ class _Planner:
                 for dimension, column in consumer.columns_of_inputs(table).items()
             }
             if files:
-                found |= affected(consumer.definition, ranges, instance=self._instance)
+                found |= affected(
+                    consumer.definition, ranges, reach=consumer.reach_of(key), instance=self._instance
+                )
         every = consumer.definition.get_partition_keys(dynamic_partitions_store=self._instance)
         return tuple(key for key in every if key in found)
 

@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from dagster import DagsterInstance
+from dagster import AssetKey, DagsterInstance
 
+from branchlake_dagster.branching.errors import TableMissing
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError
+from branchlake_dagster.incremental.attempts import histories
+from branchlake_dagster.incremental.backfill.launch import RETRY_OF_TAG
 from branchlake_dagster.incremental.backfill.plan import Stage, plan
 from branchlake_dagster.incremental.backlog import Standing
 from branchlake_dagster.incremental.consumers import consumers
 from branchlake_dagster.incremental.in_flight import InFlight
-from branchlake_dagster.library_internals.dagster import AssetGraph, BackfillState, backfill_of
+from branchlake_dagster.incremental.launch_decision import Attempt, Outcome
+from branchlake_dagster.library_internals.dagster import (
+    AssetGraph,
+    BackfillState,
+    backfill_of,
+    backfills_tagged,
+)
 from branchlake_dagster.wording import counted
+
+_SHOWN = 3
+"""Failed runs that are named."""
+_UNDER_WAY = ("requested", "canceling")
+"""The states of a backfill whose runs may still be made."""
+_BROKEN = ("failed", "failing")
+"""The states of a backfill that Dagster itself could not go on with."""
+
+Partition = str | None
+"""A partition's key; None stands for an asset without partitions."""
 
 
 @dataclass(frozen=True)
 class Progress:
     """A stage and what has become of it. Counts are of partitions; of an asset without any they are 0 or 1.
 
-    `left` have something to consume and no run; `told` is the whole of it in words.
+    `left` have something to consume and no run. `failed` have had a run for what they have to consume, which
+    was not published; `failed_partitions` are these. `lost` cannot be told: their change is no longer known.
+    `told` is the whole of it in words.
     """
 
     stage: Stage
@@ -31,40 +53,98 @@ class Progress:
     left: int
     failed: int
     told: str
+    lost: int = 0
+    failed_partitions: tuple[Partition, ...] = ()
 
 
 def progress(
-    graph: AssetGraph, lake: LakehouseResource, instance: DagsterInstance, backfill_id: str, now: datetime
+    graph: AssetGraph,
+    lake: LakehouseResource,
+    instance: DagsterInstance,
+    backfill_id: str,
+    now: datetime,
+    *,
+    retries: Mapping[AssetKey, int] | None = None,
 ) -> list[Progress]:
-    """Each stage of a backfill that was launched. Raises ConfigurationError for an id that nobody knows."""
+    """Each stage of a backfill that was launched, together with what was launched again of it.
+
+    `retries` is how often an asset's sensor launches a failed run again (0 if it is not named). Raises
+    ConfigurationError for an id that nobody knows.
+    """
     state = backfill_of(instance, backfill_id, graph)
     if state is None:
         raise ConfigurationError(
             f"There is no asset backfill {backfill_id} in this Dagster instance.",
             hint="Its page lists them: Overview, Backfills.",
         )
+    again = backfills_tagged(instance, graph, {RETRY_OF_TAG: backfill_id})
     stages = plan(graph, lake.lakehouse, state.key, state.partitions, why=state.why, instance=instance)
     in_flight = InFlight(instance, now)
-    found = [_first(stages[0], state)]
+    found = [_first(stages[0], [state, *(one for one in again if one.key == state.key)])]
     for stage in stages[1:]:
-        waits = any(one.running or one.left for one in found if one.stage.number < stage.number)
-        found.append(_follower(stage, graph, lake, instance, in_flight, waits=waits))
+        waits = any(
+            one.running or one.left or one.failed or one.lost
+            for one in found
+            if one.stage.number < stage.number
+        )
+        requested = requested_partitions(one for one in again if one.key == stage.asset)
+        found.append(
+            follower(
+                stage,
+                graph,
+                lake,
+                instance,
+                in_flight,
+                waits=waits,
+                requested=requested,
+                retries=(retries or {}).get(stage.asset, 0),
+            )
+        )
     return found
 
 
-def _first(stage: Stage, state: BackfillState) -> Progress:
-    """The stage that Dagster's own backfill computes, as it counts: materialised, and not taken back."""
-    planned = len(state.partitions) if state.partitions is not None else 1
-    done, failed = len(state.done), len(state.failed)
-    if state.partitions is None:
-        done, failed = int(state.status == "completed_success"), int(state.status == "completed_failed")
-    under_way = state.status in ("requested", "canceling")
-    rest = max(0, planned - done - failed)
-    told = f"{state.status.replace('_', ' ')}: {done} of {counted(planned, 'partition')}"
-    return Progress(stage, planned, done, rest if under_way else 0, 0, failed, told)
+def partition_states(states: Iterable[BackfillState]) -> dict[Partition, str]:
+    """What has become of each partition of some backfills of one asset, which come oldest first.
+
+    The value is "done", "failed", "running", or "canceled"; the newest backfill of a partition counts, unless
+    it was canceled before the partition had its turn.
+    """
+    found: dict[Partition, str] = {}
+    for state in states:
+        done: Collection[Partition] = state.done
+        failed: Collection[Partition] = state.failed
+        if state.partitions is None:
+            done = [None] if state.status == "completed_success" else []
+            failed = [None] if state.status == "completed_failed" else []
+        for one in state.partitions if state.partitions is not None else (None,):
+            if one in done or one in failed:
+                found[one] = "done" if one in done and one not in failed else "failed"
+            elif state.status in _UNDER_WAY:
+                found[one] = "running"
+            elif state.status in _BROKEN:
+                found[one] = "failed"
+            else:
+                found.setdefault(one, "canceled")
+    return found
 
 
-def _follower(
+def requested_partitions(states: Iterable[BackfillState]) -> set[Partition]:
+    """The partitions that some backfills of one asset have still to compute."""
+    return {one for one, state in partition_states(states).items() if state == "running"}
+
+
+def _first(stage: Stage, states: Sequence[BackfillState]) -> Progress:
+    """The stage that Dagster's own backfills compute, as they count: materialised, and not taken back."""
+    found = partition_states(states)
+    planned = len(states[0].partitions) if states[0].partitions is not None else 1
+    failed = tuple(one for one, state in found.items() if state == "failed")
+    done, running = (sum(state == word for state in found.values()) for word in ("done", "running"))
+    word = states[-1].status.replace("_", " ")
+    told = f"{word}: {done} of {counted(planned, 'partition')}"
+    return Progress(stage, planned, done, running, 0, len(failed), told, failed_partitions=failed)
+
+
+def follower(
     stage: Stage,
     graph: AssetGraph,
     lake: LakehouseResource,
@@ -72,34 +152,77 @@ def _follower(
     in_flight: InFlight,
     *,
     waits: bool,
+    requested: Collection[Partition] = (),
+    retries: int = 0,
 ) -> Progress:
-    """A stage that launches itself: done is what has nothing left to consume, once those before it are."""
+    """A stage that launches itself: done is what has nothing left to consume, once those before it are.
+
+    `waits`: a stage before it is not done yet. `requested` are partitions that were launched again and may
+    not have a run yet. `retries` is how often the sensor launches a failed run again.
+    """
     planned = len(stage.partitions) if stage.partitions is not None else 1
     if not stage.by_itself:
         return Progress(stage, planned, 0, 0, 0, 0, stage.why)
-    try:
-        pending = _pending(stage, graph, lake, instance)
-    except BranchlakeError as error:
-        return Progress(stage, planned, 0, 0, planned, 0, str(error))
-    if stage.partitions is None:
-        running = int(in_flight.whole(stage.asset))
-    else:
-        running = len(in_flight.partitions(stage.asset) & set(stage.partitions))
-    left = max(0, pending - running)
-    done = 0 if waits else max(0, planned - pending)
-    told = "waits for the stage before it" if waits and not pending else _told(done, running, left, planned)
-    return Progress(stage, planned, done, running, left, 0, told)
-
-
-def _pending(stage: Stage, graph: AssetGraph, lake: LakehouseResource, instance: DagsterInstance) -> int:
     (asset,) = consumers(graph, lake.lakehouse.settings.default_namespace, [stage.asset])
     standing = Standing(lake, asset.consumer, instance=instance)
+    try:
+        pending = _pending(stage, standing)
+        keys = {standing.key(one): one for one in pending}
+    except TableMissing as error:
+        return Progress(stage, planned, 0, 0, planned, 0, str(error))
+    except BranchlakeError as error:
+        return Progress(stage, planned, 0, 0, 0, 0, f"lost: {error}", lost=planned)
+    running: set[Partition]
     if stage.partitions is None:
-        return int(standing.unconsumed.any)
-    return len(set(standing.partitions) & set(stage.partitions))
+        running = {*pending} if in_flight.whole(stage.asset) or None in requested else set()
+    else:
+        busy = {*in_flight.partitions(stage.asset), *requested}
+        running = {one for one in busy if one in stage.partitions}
+    waiting = {key: one for key, one in keys.items() if one not in running}
+    failed = _failed(instance, waiting, retries)
+    left = len(waiting) - len(failed)
+    done = 0 if waits else max(0, planned - len(pending | running))
+    told = _told(done, len(running), left, planned)
+    if waits and not pending:
+        told = "waits for the stage before it"
+    elif failed:
+        told = f"{told}, {len(failed)} failed: {_reasons([*failed.values()])}"
+    names = tuple(sorted(failed, key=lambda one: one or ""))
+    return Progress(stage, planned, done, len(running), left, len(failed), told, failed_partitions=names)
+
+
+def _pending(stage: Stage, standing: Standing) -> set[Partition]:
+    """The partitions of the stage that have something left; None stands for an asset without partitions.
+
+    Raises ChangeLost, PositionUnreadable, InputColumnGone or TableMissing.
+    """
+    if stage.partitions is not None:
+        return {one for one in standing.partitions if one in stage.partitions}
+    return {None} if standing.require_unconsumed().any else set()
+
+
+def _failed(
+    instance: DagsterInstance, keys: Mapping[str, Partition], retries: int
+) -> dict[Partition, Attempt]:
+    """The newest attempt for what each partition has to consume, where it ended without a publication."""
+    found: dict[Partition, Attempt] = {}
+    for partition, history in zip(keys.values(), histories(instance, keys, retries), strict=True):
+        if history.attempts and history.attempts[-1].outcome not in (
+            Outcome.UNFINISHED,
+            Outcome.AWAITS_VERDICT,
+        ):
+            found[partition] = history.attempts[-1]
+    return found
+
+
+def _reasons(failed: Sequence[Attempt]) -> str:
+    """The first of the runs with the reason that it shows, and what to do."""
+    shown = [f"run {one.run_id[:8]} {one.reason}".rstrip() for one in failed[:_SHOWN]]
+    more = f" and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
+    return f"{'; '.join(shown)}{more}. Correct the cause, then: branchlake backfill retry"
 
 
 def _told(done: int, running: int, left: int, planned: int) -> str:
-    if not running and not left:
+    if not running and not left and done == planned:
         return "done"
     return f"{done} of {planned} done, {running} running, {left} to do"

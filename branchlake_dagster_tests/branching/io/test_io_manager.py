@@ -19,7 +19,8 @@ from branchlake_dagster.branching.errors import (
     UnsupportedType,
 )
 from branchlake_dagster.branching.table.spec import table_metadata
-from branchlake_dagster.errors import BranchlakeError
+from branchlake_dagster.errors import BranchlakeError, ConfigurationError
+from branchlake_dagster.lakehouse.catalog.options import NAMESPACE_CREATE
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import Project, project
 
@@ -335,6 +336,21 @@ def test_an_input_without_table_and_a_value_without_handler_are_named(
         failed_with(p, TableMissing, f"{namespace}.nowhere")
         p.run(dg.AssetKey([namespace, "returns"]), ok=False)
         failed_with(p, UnsupportedType, "builtins.dict", f"{namespace}.returns")
+
+
+def test_a_table_of_another_format_than_parquet_is_refused_by_name(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    @dg.asset(key=[namespace, "t"])
+    def t() -> pl.DataFrame:
+        return pl.DataFrame({"n": [1]})
+
+    with project(lakehouse, t) as p:
+        catalog = lakehouse.catalog("main", properties={NAMESPACE_CREATE: "true"})
+        schema = pa.schema([pa.field("n", pa.int64())])
+        catalog.create_table((namespace, "t"), schema, properties={"write.format.default": "orc"})
+        p.run(ok=False)
+        failed_with(p, ConfigurationError, f"{namespace}.t")
 
 
 def test_a_branch_deleted_under_a_run_fences_it(lakehouse: Lakehouse, namespace: str) -> None:

@@ -238,6 +238,7 @@ def test_an_upsert_updates_known_keys_and_inserts_new_ones(lakehouse: Lakehouse,
             "branchlake.root_run_id": run_id,
             "branchlake.asset": f"{namespace}/t",
             "branchlake.code_version": "v3",
+            "branchlake.code_of_step": f"{namespace}__t",  # the session's, which the asset's code uses too
             "branchlake.base_hash": base,
             "branchlake.write_mode": "upsert",
             "branchlake.keys": "kind,id",

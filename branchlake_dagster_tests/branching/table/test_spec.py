@@ -9,7 +9,7 @@ from pyiceberg.transforms import DayTransform, HourTransform, IdentityTransform
 from branchlake_dagster.branching.errors import SchemaMismatch
 from branchlake_dagster.branching.table.partitioning import partition_spec, whole_files
 from branchlake_dagster.branching.table.selection import select
-from branchlake_dagster.branching.table.spec import table_metadata, table_spec
+from branchlake_dagster.branching.table.spec import require_parquet, table_metadata, table_spec
 from branchlake_dagster.branching.table.types import iceberg_schema, stored_schema
 from branchlake_dagster.errors import ConfigurationError
 
@@ -190,3 +190,18 @@ def test_types_the_lake_lacks_are_widened() -> None:
         (pa.int32(), True),
         (pa.list_(pa.field("element", pa.string())), True),
     ]
+
+
+@pytest.mark.parametrize("file_format", ["orc", "avro", "ORC"])
+def test_data_files_of_another_format_than_parquet_are_refused(file_format: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        spec(table_metadata(properties={"write.format.default": file_format}))
+    assert raised.value.table == "a.b"
+    with pytest.raises(ConfigurationError) as raised:
+        require_parquet({"write.format.default": file_format}, table="c.d")
+    assert raised.value.table == "c.d"
+
+
+@pytest.mark.parametrize("properties", [{}, {"write.format.default": "PARQUET"}])
+def test_parquet_is_what_tables_have(properties: dict[str, str]) -> None:
+    require_parquet(properties, table="c.d")

@@ -1,6 +1,7 @@
 """The pipeline of the backfill tests: three stages, and an ordinary asset beside them."""
 
 from datetime import date
+from pathlib import Path
 
 import dagster as dg
 import polars as pl
@@ -14,8 +15,12 @@ DAYS = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-05")
 class Pipeline:
     """Events by day, their sums by day, and a total that consumes the sums; beside it an ordinary report."""
 
-    def __init__(self, namespace: str, *, factor: int = 1) -> None:
+    def __init__(self, namespace: str, *, factor: int = 1, broken_while: Path | None = None) -> None:
+        """The sums fail as long as the file `broken_while` is there."""
         self.factor = factor
+        self.days = DAYS
+        self.broken = False
+        """Whether the sums fail."""
 
         @dg.asset(
             key=[namespace, "events"],
@@ -34,6 +39,8 @@ class Pipeline:
             metadata=table_metadata(partition_by="day", **FREE) | consumes({events.key: "range"}),
         )
         def daily(events: pl.DataFrame) -> pl.DataFrame:
+            if self.broken or (broken_while is not None and broken_while.exists()):
+                raise ValueError("The sums are broken.")
             return events.group_by("day").agg(pl.col("price").sum())
 
         @dg.asset(

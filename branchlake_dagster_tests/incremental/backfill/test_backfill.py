@@ -1,8 +1,10 @@
 """A backfill through three stages on the real Nessie: planned, launched, followed to its end."""
 
+import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 
 import dagster as dg
@@ -10,14 +12,25 @@ import pytest
 from click.testing import CliRunner
 
 from branchlake_dagster import incremental_sensor
+from branchlake_dagster.branching.consuming.steps import REBUILD_TAG
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.cli.incremental import backfill
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.incremental.backfill.launch import RETRY_OF_TAG
+from branchlake_dagster.incremental.backfill.progress import Progress, follower
+from branchlake_dagster.incremental.backfill.retry import RetryPlan
+from branchlake_dagster.incremental.backlog import Standing
+from branchlake_dagster.incremental.consumers import consumers
+from branchlake_dagster.incremental.in_flight import InFlight
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.library_internals.dagster import fail_backfill
+from branchlake_dagster_tests.dagster_internals import BulkActionStatus
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.backfill.stages import Pipeline
 from branchlake_dagster_tests.incremental.sources import values
+from branchlake_dagster_tests.incremental.test_incremental_sensor import Ticks
+from branchlake_dagster_tests.incremental.test_sensor_retries import launch
 
 
 def follow(p: Project) -> list[str]:
@@ -149,6 +162,157 @@ def test_the_commands(
     assert "asked for by hand" in call("plan", f"{namespace}/events", "--all")
     number = call("run", f"{namespace}/events", "--all").split()[1].rstrip(".")
     assert "0 of 1 partition" in call("status", number)
+    assert json.loads(call("retry", number, "--json")) == {"launched": [], "lost": []}
+    assert number in call("retry", number)
     missing = CliRunner().invoke(main, ["backfill", "plan", "x", "-m", "no_such_module"])
     assert missing.exit_code == 1
     assert "cannot be loaded" in missing.output
+
+
+def stage_of(p: Project, pipeline: Pipeline, asset: dg.AssetsDefinition) -> Progress:
+    """What a backfill of the events of two days says of a stage that launches itself."""
+    where, days = place(p), ["2026-08-01", "2026-08-02"]
+    what = backfill.asked(where, pipeline.events.key.to_user_string(), days, everything=False)
+    assert what is not None
+    (stage,) = [one for one in backfill.stages(where, what) if one.asset == asset.key]
+    in_flight = InFlight(p.instance, datetime.now(UTC))
+    return follower(stage, p.graph, where.lake, p.instance, in_flight, waits=False)
+
+
+def test_a_follower_that_failed_is_not_to_do(p: Project, pipeline: Pipeline) -> None:
+    """The sensor launches nothing twice for the same state, so it waits for a person."""
+    pipeline.factor = 2
+    for day in ("2026-08-01", "2026-08-02"):
+        p.settle(p.run(pipeline.events.key, partition=day))
+    before = stage_of(p, pipeline, pipeline.daily)
+    assert (before.left, before.failed, before.done) == (2, 0, 0)
+    (asset,) = consumers(p.graph, "lake", [pipeline.daily.key])
+    lake = LakehouseResource.of(p.lake.settings)
+    key = Standing(lake, asset.consumer, instance=p.instance).key("2026-08-01")
+    pipeline.broken = True
+    failed = p.run(pipeline.daily.key, partition="2026-08-01", tags={"dagster/run_key": key}, ok=False)
+    p.settle(failed)
+    after = stage_of(p, pipeline, pipeline.daily)
+    assert (after.left, after.failed, after.done) == (1, 1, 0)
+    pipeline.broken = False
+    p.settle(p.run(pipeline.daily.key, partition="2026-08-01"))
+    mended = stage_of(p, pipeline, pipeline.daily)
+    assert (mended.left, mended.failed, mended.done) == (1, 0, 1)
+
+
+def test_a_follower_whose_change_is_lost_is_not_done(p: Project, pipeline: Pipeline) -> None:
+    table = p.lake.catalog().load_table(tuple(pipeline.daily.key.path))
+    table.manage_snapshots().rollback_to_snapshot(table.metadata.snapshots[0].snapshot_id).commit()
+    lost = stage_of(p, pipeline, pipeline.total)
+    assert (lost.lost, lost.done, lost.left) == (1, 0, 0)
+
+
+DAYS = ["2026-08-01", "2026-08-02"]
+
+
+def backfilled(p: Project, pipeline: Pipeline) -> str:
+    """A backfill whose first stage is published, and not yet looked at by Dagster's daemon; its id."""
+    where = place(p)
+    what = backfill.asked(where, pipeline.events.key.to_user_string(), DAYS, everything=False)
+    assert what is not None
+    number = backfill.run(where, what, time.time())
+    pipeline.factor = 2
+    for day in DAYS:
+        p.settle(p.run(pipeline.events.key, partition=day))
+    return number
+
+
+def retried(p: Project, number: str, *, rebuild_lost: bool = False) -> RetryPlan:
+    return backfill.retry(place(p), number, time.time(), rebuild_lost=rebuild_lost)
+
+
+def closed(p: Project, number: str | None) -> Mapping[str, str]:
+    """The tags of a backfill, which is closed as Dagster's daemon would."""
+    found = p.instance.get_backfill(number or "")
+    assert found is not None
+    p.instance.update_backfill(found.with_status(BulkActionStatus.COMPLETED_SUCCESS))
+    return found.tags
+
+
+def test_failed_partitions_are_launched_again_once(p: Project, pipeline: Pipeline) -> None:
+    number = backfilled(p, pipeline)
+    assert retried(p, number).launches == ()
+    pipeline.broken = True
+    for request in Ticks(p, target=[pipeline.daily]).tick():
+        launch(p, request, ok=False)
+    status = {one.stage.asset: one for one in backfill.status(place(p), number)}
+    assert status[pipeline.daily.key].failed_partitions == tuple(DAYS)
+    (launched,) = retried(p, number).launches
+    assert (launched.number, launched.asset, launched.partitions, launched.rebuild) == (
+        1,
+        pipeline.daily.key,
+        tuple(DAYS),
+        False,
+    )
+    assert retried(p, number).launches == ()  # the daemon has not come to it yet
+    status = {one.stage.asset: one for one in backfill.status(place(p), number)}
+    assert (status[pipeline.daily.key].running, status[pipeline.daily.key].failed) == (2, 0)
+    pipeline.broken = False
+    tags = closed(p, launched.backfill)
+    assert (tags[RETRY_OF_TAG], REBUILD_TAG in tags) == (number, False)
+    for day in DAYS:
+        p.settle(p.run(pipeline.daily.key, partition=day, tags=dict(tags)))
+    closed(p, number)
+    assert follow(p) == ["total"]
+    assert [row[1] for row in values(p, pipeline.total)] == [44, 44]
+    assert retried(p, number).launches == ()
+
+
+def test_a_retry_that_fails_can_be_retried(p: Project, pipeline: Pipeline) -> None:
+    number = backfilled(p, pipeline)
+    pipeline.broken = True
+    first, _ = Ticks(p, target=[pipeline.daily]).tick()
+    launch(p, first, ok=False)
+    (launched,) = retried(p, number).launches
+    assert launched.partitions == (first.partition_key,)
+    tags = closed(p, launched.backfill)
+    p.settle(p.run(pipeline.daily.key, partition=first.partition_key, tags=dict(tags), ok=False))
+    (again,) = retried(p, number).launches
+    assert again.partitions == launched.partitions
+    assert again.backfill != launched.backfill
+
+
+def test_failed_partitions_of_the_first_stage_are_computed_anew(p: Project, pipeline: Pipeline) -> None:
+    number = backfilled(p, pipeline)
+    found = p.instance.get_backfill(number)
+    assert found is not None
+    fail_backfill(p.instance, found, p.graph, [(pipeline.events.key, DAYS[1])])
+    (launched,) = retried(p, number).launches
+    assert (launched.number, launched.partitions, launched.rebuild) == (0, (DAYS[1],), True)
+    tags = p.instance.get_backfill(launched.backfill or "").tags  # type: ignore[union-attr]
+    assert tags[REBUILD_TAG] == "true"
+    (first, *_) = backfill.status(place(p), number)
+    assert (first.failed, first.running) == (0, 1)
+
+
+def test_what_is_lost_is_rebuilt_only_when_it_is_asked_for(p: Project, pipeline: Pipeline) -> None:
+    number = backfilled(p, pipeline)
+    table = p.lake.catalog().load_table(tuple(pipeline.daily.key.path))
+    table.manage_snapshots().rollback_to_snapshot(table.metadata.snapshots[0].snapshot_id).commit()
+    found = retried(p, number)
+    assert found.launches == ()
+    # The sums have lost their own rows, of days outside the backfill too, and the total their change.
+    every = tuple(pipeline.days.get_partition_keys())
+    assert [(one.asset, one.partitions) for one in found.lost] == [
+        (pipeline.daily.key, every),
+        (pipeline.total.key, (None,)),
+    ]
+    found = retried(p, number, rebuild_lost=True)
+    assert found.lost == ()
+    assert [(one.asset, one.partitions, one.rebuild) for one in found.launches] == [
+        (pipeline.daily.key, every, True),
+        (pipeline.total.key, (None,), True),
+    ]
+    assert retried(p, number, rebuild_lost=True) == RetryPlan()  # under way
+    for one in found.launches:
+        tags = closed(p, one.backfill)
+        for day in one.partitions:
+            p.settle(p.run(one.asset, partition=day, tags=dict(tags)))
+    status = backfill.status(place(p), number)
+    assert [one.lost for one in status] == [0, 0, 0, 0]
+    assert [row[1] for row in values(p, pipeline.total)] == [44, 44]

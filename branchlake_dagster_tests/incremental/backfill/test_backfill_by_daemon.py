@@ -31,9 +31,8 @@ def backfill(*arguments: str) -> Any:
     return json.loads(result.stdout)
 
 
-def test_a_change_of_the_code_goes_through_all_stages_unaided(
-    lakehouse: Lakehouse, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def fill(lakehouse: Lakehouse, namespace: str) -> None:
+    """Publish the pipeline as it was before the change."""
     before = Pipeline(namespace)
     with project(lakehouse, *before.assets) as p:
         for day in DAYS:
@@ -42,9 +41,19 @@ def test_a_change_of_the_code_goes_through_all_stages_unaided(
             published(p, before.daily, partition=day)
         published(p, before.total)
 
+
+def sums_of(lakehouse: Lakehouse, namespace: str) -> list[int]:
+    rows = lakehouse.catalog().load_table((namespace, "total")).scan().to_arrow().to_pylist()
+    return sorted(row["price"] for row in rows)
+
+
+def test_a_change_of_the_code_goes_through_all_stages_unaided(
+    lakehouse: Lakehouse, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(lakehouse, namespace)
+
     def sums() -> list[int]:
-        rows = lakehouse.catalog().load_table((namespace, "total")).scan().to_arrow().to_pylist()
-        return sorted(row["price"] for row in rows)
+        return sums_of(lakehouse, namespace)
 
     assert sums() == [22, 22]
     monkeypatch.delitem(sys.modules, MODULE, raising=False)  # it reads its namespace when it is imported
@@ -74,3 +83,29 @@ def test_a_change_of_the_code_goes_through_all_stages_unaided(
         assert (status["events"]["done"], status["daily"]["done"], status["total"]["done"]) == (2, 2, 1)
         assert "launch it" in status["report"]["told"]
         assert backfill("plan", f"{namespace}/events") == []
+
+
+def test_a_stage_that_failed_is_launched_again_by_the_command(
+    lakehouse: Lakehouse, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(lakehouse, namespace)
+    broken = tmp_path / "broken"
+    broken.touch()
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    more = {"BRANCHLAKE_TEST_BROKEN": str(broken)}
+    with home_of(lakehouse, namespace, tmp_path, more=more) as environment:
+        chosen = [part for day in DAYS for part in ("--partition", day)]
+        number = backfill("run", f"{namespace}/events", *chosen)["backfill"]
+
+        def daily() -> Any:
+            return next(one for one in backfill("status", number) if one["asset"].endswith("daily"))
+
+        with dagster_dev(MODULE, home=tmp_path, environment=environment):
+            wait_for(lambda: daily()["failed_partitions"] == [*DAYS], seconds=300)
+            broken.unlink()
+            (launched,) = backfill("retry", number)["launched"]
+            assert (launched["asset"], launched["rebuild"]) == (f"{namespace}/daily", False)
+            assert {*launched["partitions"]} <= {*DAYS}
+            wait_for(lambda: {*sums_of(lakehouse, namespace)} == {7 * 22}, seconds=300)
+            wait_for(lambda: daily()["failed"] == 0, seconds=120)
+        assert backfill("retry", number) == {"launched": [], "lost": []}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown
-from branchlake_dagster.lakehouse.embedded import spark_log
+from branchlake_dagster.lakehouse.logs import spark_log
 
 _QUIET_S = 0.3
 _PATIENCE_S = 60.0
