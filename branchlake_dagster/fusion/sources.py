@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import polars as pl
 
 from branchlake_dagster.fusion.gp.limits import ReadLimits
 from branchlake_dagster.fusion.gp.records import CatalogueError, TooLargeCatalogueError
 from branchlake_dagster.fusion.gp.simulated import REFERENCE_EPOCH, simulated_gp_file
+from branchlake_dagster.fusion.registry.radius_table import read_radius_table
 
 SIMULATED_PREFIX = "sim-"
 BAD_PREFIX = "sim-bad-"
+RADIUS_TABLE = "hard-body-radius"
+"""First characters of the names of files that are radius tables and no snapshots."""
 DEFAULT_SNAPSHOT = "sim-20260808T0000Z"
 _SUFFIXES = (".tle", ".3le", ".2le", ".txt", ".json", ".omm", ".xml", ".csv", ".kvn")
 _TIME = re.compile(r"(\d{8}T\d{4})Z")
@@ -99,6 +103,16 @@ class GpSource(dg.ConfigurableResource[Any]):
             found[name] = path
         return found
 
+    def radius_table(self) -> pl.DataFrame | None:
+        """The radii of the newest ``hard-body-radius…`` file of ``catalogue_dir``, by name; None without one.
+
+        Raises as `read_radius_table`.
+        """
+        if self.catalogue_dir is None:
+            return None
+        files = sorted(filter(_is_radius_table, Path(self.catalogue_dir).expanduser().iterdir()))
+        return read_radius_table(files[-1].read_bytes(), str(files[-1]), self.limits()) if files else None
+
     def read(self, snapshot: str) -> GpFile:
         """The file of a snapshot.
 
@@ -133,5 +147,9 @@ class GpSource(dg.ConfigurableResource[Any]):
         return GpFile(path.read_bytes(), str(path), "REAL", time or made)
 
 
+def _is_radius_table(path: Path) -> bool:
+    return path.is_file() and path.name.lower().startswith(RADIUS_TABLE)
+
+
 def _is_gp(path: Path) -> bool:
-    return Path(path.name.lower().removesuffix(".gz")).suffix in _SUFFIXES
+    return not _is_radius_table(path) and Path(path.name.lower().removesuffix(".gz")).suffix in _SUFFIXES

@@ -27,6 +27,7 @@ from branchlake_dagster.fusion.trust.classes import CLASSES
 from branchlake_dagster.fusion.trust.differences import DAY_MICROS, rtn_axes
 from branchlake_dagster.fusion.trust.model import error_model
 from branchlake_dagster.fusion.trust.probability import encounter_plane, probability
+from branchlake_dagster.fusion.trust.radii import FROM_SIZE, Radii
 from branchlake_dagster.fusion.trust.report import (
     altitude_chart,
     as_markdown,
@@ -77,21 +78,21 @@ def model(elements: Elements, *, until_days: float = 14.0) -> Expected:
 
 
 def test_a_row_is_assessed_by_itself(elements, found):
-    whole = assessed(found, elements, model(elements), 10.0)
+    whole = assessed(found, elements, model(elements), Radii(5.0))
     assert found.height > 30
     assert set(whole.columns) - set(found.columns) == set(ASSESSED)
     half = found.gather_every(2)
-    assert assessed(half, elements, model(elements), 10.0).equals(whole.gather_every(2))
-    assert assessed(found.clear(), elements, model(elements), 10.0).schema == whole.schema
+    assert assessed(half, elements, model(elements), Radii(5.0)).equals(whole.gather_every(2))
+    assert assessed(found.clear(), elements, model(elements), Radii(5.0)).schema == whole.schema
     # Objects that are not in a row change nothing in it.
     here = np.unique(half.select("sat1_object_designator", "sat2_object_designator").to_numpy())
     fewer = elements.take(np.flatnonzero(np.isin(elements.sat_no, here)))
-    assert assessed(half, fewer, model(elements), 10.0).equals(whole.gather_every(2))
+    assert assessed(half, fewer, model(elements), Radii(5.0)).equals(whole.gather_every(2))
 
 
 def test_the_probability_is_that_of_both_covariances_in_one_frame(elements, found):
     wide = replace(model(elements), sigma0=np.full((len(CLASSES), 3), 4.0))
-    rows = assessed(found, elements, wide, 500.0).filter(pl.col("collision_probability") > 1e-12)
+    rows = assessed(found, elements, wide, Radii(250.0)).filter(pl.col("collision_probability") > 1e-12)
     assert rows.height > 10
     for row in rows.head(12).iter_rows(named=True):
         numbers = [row[f"sat{k}_object_designator"] for k in (1, 2)]
@@ -113,6 +114,18 @@ def test_the_probability_is_that_of_both_covariances_in_one_frame(elements, foun
         assert row["no_probability_because"] is None
 
 
+def test_the_probability_is_of_the_two_objects_own_radii(elements, found):
+    wide = replace(model(elements), sigma0=np.full((len(CLASSES), 3), 4.0))
+    small = Radii(sizes=pl.DataFrame({"sat_no": elements.sat_no, "rcs_size": "SMALL", "rcs_m2": None}))
+    large, debris = (assessed(found, elements, wide, one) for one in (Radii(5.0), small))
+    assert debris["hard_body_radius_m"].unique().to_list() == [0.24]
+    assert (debris["sat1_radius_source"] == FROM_SIZE).all()
+    likely = (large["collision_probability"] > 1e-12).fill_null(False)
+    assert likely.sum() > 10
+    ratio = large.filter(likely)["collision_probability"] / debris.filter(likely)["collision_probability"]
+    assert ratio.to_numpy() == pytest.approx((10.0 / 0.24) ** 2, rel=0.01)
+
+
 def test_sigmas_are_of_the_age_the_class_and_the_object(elements):
     expected = model(elements)
     at = elements.epoch_micros + np.where(np.arange(len(elements)) % 2, 2, -2) * DAY_MICROS
@@ -123,11 +136,12 @@ def test_sigmas_are_of_the_age_the_class_and_the_object(elements):
 
 
 def test_what_has_no_probability_says_why(elements, found):
-    without = assessed(found, elements, None, 10.0)
+    without = assessed(found, elements, None, Radii(5.0))
     assert without["no_probability_because"].unique().to_list() == [NO_MODEL]
-    nothing = [one for one in ASSESSED if one not in ("hard_body_radius_m", "no_probability_because")]
+    always = {one for one in ASSESSED if "radius" in one} | {"no_probability_because"}
+    nothing = [one for one in ASSESSED if one not in always]
     assert without.select(pl.col(nothing).null_count()).row(0) == (found.height,) * len(nothing)
-    old = assessed(found, elements, model(elements, until_days=1e-6), 10.0)
+    old = assessed(found, elements, model(elements, until_days=1e-6), Radii(5.0))
     assert set(old["no_probability_because"]) <= {TOO_OLD, NO_ENCOUNTER, None}
     assert TOO_OLD in old["no_probability_because"].to_list()
     changed = found.with_columns(
@@ -139,7 +153,7 @@ def test_what_has_no_probability_says_why(elements, found):
             for axis in "rtn"
         },
     )
-    told = assessed(changed, elements, model(elements), 10.0)
+    told = assessed(changed, elements, model(elements), Radii(5.0))
     assert told["no_probability_because"][:2].to_list() == [NO_ENCOUNTER, TOO_SLOW]
     assert told["collision_probability"][:2].to_list() == [None, None]
     missing = told["collision_probability"].is_null()
@@ -173,7 +187,7 @@ def drawn(svg: str) -> ElementTree.Element:
 
 
 def test_pictures_are_sound_and_within_their_frame(elements, found):
-    rows = top(assessed(found, elements, model(elements), 10.0), 5)
+    rows = top(assessed(found, elements, model(elements), Radii(5.0)), 5)
     assert rows.height == 5
     assert rows["collision_probability"].is_sorted(descending=True)
     text = as_markdown(rows, {int(rows["sat1_object_designator"][0]): "A | B"})
@@ -191,7 +205,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_the_geometry_of_the_first_is_drawn_to_scale(elements, found):
-    rows = top(assessed(found, elements, model(elements), 10.0), 5)
+    rows = top(assessed(found, elements, model(elements), Radii(5.0)), 5)
     assert rows.height == 5
     picture = drawn(geometry_chart(rows, elements))
     groups = list(picture.iter(f"{SVG}g"))
@@ -210,7 +224,7 @@ def test_the_geometry_of_the_first_is_drawn_to_scale(elements, found):
     for row, size in zip(rows.iter_rows(named=True), sizes, strict=True):
         parts = [row[f"sat{k}_sigma_{axis}_km"] for k in (1, 2) for axis in "rtn"]
         assert max(parts[:2]) * 0.98 <= size <= np.linalg.norm(parts) * 1.02
-    unknown = assessed(rows.select(found.columns), elements, None, 10.0)
+    unknown = assessed(rows.select(found.columns), elements, None, Radii(5.0))
     assert not list(drawn(geometry_chart(unknown, elements)).iter(f"{SVG}ellipse"))
     drawn(geometry_chart(unknown.clear(), elements))
 

@@ -24,6 +24,7 @@ from branchlake_dagster.fusion.orbits.inertial import Frame, turned
 from branchlake_dagster.fusion.orbits.propagation import Elements
 from branchlake_dagster.fusion.trust.assessment import assessed
 from branchlake_dagster.fusion.trust.differences import rtn_axes
+from branchlake_dagster.fusion.trust.radii import Radii
 from branchlake_dagster_tests.fusion.test_assessment import model
 
 NOON = datetime(2026, 8, 8, 12, 0, tzinfo=UTC)
@@ -42,7 +43,7 @@ def rows(sets: pl.DataFrame) -> pl.DataFrame:
     elements = Elements.from_arrow(sets.to_arrow())
     span = Span.whole(BEGIN, BEGIN + 120 * MINUTE)
     found = pl.DataFrame(as_batch(screen(elements, span, threshold_km=40.0), elements))
-    made = assessed(listed(found, None, span, 40.0), elements, model(elements), 10.0)
+    made = assessed(listed(found, None, span, 40.0), elements, model(elements), Radii(5.0))
     assert made.filter(pl.col("collision_probability").is_not_null()).height > 5
     return made
 

@@ -4,6 +4,7 @@
 import io
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -23,7 +24,7 @@ from branchlake_dagster.fusion.assets.conjunctions import (
     newest_snapshot,
 )
 from branchlake_dagster.fusion.assets.ephemerides import EPHEMERIS_CONJUNCTIONS, ephemeris_conjunctions
-from branchlake_dagster.fusion.assets.registry import ELEMENT_HISTORY
+from branchlake_dagster.fusion.assets.registry import ELEMENT_HISTORY, OBJECTS
 from branchlake_dagster.fusion.assets.trust import (
     ELEMENT_ERRORS,
     ELEMENT_JUMPS,
@@ -34,6 +35,13 @@ from branchlake_dagster.fusion.conjunctions.identity import identified
 from branchlake_dagster.fusion.gp.simulated import simulated_elements
 from branchlake_dagster.fusion.graph.quality import fusion_checks
 from branchlake_dagster.fusion.orbits.propagation import ELEMENT_FIELDS, Elements
+from branchlake_dagster.fusion.sources import GpSource
+from branchlake_dagster.fusion.trust.radii import (
+    DEFAULT_RADIUS_M,
+    FROM_SIZE,
+    FROM_TABLE,
+    RADIUS_OF_SIZE,
+)
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.fusion.test_ephemerides import message, segment
 from branchlake_dagster_tests.fusion.test_trust import history
@@ -180,7 +188,12 @@ def ephemeris_of(number: int, begin: datetime, end: datetime) -> bytes:
 
 
 @pytest.fixture
-def run(lakehouse: Lakehouse) -> Iterator[Callable[..., dg.ExecuteInProcessResult]]:
+def gp_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gp")
+
+
+@pytest.fixture
+def run(lakehouse: Lakehouse, gp_folder: Path) -> Iterator[Callable[..., dg.ExecuteInProcessResult]]:
     checked = {CONJUNCTIONS, EPHEMERIS_CONJUNCTIONS, *TRUST}
     checks = [one for one in fusion_checks if checked & {key.asset_key for key in one.check_keys}]
     definitions = branchlake_definitions(
@@ -188,6 +201,7 @@ def run(lakehouse: Lakehouse) -> Iterator[Callable[..., dg.ExecuteInProcessResul
         dg.Definitions(
             assets=[catalogue, element_history, element_trust, conjunctions, ephemeris_conjunctions],
             asset_checks=checks,
+            resources={"gp": GpSource(catalogue_dir=str(gp_folder))},
         ),
     )
     job = definitions.resolve_implicit_global_asset_job_def()
@@ -206,7 +220,7 @@ def run(lakehouse: Lakehouse) -> Iterator[Callable[..., dg.ExecuteInProcessResul
 
 def drop_tables(lakehouse: Lakehouse) -> None:
     main = lakehouse.catalog("main")
-    for key in (CATALOGUE, CONJUNCTIONS, EPHEMERIS_CONJUNCTIONS, ELEMENT_HISTORY, *TRUST):
+    for key in (CATALOGUE, CONJUNCTIONS, EPHEMERIS_CONJUNCTIONS, ELEMENT_HISTORY, OBJECTS, *TRUST):
         if main.table_exists(tuple(key.path)):
             main.drop_table(tuple(key.path))
 
@@ -225,7 +239,7 @@ def listed(lakehouse: Lakehouse) -> pl.DataFrame:
 
 
 @pytest.mark.spark
-def test_a_list_kept_up_by_changes_is_the_one_made_anew(lakehouse, run, tmp_path):
+def test_a_list_kept_up_by_changes_is_the_one_made_anew(lakehouse, run, gp_folder, tmp_path):
     given["catalogue"] = elements_at("sim-20260808T1200Z", [])
     run(CATALOGUE)
     assert "no earlier list" in why(run(CONJUNCTIONS, run_config=NEAR))
@@ -236,6 +250,11 @@ def test_a_list_kept_up_by_changes_is_the_one_made_anew(lakehouse, run, tmp_path
     assert first["screened_until"].unique().to_list() == [NOON + timedelta(hours=3)]
     assert first["previous_miss_distance_km"].null_count() == first.height
     assert first["no_probability_because"].unique().to_list() == ["no error model"]
+    assert first["hard_body_radius_m"].unique().to_list() == [2 * DEFAULT_RADIUS_M]
+    tabled, sized = (int(first[f"sat{k}_object_designator"][0]) for k in (1, 2))
+    (gp_folder / "hard-body-radius-20260801.csv").write_text(f"ObjectID,HBR\n{tabled},3.25\n")
+    objects = pl.DataFrame({"sat_no": [sized], "rcs_size": ["SMALL"], "rcs_m2": [0.0]}).to_arrow()
+    lakehouse.catalog("main").create_table(tuple(OBJECTS.path), objects.schema).append(objects)
     run(ELEMENT_HISTORY)
     run(*TRUST)
 
@@ -257,6 +276,17 @@ def test_a_list_kept_up_by_changes_is_the_one_made_anew(lakehouse, run, tmp_path
         table_of(lakehouse, ELEMENT_ERRORS)["error_model_id"][0]
     ]
     assert table_of(lakehouse, OBJECT_ERRORS).height == 100
+    for number, radius, source in (
+        (tabled, 3.25, FROM_TABLE),
+        (sized, RADIUS_OF_SIZE["SMALL"], FROM_SIZE),
+    ):
+        told = [
+            kept_up.filter(pl.col(f"sat{k}_object_designator") == number)
+            .select(f"sat{k}_radius_m", f"sat{k}_radius_source")
+            .rows()
+            for k in (1, 2)
+        ]
+        assert {*told[0], *told[1]} == {(radius, source)}
     # What the new begin has cut is closest there, or together for less.
     same = again.filter(~pl.col("sat1_object_designator").is_in(numbers[:2]), kind="encounter")
     assert (same["previous_miss_distance_km"] - same["miss_distance_km"]).abs().max() < 1e-9

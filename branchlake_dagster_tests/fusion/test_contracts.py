@@ -40,6 +40,7 @@ from branchlake_dagster.fusion.registry.satcat import ENTRY_COLUMNS
 from branchlake_dagster.fusion.sensors.native import NATIVE_COLUMNS
 from branchlake_dagster.fusion.trust.assessment import assessed
 from branchlake_dagster.fusion.trust.model import error_model
+from branchlake_dagster.fusion.trust.radii import Radii
 from branchlake_dagster.fusion.trust.tables import element_errors, element_jumps, object_errors
 
 CONTRACTS = {
@@ -112,7 +113,7 @@ def test_the_contracts_are_the_tables_column_by_column():
     assert in_order(types(contracts.ConjunctionCandidate)) == in_order(hourly)
     nothing = listed(pl.DataFrame(ENCOUNTER_SCHEMA.empty_table()), None, Span.whole(0, MINUTE), 5.0)
     no_elements = Elements(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, len(ELEMENT_FIELDS))))
-    rows = assessed(nothing, no_elements, None, 10.0)
+    rows = assessed(nothing, no_elements, None, Radii(5.0))
     assert in_order(types(contracts.Conjunction)) == in_order(stored(rows.to_arrow().schema))
     model = error_model(no_elements)
     for table, contract in (

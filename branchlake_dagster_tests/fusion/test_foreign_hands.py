@@ -14,6 +14,7 @@ from branchlake_dagster_tests.fusion.test_conjunctions import (  # noqa: F401 - 
     NOON,
     elements_at,
     given,
+    gp_folder,
     listed,
     run,
     why,

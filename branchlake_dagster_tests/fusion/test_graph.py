@@ -1,7 +1,9 @@
 from datetime import UTC, datetime
+from typing import get_type_hints
 
 import dagster as dg
 import pytest
+from pyspark.sql import DataFrame
 
 from branchlake_dagster import BranchSparkResource, LakehouseResource
 from branchlake_dagster.fusion.assets.catalogue import gp_ingest
@@ -195,3 +197,10 @@ def test_a_pull_becomes_a_file_a_partition_and_a_run_and_again_the_same(instance
     assert out["element_sets"]["sat_no"].to_list() == [900]
     states = [definitions.pull_schedule(running=r).default_status for r in (False, True)]
     assert states == [dg.DefaultScheduleStatus.STOPPED, dg.DefaultScheduleStatus.RUNNING]
+
+
+def test_an_asset_of_kind_spark_returns_what_spark_computes():
+    for definition in definitions.fusion_assets:
+        returned = get_type_hints(definition.op.compute_fn.decorated_fn).get("return")
+        for spec in definition.specs:
+            assert ("spark" in spec.kinds) is (returned is DataFrame), spec.key

@@ -25,6 +25,7 @@ from branchlake_dagster import (
 )
 from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
 from branchlake_dagster.fusion.assets.quarantine import QUARANTINED_OBJECTS, of_tracked, usable
+from branchlake_dagster.fusion.assets.registry import OBJECTS
 from branchlake_dagster.fusion.assets.trust import ELEMENT_ERRORS, OBJECT_ERRORS
 from branchlake_dagster.fusion.assets.upkeep import OF_SNAPSHOTS, OF_WINDOWS, OWNERS
 from branchlake_dagster.fusion.conjunctions.arrow import ENCOUNTER_SCHEMA
@@ -38,8 +39,9 @@ from branchlake_dagster.fusion.drawing import in_markdown
 from branchlake_dagster.fusion.gp.simulated import REFERENCE_EPOCH
 from branchlake_dagster.fusion.orbits.propagation import Elements
 from branchlake_dagster.fusion.partitions import whole_catalogue, windows
-from branchlake_dagster.fusion.sources import snapshot_time
+from branchlake_dagster.fusion.sources import GpSource, snapshot_time
 from branchlake_dagster.fusion.trust.assessment import assessed
+from branchlake_dagster.fusion.trust.radii import DEFAULT_RADIUS_M, SOURCES, Radii
 from branchlake_dagster.fusion.trust.report import (
     altitude_chart,
     as_markdown,
@@ -55,8 +57,6 @@ CONJUNCTIONS = dg.AssetKey(["sda", "conjunctions"])
 LIST_THRESHOLD_KM = 5.0
 HORIZON_H = 24.0
 MAX_ELEMENT_AGE_DAYS = 14.0
-HARD_BODY_RADIUS_M = 10.0
-"""Of both objects together, where nobody says otherwise: two satellites of ten metres across."""
 _DAY_MICROS = 86_400_000_000
 _ASSET = "branchlake.asset"
 """What our writes say in a snapshot's summary."""
@@ -108,8 +108,8 @@ class ConjunctionsConfig(dg.Config):
         MAX_ELEMENT_AGE_DAYS, gt=0, description="Objects with older element sets are left out."
     )
     tasks: int = Field(12, ge=1, description="Spark tasks that the time is divided into.")
-    hard_body_radius_m: float = Field(
-        HARD_BODY_RADIUS_M, gt=0, description="Radius of both objects together, for the probability."
+    default_radius_m: float = Field(
+        DEFAULT_RADIUS_M, gt=0, description="Radius of an object whose size nobody states, m."
     )
 
 
@@ -117,10 +117,10 @@ class ConjunctionsConfig(dg.Config):
     key=CONJUNCTIONS,
     group_name="conjunctions",
     owners=OWNERS,
-    kinds={"iceberg", "spark"},
+    kinds={"iceberg", "numpy"},
     freshness_policy=OF_SNAPSHOTS,
     ins={"changed": dg.AssetIn(CATALOGUE, partition_mapping=whole_catalogue)},
-    deps=[ELEMENT_ERRORS, OBJECT_ERRORS],
+    deps=[ELEMENT_ERRORS, OBJECT_ERRORS, OBJECTS],
     metadata=table_metadata(write_mode="replace_table", require_checks=True)
     | consumes({CATALOGUE: "rows"}, when_removed="ignore", when_lost="rebuild")
     | column_metadata(Conjunction),
@@ -129,6 +129,7 @@ def conjunctions(
     context: dg.AssetExecutionContext,
     config: ConjunctionsConfig,
     changed: pa.Table,
+    gp: GpSource,
     lakehouse: LakehouseResource,
     spark: BranchSparkResource,
 ) -> pl.DataFrame:
@@ -170,7 +171,7 @@ def conjunctions(
         listed(rows, earlier, span, config.threshold_km, config.max_element_age_days),
         elements,
         published_errors(tables),
-        config.hard_body_radius_m,
+        radii_of(tables, gp, config.default_radius_m),
     )
     context.add_output_metadata(
         {
@@ -180,6 +181,12 @@ def conjunctions(
             "close_approaches": result.height,
             **{f"of_kind_{kind.value}": int((result["kind"] == kind.value).sum()) for kind in Kind},
             "new": int((result["first_reported"] == result["screened_from"]).sum()),
+            **{
+                f"radius_by_{source.replace(' ', '_')}": sum(
+                    int((result[f"sat{k}_radius_source"] == source).sum()) for k in (1, 2)
+                )
+                for source in SOURCES
+            },
             "with_probability": int(result["collision_probability"].is_not_null().sum()),
             **pictures(result, elements, catalogue),
         }
@@ -219,6 +226,20 @@ def published_errors(tables: Catalog) -> Expected | None:
     except NoSuchTableError:
         return None
     return None if errors.is_empty() else Expected.of(errors, objects)
+
+
+def radii_of(tables: Catalog, gp: GpSource, default_m: float) -> Radii:
+    """The objects' radii: of the radius table where there is one, and of the registry's size classes."""
+    known: dict[str, pl.DataFrame] = {}
+    table = gp.radius_table()
+    if table is not None:
+        known["table"] = table
+    with contextlib.suppress(NoSuchTableError):
+        objects = tables.load_table(tuple(OBJECTS.path))
+        names = ("sat_no", "rcs_size", "rcs_m2")
+        if {*names} <= {*objects.schema().column_names}:
+            known["sizes"] = pl.DataFrame(objects.scan(selected_fields=names).to_arrow())
+    return Radii(default_m, **known)
 
 
 def pictures(

@@ -28,7 +28,7 @@ from branchlake_dagster.fusion.contracts import (
 from branchlake_dagster.fusion.partitions import gp_snapshots, pulls_of
 from branchlake_dagster.fusion.registry.life_cycle import OBJECT_COLUMNS, objects_after
 from branchlake_dagster.fusion.registry.merge import PULLED_COLUMNS, SET, merge, not_in
-from branchlake_dagster.fusion.registry.satcat import effective
+from branchlake_dagster.fusion.registry.satcat import ENTRY_COLUMNS, effective
 from branchlake_dagster.fusion.registry.sources import source_of
 from branchlake_dagster.fusion.sources import snapshot_time
 
@@ -38,6 +38,7 @@ MERGE_AUDIT = dg.AssetKey(["sda", "catalog_merge_audit"])
 SATELLITES = dg.AssetKey(["sda", "satellites"])
 
 CATALOGUE_COLUMNS = {**PULLED_COLUMNS, "state": pl.String()}
+_ENTRIES = {"snapshot_id": pl.String(), **ENTRY_COLUMNS, "collected_at": pl.Datetime("us", "UTC")}
 _FEW = 2_000
 """Objects that are looked up by number; of more all rows are read."""
 
@@ -125,7 +126,7 @@ def registry(
     # Where these are all partitions that Dagster knows, the inputs are whole tables.
     mine = pl.col("snapshot_id").is_in(pulls_of(context))
     pulled = _of_columns(element_sets.filter(mine), PULLED_COLUMNS)
-    entries = satellite_entries.filter(mine)
+    entries = _of_columns(satellite_entries.filter(mine), _ENTRIES)
     before = tables.read(CATALOGUE, CATALOGUE_COLUMNS)
     objects_before = tables.read(OBJECTS, OBJECT_COLUMNS)
     merged = merge(before, pulled, tables.all_pulls_of)
@@ -233,7 +234,10 @@ def _of_columns(frame: pl.DataFrame, columns: Mapping[str, pl.DataType]) -> pl.D
     """
     absent = [pl.lit(None, dtype=kind).alias(n) for n, kind in columns.items() if n not in frame.columns]
     frame = frame.with_columns(absent).select(pl.col(n).cast(kind) for n, kind in columns.items())
-    if not {"collected_at", "snapshot_id"} <= columns.keys() or not frame["collected_at"].null_count():
+    if (
+        not {"collected_at", "snapshot_id", "source"} <= columns.keys()
+        or not frame["collected_at"].null_count()
+    ):
         return frame
     ids = frame["snapshot_id"].unique().to_list()
     times = {one: snapshot_time(one) for one in ids}
@@ -259,4 +263,4 @@ def _changed(before: pl.DataFrame, after: pl.DataFrame) -> pl.DataFrame:
 )
 def satellites(satellite_entries: pl.DataFrame) -> pl.DataFrame:
     """Owner, launch, decay and size of each object by the period in which the satellite catalogue said so."""
-    return effective(satellite_entries)
+    return effective(_of_columns(satellite_entries, _ENTRIES))

@@ -98,6 +98,7 @@ class RegisteredObject(Contract):
     launch_date: T.DateType = may("Day of its launch.")
     decay_date: T.DateType = may("Day of its decay.")
     rcs_m2: T.DoubleType = may("Radar cross section.", "m²")
+    rcs_size: T.StringType = may("Size class by radar cross section: SMALL, MEDIUM or LARGE.")
     satcat_at: T.TimestampType = may("When the satellite catalogue was collected that says so, UTC.")
 
 
@@ -117,6 +118,7 @@ class SatelliteEntry(Contract):
     apogee_km: T.DoubleType = may("Height of the apogee.", "km")
     perigee_km: T.DoubleType = may("Height of the perigee.", "km")
     rcs_m2: T.DoubleType = may("Radar cross section.", "m²")
+    rcs_size: T.StringType = may("Size class by radar cross section: SMALL, MEDIUM or LARGE.")
     collected_at: T.TimestampType = must("When the snapshot was collected, UTC.")
 
 
@@ -131,6 +133,7 @@ class Satellite(Contract):
     launch_date: T.DateType = may("Day of its launch.")
     decay_date: T.DateType = may("Day of its decay.")
     rcs_m2: T.DoubleType = may("Radar cross section.", "m²")
+    rcs_size: T.StringType = may("Size class by radar cross section: SMALL, MEDIUM or LARGE.")
     valid_from: T.TimestampType = must("First collection that said so, UTC.")
     valid_to: T.TimestampType = may("First collection that said something else, UTC; none for what holds.")
     snapshot_id: T.StringType = must("Snapshot of the first collection.")

@@ -6,6 +6,7 @@ import pyspark.sql.types as T  # noqa: N812 - the name every Spark reader expect
 from branchlake_dagster.fusion.conjunctions.screening import Kind
 from branchlake_dagster.fusion.contracts.fields import Contract, catalogue_number, may, must, window
 from branchlake_dagster.fusion.trust.assessment import REASONS
+from branchlake_dagster.fusion.trust.radii import SOURCES as RADIUS_SOURCES
 from branchlake_dagster.fusion.trust.tables import SOURCE
 
 
@@ -78,7 +79,12 @@ class Conjunction(CloseApproach):
     covariance_source: T.StringType = may(
         "What these errors are from; they are never measured ones.", isin=[SOURCE]
     )
-    hard_body_radius_m: T.DoubleType = must("Radius of both objects together, assumed.", "m", gt=0.0)
+    sat1_radius_m: T.DoubleType = must("Hard-body radius of object 1.", "m", gt=0.0)
+    sat1_radius_source: T.StringType = must("Where object 1's radius is from.", isin=list(RADIUS_SOURCES))
+    sat2_radius_m: T.DoubleType = must("Hard-body radius of object 2.", "m", gt=0.0)
+    sat2_radius_source: T.StringType = must("Where object 2's radius is from.", isin=list(RADIUS_SOURCES))
+    default_radius_m: T.DoubleType = must("Radius of objects whose size nobody states.", "m", gt=0.0)
+    hard_body_radius_m: T.DoubleType = must("Radius of both objects together: the sum.", "m", gt=0.0)
     sigma_minor_km: T.DoubleType = may(
         "Error of both together across the relative velocity, along its narrow axis.", "km", gt=0.0
     )

@@ -144,7 +144,7 @@ def _relative(row: Mapping[str, Any]) -> Block:
     if row.get("collision_probability") is not None:
         notes += [
             f"Probability: both objects together are a sphere of "
-            f"{row['hard_body_radius_m']:g} m radius, assumed.",
+            f"{row['hard_body_radius_m']:g} m radius{_radii(row)}.",
             f"It is computed from default covariances; the largest of any scale of them is "
             f"{row['max_collision_probability']:.3E}.",
         ]
@@ -182,6 +182,14 @@ def _relative(row: Mapping[str, Any]) -> Block:
             *chance,
         ),
     )
+
+
+def _radii(row: Mapping[str, Any]) -> str:
+    """Where the radius is from; rows of earlier lists do not say."""
+    if row.get("sat1_radius_source") is None or row.get("sat2_radius_source") is None:
+        return ", assumed"
+    each = (f"{row[f'sat{k}_radius_m']:g} m by {row[f'sat{k}_radius_source']}" for k in (1, 2))
+    return f": {' and '.join(each)}"
 
 
 def _segment(row: Mapping[str, Any], which: int, party: Party) -> Block:

@@ -37,11 +37,12 @@ OBJECT_COLUMNS: dict[str, pl.DataType] = {
     "launch_date": pl.Date(),
     "decay_date": pl.Date(),
     "rcs_m2": pl.Float64(),
+    "rcs_size": pl.String(),
     "satcat_at": pl.Datetime("us", "UTC"),
 }
 """One row per object; ``satcat_at`` is when the satellite catalogue was collected that the facts are from."""
 
-FACTS = ("owner", "object_type", "launch_date", "decay_date", "rcs_m2")
+FACTS = ("owner", "object_type", "launch_date", "decay_date", "rcs_m2", "rcs_size")
 
 
 def objects_after(

@@ -38,10 +38,20 @@ ENTRY_COLUMNS: dict[str, pl.DataType] = {
     "apogee_km": pl.Float64(),
     "perigee_km": pl.Float64(),
     "rcs_m2": pl.Float64(),
+    "rcs_size": pl.String(),
 }
 """What an entry says; the orbit's figures change daily and open no new period of validity."""
 
-EFFECTIVE = ("object_name", "object_id", "object_type", "owner", "launch_date", "decay_date", "rcs_m2")
+EFFECTIVE = (
+    "object_name",
+    "object_id",
+    "object_type",
+    "owner",
+    "launch_date",
+    "decay_date",
+    "rcs_m2",
+    "rcs_size",
+)
 
 _NAMES = {
     "sat_no": ("NORAD_CAT_ID", "c"),
@@ -56,6 +66,7 @@ _NAMES = {
     "apogee_km": ("APOGEE", "a"),
     "perigee_km": ("PERIGEE", "pe"),
     "rcs_m2": ("RCS", "rcs"),
+    "rcs_size": ("RCS_SIZE",),
 }
 
 

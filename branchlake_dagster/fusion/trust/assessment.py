@@ -15,6 +15,7 @@ from branchlake_dagster.fusion.orbits.frames import Floats
 from branchlake_dagster.fusion.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.fusion.trust.differences import rtn_axes, states_at
 from branchlake_dagster.fusion.trust.probability import dilution, encounter_plane, probability
+from branchlake_dagster.fusion.trust.radii import Radii
 from branchlake_dagster.fusion.trust.tables import POSITION, SOURCE, Expected
 
 MIN_SPEED_KM_S = 0.01
@@ -28,6 +29,8 @@ NO_MODEL, NO_ENCOUNTER, TOO_OLD, TOO_SLOW = REASONS = (
 ASSESSED = (
     *(f"sat{k}_sigma_{axis}_km" for k in (1, 2) for axis in POSITION),
     "covariance_source",
+    *(f"sat{k}_{name}" for k in (1, 2) for name in ("radius_m", "radius_source")),
+    "default_radius_m",
     "hard_body_radius_m",
     "sigma_minor_km",
     "sigma_major_km",
@@ -41,15 +44,17 @@ ASSESSED = (
 
 
 def assessed(
-    found: pl.DataFrame, elements: Elements, expected: Expected | None, hard_body_radius_m: float
+    found: pl.DataFrame, elements: Elements, expected: Expected | None, radii: Radii
 ) -> pl.DataFrame:
-    """Close approaches with `ASSESSED`; each row depends on itself, its two element sets and the model only.
+    """Close approaches with `ASSESSED`.
+
+    Each row depends on itself, its two element sets, their objects' radii and the error model only.
 
     Args:
         found: close approaches.
         elements: those that were screened, sorted by ``sat_no``.
         expected: the error model; None: there is none, and no row has a probability.
-        hard_body_radius_m: of both objects together.
+        radii: of the objects.
 
     """
     micros = found["tca"].dt.epoch("us").to_numpy()
@@ -77,7 +82,9 @@ def assessed(
     fast = ~slow[computed]
     used = computed[fast]
     plane = encounter_plane(position[used], velocity[used], covariance[fast])
-    radius = hard_body_radius_m / 1000
+    radius_m = [radii.of(found[f"sat{k}_object_designator"]) for k in (1, 2)]
+    together_m = (radius_m[0][0] + radius_m[1][0]).to_numpy()
+    radius = together_m[used] / 1000
     most = dilution(plane, radius)
     reasons = np.select(
         [np.full(count, expected is None), ~encounter, ~known, slow],
@@ -98,7 +105,13 @@ def assessed(
     }
     columns |= {
         "covariance_source": pl.lit(None if expected is None else SOURCE, pl.String),
-        "hard_body_radius_m": pl.lit(hard_body_radius_m),
+        **{
+            f"sat{k}_{name}": column
+            for k, columns in enumerate(radius_m, 1)
+            for name, column in zip(("radius_m", "radius_source"), columns, strict=True)
+        },
+        "default_radius_m": pl.lit(radii.default_m),
+        "hard_body_radius_m": pl.Series(together_m, dtype=pl.Float64),
         "sigma_minor_km": spread(plane.sigma[:, 0]),
         "sigma_major_km": spread(plane.sigma[:, 1]),
         "collision_probability": spread(probability(plane, radius)),

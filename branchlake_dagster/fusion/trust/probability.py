@@ -49,19 +49,24 @@ def encounter_plane(position: Floats, velocity: Floats, covariance: Floats) -> P
     return Plane(np.einsum("kij,ki->kj", axes, miss), np.sqrt(np.maximum(variance, 0.0)))
 
 
-def probability(plane: Plane, radius_km: float) -> Floats:
-    """Probability (k,) that the two come nearer than the sum of their radii.
+def probability(plane: Plane, radius_km: float | Floats) -> Floats:
+    """Probability (k,) that the two come nearer than the sum of their radii, of all or of each (k,).
 
     NaN where a sigma is not a positive number.
     """
+    radius = _each(radius_km, plane)
     parts = [np.zeros(0)]
     for begin in range(0, len(plane.miss), _AT_ONCE):
         rows = slice(begin, begin + _AT_ONCE)
-        parts.append(_disc(plane.miss[rows], plane.sigma[rows], radius_km))
+        parts.append(_disc(plane.miss[rows], plane.sigma[rows], radius[rows]))
     return np.concatenate(parts)
 
 
-def _disc(miss: Floats, sigma: Floats, radius: float) -> Floats:
+def _each(radius_km: float | Floats, plane: Plane) -> Floats:
+    return np.broadcast_to(np.asarray(radius_km, np.float64), (len(plane.miss),))
+
+
+def _disc(miss: Floats, sigma: Floats, radius: Floats) -> Floats:
     good = np.asarray(np.isfinite(miss).all(axis=1) & (np.nan_to_num(sigma) > 0).all(axis=1))
     # The distribution is even in both axes.
     (x0, y0), (sx, sy) = np.abs(miss).T, np.where(good[:, None], sigma, 1.0).T
@@ -71,7 +76,7 @@ def _disc(miss: Floats, sigma: Floats, radius: float) -> Floats:
     high = np.arcsin(np.clip((x0 + reach) / radius, -1.0, 1.0))
     half = (high - low)[:, None] / 2
     angle = (high + low)[:, None] / 2 + half * _NODES
-    x, chord = radius * np.sin(angle), radius * np.cos(angle)
+    x, chord = radius[:, None] * np.sin(angle), radius[:, None] * np.cos(angle)
     across = np.exp(-0.5 * ((x - x0[:, None]) / sx[:, None]) ** 2) / (np.sqrt(2 * np.pi) * sx[:, None])
     # Both bounds on the side where the tail is small, or the difference is lost in a difference of ones.
     strip = ndtr((chord - y0[:, None]) / sy[:, None]) - ndtr((-chord - y0[:, None]) / sy[:, None])
@@ -89,25 +94,26 @@ class Dilution(NamedTuple):
     factor: Floats
 
 
-def dilution(plane: Plane, radius_km: float) -> Dilution:
+def dilution(plane: Plane, radius_km: float | Floats) -> Dilution:
     """The largest probability if both objects' errors were all larger or smaller by one factor.
 
     A probability in the dilution region is small because little is known: with better elements it would
     first rise. Where the miss is less than the radius the largest one is 1, of no error at all.
     """
-    inside = np.linalg.norm(plane.miss, axis=1) <= radius_km
+    radius = _each(radius_km, plane)
+    inside = np.linalg.norm(plane.miss, axis=1) <= radius
     sigma = np.where(plane.sigma > 0, plane.sigma, np.nan)
     # At a point of the disc of m sigma the density is largest where m is sqrt(2); so below the nearest and
     # above the farthest point of the disc all of it rises, or falls.
     distance = np.linalg.norm(plane.miss, axis=1)
-    beside = np.maximum(np.abs(plane.miss) - radius_km, 0.0) / sigma
-    nearest = np.fmax(beside.max(axis=1), (distance - radius_km) / sigma[:, 1])
-    farthest = np.linalg.norm(plane.miss / sigma, axis=1) + radius_km / sigma[:, 0]
+    beside = np.maximum(np.abs(plane.miss) - radius[:, None], 0.0) / sigma
+    nearest = np.fmax(beside.max(axis=1), (distance - radius) / sigma[:, 1])
+    farthest = np.linalg.norm(plane.miss / sigma, axis=1) + radius / sigma[:, 0]
     low = np.log(np.maximum(nearest, _LEAST) / np.sqrt(2.0))
     high = np.log(np.maximum(farthest, _LEAST) / np.sqrt(2.0))
 
     def value(log_factor: Floats) -> Floats:
-        return probability(Plane(plane.miss, sigma * np.exp(log_factor)[:, None]), radius_km)
+        return probability(Plane(plane.miss, sigma * np.exp(log_factor)[:, None]), radius)
 
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     at_left, at_right = value(left), value(right)
@@ -120,7 +126,7 @@ def dilution(plane: Plane, radius_km: float) -> Dilution:
         at_left, at_right = np.where(lower, at_fresh, at_right), np.where(lower, at_left, at_fresh)
     best = (low + high) / 2
     known = np.isfinite(sigma).all(axis=1)
-    largest = np.fmax(value(best), probability(plane, radius_km))
+    largest = np.fmax(value(best), probability(plane, radius))
     return Dilution(
         np.where(known, np.where(inside, 1.0, largest), np.nan),
         np.where(known, np.where(inside, 0.0, np.exp(best)), np.nan),
