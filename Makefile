@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TEST_WORKERS ?= 4
 export DAGSTER_HOME ?= $(or $(BRANCHLAKE_STATE_DIR),$(CURDIR)/.branchlake)/dagster
 
-.PHONY: help setup demo dev test test-fast lint types check bench docs lock clean
+.PHONY: help setup demo dev test test-fast test-soak lint types check bench docs lock lock-jars clean
 
 help:  ## list what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,6 +49,22 @@ test: setup  ## every test
 test-fast: setup  ## the tests that start no server, but for the long ones
 	$(BIN)/python -m pytest -m "unit and not long" -n 2
 
+# Takes hours: many more schedules, histories, kills and lost requests, from a seed that is printed.
+test-soak: SOAK_SEED := $(shell date +%s)
+test-soak: setup  ## hours of simulated schedules, histories and kills; the result is in build/soak-SEED.xml
+	@echo "Seed $(SOAK_SEED)"
+	BRANCHLAKE_TEST_SIM_SCHEDULES=50000 BRANCHLAKE_TEST_SIM_SEED=$(SOAK_SEED) \
+	BRANCHLAKE_TEST_HISTORIES=50000 BRANCHLAKE_TEST_HISTORIES_SEED=$(SOAK_SEED) \
+	BRANCHLAKE_TEST_REAL_HISTORIES=400 BRANCHLAKE_TEST_REAL_SEED=$(SOAK_SEED) \
+	BRANCHLAKE_TEST_INGEST_HISTORIES=200 BRANCHLAKE_TEST_INGEST_SEED=$(SOAK_SEED) \
+	BRANCHLAKE_TEST_KILLS=100 BRANCHLAKE_TEST_KILL_SEED=$(SOAK_SEED) \
+	BRANCHLAKE_TEST_LOSSY_RUNS=200 BRANCHLAKE_TEST_LOSSY_SEED=$(SOAK_SEED) \
+	BRANCHLAKE_TEST_HOSTILE=100000 BRANCHLAKE_TEST_HOSTILE_SEED=$(SOAK_SEED) \
+	$(BIN)/python -m pytest -n 2 --timeout 14400 --junitxml=build/soak-$(SOAK_SEED).xml \
+		branchlake_dagster_tests/simulation branchlake_dagster_tests/incremental \
+		branchlake_dagster_tests/ingest/histories branchlake_dagster_tests/ingest/test_generated.py \
+		branchlake_dagster_tests/publication/cleanup/test_kill.py branchlake_dagster_tests/lossy
+
 lint: setup  ## linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -71,6 +87,10 @@ lock: COMPILE := $(BIN)/pip-compile --quiet --generate-hashes --allow-unsafe --n
 lock: setup  ## resolve both locks anew
 	$(COMPILE) $(EXTRAS:%=--extra %) -o requirements.lock setup.cfg
 	$(COMPILE) $(RUNNING:%=--extra %) -c requirements.lock -o requirements-run.lock setup.cfg
+
+# Without `setup`, which fetches jars and refuses those that are not locked yet.
+lock-jars:  ## write the SHA-256 of each jar, after a version in the package has changed
+	$(BIN)/python -m branchlake_dagster.cli.local.lock_jars
 
 clean:  ## stop the servers and remove everything that was made here
 	-$(BIN)/branchlake down

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from branchlake_dagster.ingest.converting.formats import Decoded, Json
     from branchlake_dagster.ingest.converting.protobuf import protobuf
     from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+    from branchlake_dagster.ingest.positions.start import CommittedOffsets, StartingOffsets
     from branchlake_dagster.ingest.running.definitions import ingest_definitions
+    from branchlake_dagster.ingest.valid_through.check import published_through_check
+    from branchlake_dagster.ingest.valid_through.condition import published_through
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.launching.launcher import WarmRunLauncher
     from branchlake_dagster.publication.automation.conditions import (
@@ -54,6 +57,7 @@ __all__ = [
     "BranchSparkResource",
     "BranchlakeError",
     "Changes",
+    "CommittedOffsets",
     "Decoded",
     "Ingest",
     "IngestTable",
@@ -67,6 +71,7 @@ __all__ = [
     "RegistryAvro",
     "RunOutcome",
     "Settings",
+    "StartingOffsets",
     "Terminal",
     "Transient",
     "WarmRunLauncher",
@@ -87,6 +92,8 @@ __all__ = [
     "publish_at_end",
     "published",
     "published_sensor",
+    "published_through",
+    "published_through_check",
     "replaced_check",
     "row_predicate",
     "sql_check",
@@ -116,7 +123,10 @@ _HOMES = {
     "ingest.converting.formats": ("Decoded", "Json"),
     "ingest.converting.protobuf": ("protobuf",),
     "ingest.declaring.declaration": ("Ingest", "IngestTable"),
+    "ingest.positions.start": ("CommittedOffsets", "StartingOffsets"),
     "ingest.running.definitions": ("ingest_definitions",),
+    "ingest.valid_through.check": ("published_through_check",),
+    "ingest.valid_through.condition": ("published_through",),
     "lakehouse.lakehouse": ("Lakehouse",),
     "launching.launcher": ("WarmRunLauncher",),
     "publication.automation.conditions": (

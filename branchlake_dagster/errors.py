@@ -163,6 +163,19 @@ class ConfigurationError(BranchlakeError, Terminal):
     """A setting is missing or wrong; the text names it and a value that would do."""
 
 
+class SecretWithoutTls(ConfigurationError):
+    """A secret would go over a network in clear, so it is not sent.
+
+    Args:
+        secrets (Iterable[str]): What would be sent, each with the setting that it is from; never a value.
+
+    """
+
+    def __init__(self, message: str, *, secrets: Iterable[str] = (), **fields: Any) -> None:
+        super().__init__(message, **fields)
+        self.secrets = tuple(secrets)
+
+
 class ReadOnlyReference(BranchlakeError, Terminal):
     """A change was asked for on a tag or a fixed hash; only branches can change."""
 

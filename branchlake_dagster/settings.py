@@ -8,23 +8,65 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import ipaddress
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
+from urllib.parse import urlparse
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.errors import ConfigurationError, SecretWithoutTls
 
 PREFIX = "BRANCHLAKE_"
 _OTHERS = (f"{PREFIX}GP_DIR", f"{PREFIX}GP_PULL", f"{PREFIX}LIVE_SENSORS")
 """Read by the space pipeline."""
 _TESTS = f"{PREFIX}TEST_"
 
+_S3_KEYS = ("s3.access-key-id", "s3.secret-access-key")
+_DURABLE_FILE_IO = "branchlake_dagster.lakehouse.catalog.durable_files.DurableFileIO"
+"""By name: PyIceberg imports it where a file is written, on Spark's workers too."""
+
+_SECRETS_FOR_SPARK = {
+    "nessie_token": "Nessie's token (BRANCHLAKE_NESSIE_TOKEN)",
+    "kafka_password": "Kafka's password (BRANCHLAKE_KAFKA_PASSWORD)",
+    "kafka_certificate": "the private key for Kafka (BRANCHLAKE_KAFKA_CERTIFICATE)",
+}
+"""Settings that sessions and queries carry to Spark."""
+
 RUN_BRANCH_PREFIX = "run-"
 """Branches we own start with this; clean-up never looks at any other."""
+
+
+def require_tls(remote: str, secrets: Sequence[str], *, token: bool = False) -> None:
+    """Raise SecretWithoutTls if `secrets` would go in clear to the Spark Connect server `remote`.
+
+    `secrets` are descriptions, never values. `remote` is `sc://host:port/;name=value;…`. pyspark encrypts
+    with `use_ssl=true`, and wherever it has a token: in `remote`, or later (`token`). A loopback host needs
+    no encryption: nothing leaves the machine.
+    """
+    url = urlparse(f"http{remote[2:]}")  # as pyspark reads it
+    parameters = dict(one.partition("=")[::2] for one in url.params.split(";"))
+    encrypted = parameters.get("use_ssl", "").lower() == "true" or "token" in parameters or token
+    if encrypted or not secrets or _is_loopback(url.hostname or ""):
+        return
+    raise SecretWithoutTls(
+        f"The Spark Connect server at {url.netloc.rpartition('@')[2]} is reached without TLS, which would"
+        f" send {' and '.join(secrets)} in clear.",
+        secrets=secrets,
+        hint="Put TLS before the server and write BRANCHLAKE_SPARK_REMOTE=sc://host:port/;use_ssl=true, or"
+        " reach the server by a loopback address, for instance through an SSH tunnel (docs/deployment.md).",
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 class Settings(BaseSettings):
@@ -159,7 +201,7 @@ class Settings(BaseSettings):
         0.0, ge=0, description="Hours the branch of a failed, blocked or refused run is kept for debugging."
     )
     discard_grace_h: float = Field(
-        24.0, ge=0, description="Hours after which the data files of a discarded branch are deleted."
+        24.0, gt=0, description="Hours after which the data files of a discarded branch are deleted."
     )
     when_unavailable: Literal["fail", "direct_main"] = Field(
         "fail", description="What a run does when its branch cannot be created: fail, or write to main."
@@ -217,6 +259,23 @@ class Settings(BaseSettings):
             )
         return value
 
+    @model_validator(mode="after")
+    def _secrets_over_tls(self) -> Self:
+        self.require_tls_to_spark()
+        return self
+
+    def require_tls_to_spark(self, *more: str) -> None:
+        """Raise SecretWithoutTls if Spark is remote and would get secrets in clear.
+
+        They are those of the settings, and `more`, each described in a few words.
+        """
+        if self.session_kind == "connect" and self.spark_remote is not None:
+            secrets = (*self._secrets_for_spark(), *more)
+            require_tls(self.spark_remote, secrets, token=self.spark_token is not None)
+
+    def _secrets_for_spark(self) -> list[str]:
+        return [text for name, text in _SECRETS_FOR_SPARK.items() if getattr(self, name) is not None]
+
     @classmethod
     def secrets(cls) -> tuple[str, ...]:
         """The names of the settings that nothing may show."""
@@ -263,10 +322,24 @@ class Settings(BaseSettings):
 
     def file_io_properties(self) -> dict[str, str]:
         """PyIceberg's FileIO properties for the warehouse; secrets included, so never log them."""
+        if self.warehouse_uri.startswith("file:"):
+            return {"py-io-impl": _DURABLE_FILE_IO}
         found = {"s3.region": self.s3_region}
         if self.s3_endpoint:
             found |= {"s3.endpoint": self.s3_endpoint, "s3.force-virtual-addressing": "false"}
         if self.s3_access_key_id and self.s3_secret_access_key:
-            found["s3.access-key-id"] = self.s3_access_key_id.get_secret_value()
-            found["s3.secret-access-key"] = self.s3_secret_access_key.get_secret_value()
+            access_key, secret_key = _S3_KEYS
+            found[access_key] = self.s3_access_key_id.get_secret_value()
+            found[secret_key] = self.s3_secret_access_key.get_secret_value()
         return found if self.warehouse_uri.startswith("s3") else {}
+
+    def worker_file_io_properties(self) -> dict[str, str]:
+        """The same for Python workers of Spark, which get them inside the plan of a query.
+
+        Without the S3 keys if Spark is remote: a plan is pickled, kept by Spark and sent over `sc://`, which
+        is not encrypted. Workers there take the keys from their own environment (`AWS_ACCESS_KEY_ID`, …).
+        """
+        found = self.file_io_properties()
+        if self.spark_remote is None:
+            return found
+        return {name: value for name, value in found.items() if name not in _S3_KEYS}

@@ -102,6 +102,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name bytes that are no text by their argument alone.
+
+    Compressed bytes hold the time at which they were made, so that the workers would collect different tests.
+    """
+    return argname if isinstance(val, bytes) and not (val.isascii() and val.decode().isprintable()) else None
+
+
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # libraries tell of what is left when the interpreter ends
 

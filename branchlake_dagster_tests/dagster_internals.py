@@ -25,8 +25,15 @@ from dagster._core.workspace.load_target import PythonFileTarget
 from dagster._daemon.monitoring.run_monitoring import execute_run_monitoring_iteration
 from dagster._daemon.types import DaemonHeartbeat
 
+CONSOLIDATED_EVENT_LOG = {
+    "module": "dagster._core.storage.event_log",
+    "class": "ConsolidatedSqliteEventLogStorage",
+}
+"""An event log in one SQLite database, so with one counter, for all runs. The default has one for each run."""
+
 __all__ = [
     "COMPUTE_LOGS",
+    "CONSOLIDATED_EVENT_LOG",
     "AssetBackfillData",
     "AssetDaemonCursor",
     "AssetGraphSubset",

@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "checks": {*_BASE, "lakehouse", "changes", "branching", "publication"},
     "incremental": {*_BASE, "lakehouse", "changes", "branching", "publication"},
     "ingest": {*_BASE, "lakehouse", "changes", "branching", "publication", "checks", "incremental"},
-    "query": {*_BASE, "lakehouse", "branching", "publication"},
+    "query": {*_BASE, "lakehouse", "changes", "branching", "publication"},
     "testing": {*_BASE, "lakehouse", "branching", "publication"},
     "fusion": {*_BASE, "lakehouse", "branching", "publication", "checks", "incremental", "ingest"},
     "definitions": {*_BASE, "lakehouse", "branching", "publication", "checks", "fusion"},

@@ -1,6 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
+from branchlake_dagster import LakehouseResource
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.embedded.servers import Endpoints
 from branchlake_dagster.lakehouse.spark.session import connect_url
@@ -20,6 +21,21 @@ def test_tls_verification_is_a_switch_or_a_bundle(
 def test_the_reaper_runs_at_even_distances() -> None:
     with pytest.raises(ValidationError, match="does not divide an hour"):
         Settings(reap_interval_min=45)
+
+
+@pytest.mark.parametrize("hours", [0, -1])
+def test_a_discarded_branch_keeps_its_files_for_some_time(
+    monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    """A retry from failure, and a run that turns out to have passed, go on from it."""
+    with pytest.raises(ValidationError) as raised:
+        Settings(discard_grace_h=hours)
+    assert [error["loc"] for error in raised.value.errors()] == [("discard_grace_h",)]
+    monkeypatch.setenv("BRANCHLAKE_DISCARD_GRACE_H", str(hours))
+    with pytest.raises(ValidationError):
+        Settings()
+    with pytest.raises(ValidationError):
+        _ = LakehouseResource(discard_grace_h=hours).lakehouse.settings
 
 
 @pytest.mark.parametrize(
@@ -66,3 +82,13 @@ def test_variables_that_are_read_or_somebody_elses_are_fine(
 ) -> None:
     monkeypatch.setenv(name, "7")
     assert Settings()
+
+
+def test_plans_for_a_remote_spark_hold_no_s3_keys() -> None:
+    keys = {"s3_access_key_id": "id", "s3_secret_access_key": "hidden", "warehouse": "s3://lake/tables"}
+    embedded = Settings(**keys)
+    assert embedded.worker_file_io_properties() == embedded.file_io_properties()
+    remote = Settings(**keys, spark_remote="sc://spark:15002")
+    assert "hidden" in remote.file_io_properties().values()
+    assert {"id", "hidden"}.isdisjoint(remote.worker_file_io_properties().values())
+    assert remote.worker_file_io_properties()["s3.region"]

@@ -115,7 +115,10 @@ def up(also: tuple[str, ...]) -> None:
     if "kafka" in also:
         from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
 
-        click.echo(f"Kafka    {EmbeddedKafka(settings, say=say).up()}")
+        kafka = EmbeddedKafka(settings, say=say)
+        click.echo(f"Kafka    {kafka.up()}")
+        if kafka.asks_for_a_password:
+            click.echo(f"         its clients' login: {kafka.client_properties}")
 
 
 @main.command()
@@ -146,13 +149,35 @@ def status(as_json: bool) -> None:
 
 
 @main.command()
+@click.argument("asset", required=False)
+@click.option("--partitions", is_flag=True, help="List the partitions with something left, and why.")
+@click.option("-m", "--module", help="The module with your Definitions; needed for partitions.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
-def consumers(as_json: bool) -> None:
-    """Tables that were computed from the changes of others, and what they have left to consume."""
-    from branchlake_dagster.cli.incremental.consumers import gather, show
+def consumers(asset: str | None, partitions: bool, module: str | None, as_json: bool) -> None:
+    """Tables that were computed from the changes of others, and what they have left to consume.
 
-    found = gather(Settings())
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+    With ASSET, or with --partitions for all assets: each partition that has something left, its position, and
+    why no run is launched for it.
+    """
+    if asset is None and not partitions:
+        from branchlake_dagster.cli.incremental.consumers import gather, show
+
+        found = gather(Settings())
+        click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+        return
+    if module is None:
+        raise click.UsageError("Partitions are defined in your code: name its module, -m my.definitions.")
+    from datetime import UTC, datetime
+
+    from branchlake_dagster.cli.incremental.backfill import place
+    from branchlake_dagster.cli.incremental.partitions import as_dicts, gather_partitions, show_partitions
+    from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+
+    settings, at = Settings(), datetime.now(UTC)
+    Lakehouse(settings, start=False).endpoints(spark=False)  # nothing is started to look at it
+    with place(module, settings) as where:
+        listed = gather_partitions(where, asset, at)
+    click.echo(json.dumps(as_dicts(listed, at), indent=2)) if as_json else show_partitions(listed, at)
 
 
 @main.command()

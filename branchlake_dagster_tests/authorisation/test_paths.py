@@ -118,7 +118,7 @@ def test_retry_reap_and_sweep(lake: Lakehouse, namespace: str) -> None:
         failed = p.run(ok=False)
         p.settle(failed)
         tag = discarded_name(branch_name(failed))
-        eager = Lakehouse(lake.settings.model_copy(update={"discard_grace_h": 0.0}))
+        eager = Lakehouse(lake.settings.model_copy(update={"discard_grace_h": 1e-6}))
         swept = {one.run_id: one for one in sweep_discarded(eager, p.instance)}
         assert swept[failed].done, swept[failed]
         assert swept[failed].files > 0

@@ -164,7 +164,7 @@ def test_reaping_and_sweeping(
         waits = p.run(ok=False)  # and to reap
         untouched()
         refused = bearer(token)
-        eager = Lakehouse(refused.settings.model_copy(update={"discard_grace_h": 0.0}))
+        eager = Lakehouse(refused.settings.model_copy(update={"discard_grace_h": 1e-6}))
         for attempt in (reap_branches, sweep_discarded):
             with pytest.raises(NessieUnauthorized) as caught:
                 list(attempt(eager, p.instance))

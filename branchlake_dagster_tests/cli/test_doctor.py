@@ -7,16 +7,27 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from click.testing import CliRunner
+from dagster import DagsterInstance, DagsterRun, DagsterRunStatus
 
+from branchlake_dagster.branching.branch.run_branch import branch_name
+from branchlake_dagster.branching.branch.run_tags import (
+    LAKE_TAG,
+    PUBLICATION_TAG,
+    STATUS_TAG,
+    Place,
+    Status,
+    opened,
+)
 from branchlake_dagster.cli import main
 from branchlake_dagster.cli.doctor.examination import Examination
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.kafka import topics
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster_tests.suite.kafka import Broker
+from branchlake_dagster_tests.suite.kafka import Broker, as_settings
 
 State = dict[tuple[str, str], dict[str, Any]]
 
@@ -66,7 +77,7 @@ def test_a_kafka_that_nobody_answers_for(closed_port: int, monkeypatch: pytest.M
 
 
 def test_a_kafka_that_answers(kafka: Broker) -> None:
-    _, found = doctor(kafka_bootstrap=kafka.cluster.bootstrap)
+    _, found = doctor(**as_settings(kafka.cluster))
     assert found["Kafka", "brokers"]["state"] == "right"
     assert "1 broker" in found["Kafka", "brokers"]["told"]
 
@@ -118,6 +129,28 @@ def test_a_dagster_home_whose_database_does_not_answer(tmp_path: Path, closed_po
     assert "hidden" not in json.dumps(list(found.values()))
 
 
+def test_a_publication_that_main_does_not_hold(lakehouse: Lakehouse, tmp_path: Path) -> None:
+    home = tmp_path / "dagster"
+    home.mkdir()
+    (home / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
+    state = {"state_dir": str(lakehouse.settings.state_dir)}
+    assert doctor(**state)[1]["Dagster", "newest publication"]["state"] == "right"
+    run_id = str(uuid4())
+    tags = opened(run_id, Place(branch_name(run_id), lakehouse.nessie.reference("main").hash), {})
+    lost = {
+        STATUS_TAG: str(Status.PUBLISHED),
+        PUBLICATION_TAG: "0" * 64,
+        LAKE_TAG: lakehouse.settings.lake_id,
+    }
+    with DagsterInstance.from_config(str(home)) as instance:
+        instance.add_run(
+            DagsterRun("j", run_id=run_id, status=DagsterRunStatus.SUCCESS, tags={**tags, **lost})
+        )
+    code, found = doctor(**state)
+    assert (code, found["Dagster", "newest publication"]["state"]) == (1, "wrong")
+    assert run_id in found["Dagster", "newest publication"]["told"]
+
+
 def test_postgres_without_its_extra(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
     import sys
 
@@ -166,6 +199,7 @@ def test_a_whole_lake_is_right_and_left_as_it_was(
         ("Warehouse", "delete"),
         ("Spark", "version"),
         ("Spark", "extensions"),
+        ("Spark", "Avro's limits"),
         ("Spark", "write a table"),
     }
     assert {key for key, one in found.items() if one["state"] == "right"} >= wanted

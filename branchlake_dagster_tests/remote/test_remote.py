@@ -17,8 +17,11 @@ from branchlake_dagster.fusion.partitions import FIRST_WINDOW, gp_snapshots
 from branchlake_dagster.fusion.sensors.native import SOURCE_KINDS
 from branchlake_dagster.fusion.sources import DEFAULT_SNAPSHOT
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster.settings import Settings
+from branchlake_dagster_tests.harness import project, retry
+from branchlake_dagster_tests.publication.gate.retried_checks import Amounts
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -101,3 +104,14 @@ def test_the_graph_is_published_on_the_whole_stack(instance: dg.DagsterInstance,
     assert rows["observations"] == rows["sensor_observations"] > 0
     assert rows["fused_tracks"] > 0
     assert [ref.name for ref in lake.nessie.references() if ref.name.startswith("run-")] == []
+
+
+def test_a_retry_that_skips_a_check_is_blocked_with_events_in_postgres(
+    instance: dg.DagsterInstance, lake: Lakehouse, namespace: str
+) -> None:
+    amounts = Amounts(namespace)
+    with project(lake, *amounts.definitions, instance=instance) as p:
+        parent = p.run(ok=False)
+        amounts.value, amounts.report_fails = -1, False
+        child = retry(p, parent, amounts.steps["amounts"], amounts.steps["report"])
+        assert p.settle(child).action is PublicationAction.BLOCKED

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from confluent_kafka import KafkaException, Producer
+from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from branchlake_dagster.ingest.kafka.cluster import Cluster
+
+
+def as_settings(cluster: Cluster) -> dict[str, str]:
+    """The settings of a code location that works on this cluster, with its login."""
+    found = {
+        "kafka_bootstrap": cluster.bootstrap,
+        "kafka_security": cluster.security,
+        "kafka_sasl_mechanism": cluster.mechanism,
+        "kafka_username": cluster.username,
+        "kafka_password": cluster.password,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def as_environment(cluster: Cluster) -> dict[str, str]:
+    """The same as variables of the environment."""
+    return {f"BRANCHLAKE_{name.upper()}": value for name, value in as_settings(cluster).items()}
 
 
 @dataclass(frozen=True)
@@ -71,10 +89,47 @@ class Broker:
         else:
             producer.abort_transaction(30)
 
+    @contextmanager
+    def transaction_of(self, group: str, topic: str, offsets: Mapping[int, int]) -> Iterator[None]:
+        """Commit offsets for a group in a transaction, as a sink does that writes to Kafka exactly once."""
+        producer, consumer = (
+            self._new_producer(**{"transactional.id": uuid.uuid4().hex}),
+            self.consumer(group),
+        )
+        try:
+            producer.init_transactions(30)
+            producer.begin_transaction()
+            wanted = [TopicPartition(topic, partition, offset) for partition, offset in offsets.items()]
+            producer.send_offsets_to_transaction(wanted, consumer.consumer_group_metadata(), 30)
+            yield
+            producer.commit_transaction(30)
+        finally:
+            consumer.close()
+
+    def commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
+        """Commit offsets by partition as a consumer of the group, which then leaves it."""
+        consumer = self.consumer(group)
+        try:
+            wanted = [TopicPartition(topic, partition, offset) for partition, offset in offsets.items()]
+            for one in consumer.commit(offsets=wanted, asynchronous=False) or ():
+                assert one.error is None, one.error
+        finally:
+            consumer.close()
+
+    def consumer(self, group: str, *topics: str) -> Consumer:
+        """A consumer of the group, which is its member once it has polled if it subscribes to topics."""
+        options = {"group.id": group, "enable.auto.commit": False, "auto.offset.reset": "earliest"}
+        consumer = Consumer({**self.cluster.client_options(), **options})
+        if topics:
+            consumer.subscribe(list(topics))
+        return consumer
+
+    def delete_group(self, group: str) -> None:
+        """Delete a consumer group with its offsets, as Kafka does when they have expired."""
+        _until_done(lambda: self._admin.delete_consumer_groups([group])[group].result(30))
+
     def delete_before(self, topic: str, partition: int, offset: int) -> None:
         """Delete the records before an offset, as retention does."""
-        from confluent_kafka import TopicPartition
-
         asked = self._admin.delete_records([TopicPartition(topic, partition, offset)])
         for future in asked.values():
             future.result(30)

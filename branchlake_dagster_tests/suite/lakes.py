@@ -66,7 +66,7 @@ class Lakes:
 
     def kafka(self) -> Cluster:
         """The broker of the session, which starts if it does not run. Topics part the tests."""
-        return Cluster(EmbeddedKafka(Settings(state_dir=self.shared)).up())
+        return EmbeddedKafka(Settings(state_dir=self.shared)).cluster()
 
     def _has_its_own(self) -> bool:
         """Whether a test of this worker started a Spark server here: to forget it would be to leave it running."""

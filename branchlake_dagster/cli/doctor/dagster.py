@@ -11,13 +11,27 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from dagster import DagsterInstance
+from dagster import DagsterInstance, RunsFilter
 
+from branchlake_dagster.branching.branch.run_tags import (
+    BRANCH_TAG,
+    LAKE_TAG,
+    STATUS_TAG,
+    Status,
+    publication_of,
+)
 from branchlake_dagster.cli.doctor.examination import Examination
-from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
 from branchlake_dagster.extras import require
+from branchlake_dagster.lakehouse.embedded.place import LakeNotRunning
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.commit.publisher import publisher_of
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.wording import counted
+
+
+class PublicationLost(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """`main` does not hold a publication that Dagster knows of."""
 
 
 def dagster(found: Examination, settings: Settings) -> None:
@@ -35,6 +49,11 @@ def dagster(found: Examination, settings: Settings) -> None:
             "storage",
             lambda: _storage(home),
             remedy=f"Check {home / 'dagster.yaml'}, the variables it names and the database's address.",
+        ) and look(
+            "newest publication",
+            lambda: _newest_publication(home, settings),
+            remedy="Check whether main was set back, or Nessie restored from an older copy. Runs whose branch"
+            " still exists are published again; launch the others again.",
         )
     if find_spec("dagster_webserver") is None:
         remedy = "pip install 'branchlake_dagster[ui]', where the UI is to run."
@@ -56,6 +75,34 @@ def _storage(home: Path) -> str:
         runs = instance.get_runs_count()
         storages = {type(one).__name__ for one in (instance.run_storage, instance.event_log_storage)}
         return f"{' and '.join(sorted(storages))}, {counted(runs, 'run')}"
+
+
+def _newest_publication(home: Path, settings: Settings) -> str:
+    """The newest publication that Dagster knows; PublicationLost if `main` does not hold it.
+
+    Costs one query to Dagster's run storage, and the log of `main` since that run started.
+    """
+    with DagsterInstance.from_config(str(home)) as instance:
+        published = RunsFilter(tags={STATUS_TAG: str(Status.PUBLISHED), LAKE_TAG: settings.lake_id})
+        newest = instance.get_run_records(published, limit=1, order_by="update_timestamp")
+    if not newest:
+        return "none yet"
+    run = newest[0].dagster_run
+    branch = run.tags.get(BRANCH_TAG, "")
+    publication = publication_of(run.tags, branch)
+    if publication is None:
+        return f"of run {run.run_id}, which names no commit"
+    try:
+        publisher = publisher_of(Lakehouse(settings, start=False))
+    except LakeNotRunning:
+        return f"of run {run.run_id}; not compared with main, because the lake does not run"
+    if not publisher.is_on_main(publication):
+        raise PublicationLost(
+            f"Dagster calls run {run.run_id} published, and main does not hold its publication.",
+            branch=branch,
+            run_id=run.run_id,
+        )
+    return f"of run {run.run_id}, on main"
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import pyspark
 from branchlake_dagster.cli.doctor.examination import Examination
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.embedded.jars import ICEBERG_SPARK
-from branchlake_dagster.lakehouse.embedded.servers import Endpoints
+from branchlake_dagster.lakehouse.embedded.servers import AVRO_LIMITS, Endpoints
 from branchlake_dagster.lakehouse.spark.session import connect_url, open_session
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.wording import counted
@@ -93,6 +93,12 @@ def spark(found: Examination, settings: Settings, endpoints: Endpoints, scratch:
             extensions,
             remedy=f"Start the server with spark.sql.extensions={_EXTENSIONS}.",
         )
+        look(
+            "Avro's limits",
+            lambda: _avro_limits(sessions[0]),
+            remedy="Ingestions that read Avro need them. Set spark.driver.extraJavaOptions and"
+            " spark.executor.extraJavaOptions of the server as deploy/spark/connect.conf does.",
+        )
         if scratch is None:
             found.note("Spark", "write a table", "off", "not tried: see Nessie and the warehouse")
             return
@@ -106,6 +112,19 @@ def spark(found: Examination, settings: Settings, endpoints: Endpoints, scratch:
     finally:
         for session in sessions:
             session.stop()
+
+
+def _avro_limits(session: SparkSession) -> str:
+    """The limits that an executor has for what an Avro value may claim to hold. One task, of one row.
+
+    Raises ConfigurationError where it has none: one damaged record then ends Spark for all its users.
+    """
+    properties = (f"java_method('java.lang.System', 'getProperty', '{name}')" for name in AVRO_LIMITS)
+    limits = session.range(1).selectExpr(*properties).collect()[0]
+    missing = [name for name, limit in zip(AVRO_LIMITS, limits, strict=True) if limit is None]
+    if missing:
+        raise ConfigurationError(f"An executor has no limit for Avro values: {', '.join(missing)}.")
+    return "set"
 
 
 def _written(session: SparkSession, scratch: Names) -> str:
