@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from branchlake_dagster.branching.sweeping.plan import SweepPlanner
+from branchlake_dagster.branching.table.files import TableFiles
 from branchlake_dagster.ingest.batch import ingest_batch as batches
 from branchlake_dagster.ingest.batch.ingest_batch import ingest_batch
 from branchlake_dagster.ingest.batch.merge import merge, staging_table, staging_tables
@@ -193,9 +195,17 @@ def named_files(drive: Driver) -> set[str]:
     return found
 
 
-def test_a_batch_leaves_no_data_file_that_no_table_has(
-    driving: Driving, kafka: Broker, namespace: str
-) -> None:
+def staging_files(drive: Driver, namespace: str) -> list[str]:
+    """All files of staging tables below the folder of a namespace."""
+    warehouse = Path(drive.lake.settings.warehouse_uri.removeprefix("file://"))
+    return [
+        str(path)
+        for path in (warehouse / namespace).rglob("*")
+        if path.is_file() and "__staged_" in str(path.relative_to(warehouse))
+    ]
+
+
+def test_a_batch_leaves_no_file_that_no_table_has(driving: Driving, kafka: Broker, namespace: str) -> None:
     """Merged rows were staged, and records with new fields were read again: both were written before."""
     topic = kafka.topic()
     tables = [
@@ -207,7 +217,31 @@ def test_a_batch_leaves_no_data_file_that_no_table_has(
         kafka.send(topic, [_json({"id": n, "region": "a", "v": "x", **more}) for n in range(3)])
         drive.batch()
         assert parquet_files(drive, namespace) == named_files(drive)
+        assert staging_files(drive, namespace) == []
     assert {row["new"] for row in drive.rows(0)} == {1}
+
+
+def test_a_discarded_batch_is_swept_after_its_staging_metadata_was_deleted(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "merged"], columns=COLUMNS, mode="upsert", keys=["id"])
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table]))
+    kafka.send(topic, [_json({"id": 1, "region": "a", "v": "x"})])
+    nessie, place = drive.lake.nessie, drive.place()
+    base = nessie.reference(place.branch).hash
+    result = ingest_batch(drive.look(place.branch), place, drive.records, tasks=2)
+    assert staging_files(drive, namespace) == []
+    tag = nessie.create_tag(f"discarded-{namespace}", from_ref=place.branch, from_hash=result.head.hash)
+    nessie.delete_branch(place.branch, expected_hash=result.head.hash)
+    files = TableFiles(drive.lake.settings.file_io_properties())
+    plan = SweepPlanner(nessie, files, nessie.references(fetch_metadata=True)).plan(tag, base, None, base)
+    for phase in plan.phases:
+        for path in phase:
+            files.delete(path)
+    nessie.delete_tag(tag.name, expected_hash=tag.hash)
+    folder = Path(drive.lake.settings.warehouse_uri.removeprefix("file://")) / namespace
+    assert [path for path in folder.rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.parametrize("certain", [True, False])

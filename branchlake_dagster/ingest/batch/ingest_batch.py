@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import reduce
 
+from pyiceberg.table import Table
 from pyspark.sql import DataFrame
 
 from branchlake_dagster.ingest.batch.before import Before, KnownTables
@@ -39,7 +40,11 @@ from branchlake_dagster.ingest.positions.topic import topic_id
 from branchlake_dagster.ingest.positions.valid_through import latest_times, valid_through_ms
 from branchlake_dagster.ingest.scanning.scan import Scanned, scan, worker_targets
 from branchlake_dagster.ingest.scanning.targets import Identifier, Target
-from branchlake_dagster.ingest.scanning.unpublished_files import delete_files, deleted_on_failure
+from branchlake_dagster.ingest.scanning.unpublished_files import (
+    delete_files,
+    delete_staging_metadata,
+    deleted_on_failure,
+)
 from branchlake_dagster.ingest.scanning.writer import Work, dead_letter_files
 from branchlake_dagster.lakehouse.nessie.model import Reference
 from branchlake_dagster.publication.rebase.replay import IcebergTables
@@ -90,8 +95,9 @@ def ingest_batch(
     With tables whose rows are merged there is one commit for each of them before it. Nothing of it is on
     `main`. Where records want other columns, or tables that are not known, those are made and the batch is
     read again. Records that fail it become dead letters: it is divided until each stands alone, in at most
-    `MOST_PASSES` passes, and perhaps only its first part is written. Data files that no table keeps are
-    deleted: those of earlier passes, of rows that were merged, and of a batch that has certainly failed.
+    `MOST_PASSES` passes, and perhaps only its first part is written. Files that no table keeps are deleted:
+    data files of earlier passes, of rows that were merged, and of a batch that has certainly failed; the
+    metadata of the tables in which rows were staged, once the branch has dropped them.
 
     Raises what `settle` raises; LandingDamaged where files had other records than their names say;
     TopicReplaced and EarlierAttemptLate where the world has changed meanwhile.
@@ -103,7 +109,7 @@ def ingest_batch(
     started_us = int(now().timestamp() * 1_000_000)
     if not before.plan.ranges:
         targets = targets_of(before.known, place, None, reading)
-        return _committed(before, place, targets, Scanned(), {}, batch, opened, started_us=started_us)
+        return _committed(before, place, targets, Scanned(), {}, [], batch, opened, started_us=started_us)
     passes = _Passes(before, place, records, reading, tasks, batch, started_us, opened)
     # A pass may make tables and columns. Before the first one, for the case that its records fail it.
     start = place.lake.nessie.reference(place.branch).hash
@@ -121,9 +127,19 @@ def ingest_batch(
     # Those of staging tables may be in a commit on the branch, which is swept when it is discarded.
     with deleted_on_failure(scanned, written, {*scanned.files} - {*passed.staged}):
         result = _committed(
-            before, place, written, scanned, passed.staged, batch, opened, notes, started_us=started_us
+            before,
+            place,
+            written,
+            scanned,
+            passed.staged,
+            passes.staging,
+            batch,
+            opened,
+            notes,
+            started_us=started_us,
         )
     delete_files(scanned, written, {*passed.staged})
+    delete_staging_metadata(passes.staging)
     return result
 
 
@@ -158,6 +174,8 @@ class _Passes:
         self._batch = batch
         self._started_us = started_us
         self._tables = tables
+        self.staging: list[Table] = []
+        """The staging tables that all passes created, as they were then, and with what was appended since."""
 
     def over(self, pieces: Sequence[Ranges], known: KnownTables) -> _Passed:
         """Write the records of these ranges into the tables. Nothing is committed but tables and columns."""
@@ -179,7 +197,7 @@ class _Passes:
         delete_files(tried.scanned, tried.targets)
 
     def _over(self, frame: DataFrame, known: KnownTables) -> _Passed:
-        staged: dict[int, tuple[Identifier, str]] = {}
+        staged: dict[int, tuple[Identifier, Table]] = {}
 
         def read(known: KnownTables, targets: Sequence[Target]) -> Scanned:
             nonlocal staged
@@ -188,7 +206,11 @@ class _Passes:
                 for number, one in enumerate(targets[:-1])
                 if one.declared is not None and one.declared.mode != "append"
             }
-            beside_rows = {number: (text, beside(targets[number])) for number, (_, text) in staged.items()}
+            self.staging += [table for _, table in staged.values()]
+            beside_rows = {
+                number: (table.metadata.model_dump_json(), beside(targets[number]))
+                for number, (_, table) in staged.items()
+            }
             work = self._work(targets, beside_rows)
             floors = self.floors([one.name for one in targets])
             return scan(frame, known.ingest, self._reading, targets, floors, work)
@@ -321,6 +343,7 @@ def _committed(
     targets: Sequence[Target],
     scanned: Scanned,
     staged: Mapping[int, Identifier],
+    staging: list[Table],
     batch: str,
     tables: IcebergTables,
     more_notes: Sequence[str] = (),
@@ -329,7 +352,7 @@ def _committed(
 ) -> BatchResult:
     notes = (*before.plan.notes, *more_notes)
     recorded = _recorded(before, scanned, batch, place.run_id, now_ms=started_us // 1000)
-    head = _commit(before, place, targets, scanned, recorded, staged, tables)
+    head = _commit(before, place, targets, scanned, recorded, staged, staging, tables)
     return BatchResult(batch, before.ingest, before.plan, targets, scanned, recorded, head, notes)
 
 
@@ -340,6 +363,7 @@ def _commit(
     scanned: Scanned,
     recorded: Recorded,
     staged: Mapping[int, Identifier],
+    staging: list[Table],
     tables: IcebergTables,
 ) -> Reference:
     anchor, ingest = len(targets) - 1, before.ingest
@@ -361,7 +385,7 @@ def _commit(
             )
         )
     if any(scanned.files.get(number) for number in staged):
-        _merge_staged(before, place, targets, scanned, recorded, staged, tables)
+        staging += _merge_staged(before, place, targets, scanned, recorded, staged, tables)
     merged_into = [one.identifier for one in targets if one.declared and one.declared.mode != "append"]
     for number in staged:
         one = targets[number]
@@ -392,7 +416,8 @@ def _merge_staged(
     recorded: Recorded,
     staged: Mapping[int, Identifier],
     tables: IcebergTables,
-) -> None:
+) -> list[Table]:
+    """Append the staged rows to their tables and merge these; the staging tables with what was appended."""
     waiting = [
         TableChange(identifier, place.catalog.load_table(identifier), scanned.files[number])
         for number, identifier in staged.items()
@@ -408,6 +433,7 @@ def _merge_staged(
         properties=place.properties,
         tables=tables,
     )
+    filled = [place.catalog.load_table(one.identifier) for one in waiting]
     session = place.session()
     for number, identifier in staged.items():
         if not scanned.files.get(number):
@@ -422,6 +448,7 @@ def _merge_staged(
             "branchlake.asset": "/".join(one.identifier),
         }
         merge(session, one, identifier, origin)
+    return filled
 
 
 def _recorded(before: Before, scanned: Scanned, batch: str, run_id: str, *, now_ms: int) -> Recorded:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 import pyarrow as pa
+from pyiceberg.table import Table
 from pyspark.sql import SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
@@ -43,8 +44,8 @@ def _free(name: str, target: Target) -> str:
     return name
 
 
-def staging_table(catalog: NessieCatalog, target: Target, batch: str) -> tuple[Identifier, str]:
-    """A table for the rows of one batch, and its metadata as workers take it. It never leaves the branch.
+def staging_table(catalog: NessieCatalog, target: Target, batch: str) -> tuple[Identifier, Table]:
+    """Create a table for the rows of one batch; its identifier, and the table. It never leaves the branch.
 
     An earlier pass of the batch may have left one behind: it is made anew. No other batch knows its name: an
     attempt that was given up would take the rows of the next one away.
@@ -56,8 +57,7 @@ def staging_table(catalog: NessieCatalog, target: Target, batch: str) -> tuple[I
     schema = pa.schema([*arrow_schema(target.table.schema(), name=target.name), *more])
     if catalog.table_exists(identifier):
         catalog.drop_table(identifier)
-    made = catalog.create_table(identifier, iceberg_schema(schema, table=target.name))
-    return identifier, made.metadata.model_dump_json()
+    return identifier, catalog.create_table(identifier, iceberg_schema(schema, table=target.name))
 
 
 def staging_tables(client: NessieClient, ref: str, tables: Iterable[Identifier]) -> list[Identifier]:

@@ -1,17 +1,18 @@
-"""Data files that a batch has written and that no commit will name: deleted as soon as that is certain.
+"""Files that a batch has written and that no table will keep: deleted as soon as that is certain.
 
-Only data files. The metadata of a staging table stays: commits of the batch's branch name it, and the sweeper
-of a discarded branch has to read it.
+They are data files that no commit names, and the metadata of staging tables. Commits of the batch's branch
+name the latter; the sweeper of a discarded branch takes a missing one for swept.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from pyiceberg.io import FileIO
+from pyiceberg.table import Table
 
 from branchlake_dagster.errors import OutcomeUnknown
 from branchlake_dagster.ingest.scanning.scan import Scanned
@@ -27,12 +28,41 @@ def delete_files(scanned: Scanned, targets: Sequence[Target], numbers: Collectio
 
     Raises nothing: a file that cannot be deleted is logged, and stays for whoever searches for orphans.
     """
-    wanted = [
-        (targets[number].table.io, file.file_path)
-        for number, files in scanned.files.items()
-        if numbers is None or number in numbers
-        for file in files
-    ]
+    _delete(
+        [
+            (targets[number].table.io, file.file_path)
+            for number, files in scanned.files.items()
+            if numbers is None or number in numbers
+            for file in files
+        ]
+    )
+
+
+def delete_staging_metadata(tables: Iterable[Table]) -> None:
+    """Delete metadata files, manifest lists and manifests of staging tables that their branch has dropped.
+
+    Reads one manifest list per table with rows. Raises nothing, as `delete_files`.
+    """
+    wanted: dict[str, FileIO] = {}
+    for table in tables:
+        metadata, snapshot = table.metadata, table.current_snapshot()
+        paths = [table.metadata_location, *(one.metadata_file for one in metadata.metadata_log)]
+        if snapshot is not None:
+            paths.append(snapshot.manifest_list)
+            try:
+                paths += [one.manifest_path for one in snapshot.manifests(table.io)]
+            except Exception as error:  # noqa: BLE001 - whatever a store raises; it is logged
+                _log.warning(
+                    "%s was not read, and its manifests were not deleted: %s: %s",
+                    snapshot.manifest_list,
+                    type(error).__name__,
+                    error,
+                )
+        wanted |= dict.fromkeys(paths, table.io)
+    _delete([(io, path) for path, io in wanted.items()])
+
+
+def _delete(wanted: Sequence[tuple[FileIO, str]]) -> None:
     if not wanted:
         return
     with ThreadPoolExecutor(min(_AT_ONCE, len(wanted))) as pool:
