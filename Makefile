@@ -43,16 +43,17 @@ dev: $(VENV)/.running  ## the Dagster UI with sensors and schedules running
 	$(BIN)/branchlake up
 	$(BIN)/dagster dev -w workspace.yaml -h 127.0.0.1
 
-test: setup  ## every test
+test: setup  ## the tests that have to pass
 	$(BIN)/python -m pytest -n $(TEST_WORKERS)
 
 test-fast: setup  ## the tests that start no server, but for the long ones
 	$(BIN)/python -m pytest -m "unit and not long" -n 2
 
-# Takes hours: many more schedules, histories, kills and lost requests, from a seed that is printed.
+# Takes hours: the tests marked `soak`, and many more schedules, histories, kills and lost requests.
 test-soak: SOAK_SEED := $(shell date +%s)
-test-soak: setup  ## hours of simulated schedules, histories and kills; the result is in build/soak-SEED.xml
+test-soak: setup  ## hours: every variant, many simulated schedules, histories and kills; writes build/soak-SEED.xml
 	@echo "Seed $(SOAK_SEED)"
+	BRANCHLAKE_TEST_SOAK=1 \
 	BRANCHLAKE_TEST_SIM_SCHEDULES=50000 BRANCHLAKE_TEST_SIM_SEED=$(SOAK_SEED) \
 	BRANCHLAKE_TEST_HISTORIES=50000 BRANCHLAKE_TEST_HISTORIES_SEED=$(SOAK_SEED) \
 	BRANCHLAKE_TEST_REAL_HISTORIES=400 BRANCHLAKE_TEST_REAL_SEED=$(SOAK_SEED) \
@@ -60,10 +61,7 @@ test-soak: setup  ## hours of simulated schedules, histories and kills; the resu
 	BRANCHLAKE_TEST_KILLS=100 BRANCHLAKE_TEST_KILL_SEED=$(SOAK_SEED) \
 	BRANCHLAKE_TEST_LOSSY_RUNS=200 BRANCHLAKE_TEST_LOSSY_SEED=$(SOAK_SEED) \
 	BRANCHLAKE_TEST_HOSTILE=100000 BRANCHLAKE_TEST_HOSTILE_SEED=$(SOAK_SEED) \
-	$(BIN)/python -m pytest -n 2 --timeout 14400 --junitxml=build/soak-$(SOAK_SEED).xml \
-		branchlake_dagster_tests/simulation branchlake_dagster_tests/incremental \
-		branchlake_dagster_tests/ingest/histories branchlake_dagster_tests/ingest/test_generated.py \
-		branchlake_dagster_tests/publication/cleanup/test_kill.py branchlake_dagster_tests/lossy
+	$(BIN)/python -m pytest -n 2 --timeout 14400 --junitxml=build/soak-$(SOAK_SEED).xml
 
 lint: setup  ## linter
 	$(BIN)/ruff check .

@@ -23,7 +23,7 @@ from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.library_internals.dagster_sqlite import remember_engines, remember_revisions
 from branchlake_dagster.settings import Settings
-from branchlake_dagster_tests.suite import schedule, tiers
+from branchlake_dagster_tests.suite import schedule, soak, tiers
 from branchlake_dagster_tests.suite.guard import guarding
 from branchlake_dagster_tests.suite.instances import without_waiting_for_the_disk
 from branchlake_dagster_tests.suite.kafka import Broker
@@ -118,7 +118,8 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    soak.deselect(config, items)
     tiers.assign(items)
     schedule.arrange(items)
 

@@ -115,8 +115,9 @@ def test_records_go_to_the_tables_of_their_route(driving: Driving, kafka: Broker
     assert drive.look().plan.empty
 
 
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["once", "again"])
 def test_more_tables_and_partitions_than_an_expression_may_be_deep(
-    driving: Driving, kafka: Broker, namespace: str
+    driving: Driving, kafka: Broker, namespace: str, again: bool
 ) -> None:
     """And more tables than a number has bits: each gets what is its own, also when one is filled again."""
     number = SET + 2
@@ -127,16 +128,19 @@ def test_more_tables_and_partitions_than_an_expression_may_be_deep(
     ]
     ingest = Ingest(name=namespace, topics=[topic], tables=tables, route_by="to", on_rollback="replay")
     drive = driving(ingest)
-    for first in (0, number):
+    rounds = (0, number) if again else (0,)
+    for first in rounds:
         kafka.send(
             topic,
             [Message(_json(id=first + one, to=f"r{one}"), partition=one) for one in range(number)]
             + [Message(_json(id="x", to=f"r{SET}"), partition=SET)],
         )
         drive.batch()
-    expected = [[one, number + one] for one in range(number)]
+    expected = [[first + one for first in rounds] for one in range(number)]
     assert [sorted(drive.arrow(one)["id"].to_pylist()) for one in range(number)] == expected
-    assert [letter["table"] for letter in drive.dead()] == [f"{namespace}.t{SET}"] * 2
+    assert [letter["table"] for letter in drive.dead()] == [f"{namespace}.t{SET}"] * len(rounds)
+    if not again:
+        return
 
     table = drive.table(SET)
     table.manage_snapshots().rollback_to_snapshot(table.metadata.snapshots[0].snapshot_id).commit()

@@ -24,32 +24,35 @@ def _nested(levels: int) -> Any:
     return value
 
 
-@pytest.mark.parametrize(
-    "hostile",
-    [
-        {"": 2},
-        {"inside": {"": 2}},
-        {"inside": [{"": 2}]},
-        {"": {"": 2}},
-        {"deep": _nested(40)},
-        {"deep": _nested(90)},
-    ],
-    ids=["empty", "empty-in-struct", "empty-in-list", "empty-both", "40-levels", "90-levels"],
-)
+HOSTILE_FIELDS: dict[str, dict[str, Any]] = {
+    "empty": {"": 2},
+    "empty-in-struct": {"inside": {"": 2}},
+    "empty-in-list": {"inside_list": [{"": 2}]},
+    "empty-both": {"": {"": 2}},
+    "40-levels": {"deep": _nested(40)},
+    "90-levels": {"deeper": _nested(90)},
+}
+ALONE = [pytest.param([one], id=name, marks=pytest.mark.soak) for name, one in HOSTILE_FIELDS.items()]
+
+
+@pytest.mark.parametrize("hostile", [pytest.param([*HOSTILE_FIELDS.values()], id="together"), *ALONE])
 @pytest.mark.parametrize("declared", [True, False], ids=["declared", "found"])
 def test_a_field_that_cannot_be_a_column_stops_no_batch(
-    driving: Driving, kafka: Broker, namespace: str, hostile: dict[str, Any], declared: bool
+    driving: Driving, kafka: Broker, namespace: str, hostile: list[dict[str, Any]], declared: bool
 ) -> None:
     topic = kafka.topic()
     table = IngestTable(key=[namespace, "t"], columns={"id": "bigint"} if declared else {})
     drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], evolve=["add"]))
-    kafka.send(topic, [_json(id=1), json.dumps({"id": 2, **hostile}).encode(), _json(id=3, more="x")])
+    between = [json.dumps({"id": 2 + place, **fields}).encode() for place, fields in enumerate(hostile)]
+    last = 2 + len(hostile)
+    kafka.send(topic, [_json(id=1), *between, _json(id=last, more="x")])
     drive.batch()
-    assert [(row["id"], row["more"]) for row in drive.rows(0, "id")] == [(1, None), (2, None), (3, "x")]
+    expected = [(number, "x" if number == last else None) for number in range(1, last + 1)]
+    assert [(row["id"], row["more"]) for row in drive.rows(0, "id")] == expected
     assert drive.dead() == []
-    kafka.send(topic, [_json(id=4)])
+    kafka.send(topic, [_json(id=last + 1)])
     drive.batch()
-    assert len(drive.rows()) == 4
+    assert len(drive.rows()) == last + 1
 
 
 def test_a_record_time_that_spark_cannot_hold_stops_no_batch(
@@ -83,7 +86,14 @@ def test_a_route_that_ends_in_a_line_break_is_another_route(
     assert {letter["error_kind"] for letter in drive.dead()} == {"route"}
 
 
-@pytest.mark.parametrize("items", ["string", "null", {"type": "record", "name": "Empty", "fields": []}])
+@pytest.mark.parametrize(
+    "items",
+    [
+        "null",
+        pytest.param("string", marks=pytest.mark.soak),
+        pytest.param({"type": "record", "name": "Empty", "fields": []}, id="record", marks=pytest.mark.soak),
+    ],
+)
 def test_avro_that_claims_two_billion_items_is_a_dead_letter(
     driving: Driving, kafka: Broker, namespace: str, items: Any
 ) -> None:

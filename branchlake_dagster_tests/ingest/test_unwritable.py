@@ -39,8 +39,16 @@ def good(number: int, partition: int = 0, **more: object) -> Message:
     return Message(json.dumps({"id": number, **more}).encode(), partition=partition)
 
 
+FEW = (9, [(3, 100, 0), (7, 101, 1)])
+MANY = (30, [(3, 100, 0), (11, 101, 1), (12, 102, 1), (25, 103, 2)])
+
+
+@pytest.mark.parametrize(
+    ("count", "bad_ones"),
+    [pytest.param(*FEW, id="few"), pytest.param(*MANY, id="many", marks=pytest.mark.soak)],
+)
 def test_all_others_are_written_and_each_bad_record_is_a_dead_letter(
-    driving: Driving, kafka: Broker, namespace: str
+    driving: Driving, kafka: Broker, namespace: str, count: int, bad_ones: list[tuple[int, int, int]]
 ) -> None:
     """Also while the first batch makes the tables, and the records bring columns."""
     topic = kafka.topic(partitions=3, **ANY_TIME)
@@ -49,26 +57,33 @@ def test_all_others_are_written_and_each_bad_record_is_a_dead_letter(
         IngestTable(key=[namespace, "latest"], columns={"id": "bigint"}, mode="upsert", keys=["id"]),
     ]
     drive = driving(Ingest(name=namespace, topics=[topic], tables=tables, evolve=["add"]))
-    sent = [good(n, n % 3, **({"late": "x"} if n == 29 else {})) for n in range(30)]
-    for place, number, partition in [(3, 100, 0), (11, 101, 1), (12, 102, 1), (25, 103, 2)]:
+    sent = [good(n, n % 3, **({"late": "x"} if n == count - 1 else {})) for n in range(count)]
+    for place, number, partition in bad_ones:
         sent.insert(place, bad(number, partition))
     kafka.send(topic, sent)
     result = drive.batch()
-    assert sorted(row["id"] for row in drive.rows(0)) == list(range(30))
-    assert sorted(row["id"] for row in drive.rows(1)) == list(range(30))
+    assert sorted(row["id"] for row in drive.rows(0)) == list(range(count))
+    assert sorted(row["id"] for row in drive.rows(1)) == list(range(count))
     assert [row["late"] for row in drive.rows(0, "id")][-1] == "x"
     letters = drive.dead()
-    assert sorted(json.loads(letter["value"])["id"] for letter in letters) == [100, 101, 102, 103]
+    assert sorted(json.loads(letter["value"])["id"] for letter in letters) == [
+        number for _, number, _ in bad_ones
+    ]
     for letter in letters:
         assert (letter["error_kind"], letter["key"], letter["timestamp"]) == ("unwritable", b"k\xff", None)
         assert letter["headers"] == [{"key": "h", "value": b"\x00"}]
         assert (letter["table"], letter["batch"]) == (None, result.commit_id)
         assert "long overflow" in letter["error"]
-    assert (result.records, result.dead, result.scanned.counts["dead/unwritable"]) == (34, 4, 4)
+    dead = len(bad_ones)
+    assert (result.records, result.dead, result.scanned.counts["dead/unwritable"]) == (
+        count + dead,
+        dead,
+        dead,
+    )
     assert len(result.notes) == 1
     assert drive.look().plan.empty
-    kafka.send(topic, [good(30)])
-    assert (drive.batch().records, len(drive.rows(0))) == (1, 31)
+    kafka.send(topic, [good(count)])
+    assert (drive.batch().records, len(drive.rows(0))) == (1, count + 1)
 
 
 def test_a_batch_of_nothing_else_is_dead_letters_alone(
@@ -89,11 +104,11 @@ def test_a_batch_of_nothing_else_is_dead_letters_alone(
 def test_what_a_search_does_not_reach_waits_for_the_next_batch(
     driving: Driving, kafka: Broker, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "divide", partial(divide, most_passes=7))
+    monkeypatch.setattr(module, "divide", partial(divide, most_passes=5))
     topic = kafka.topic(partitions=2, **ANY_TIME)
     table = IngestTable(key=[namespace, "t"], columns={"id": "bigint"})
     drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], start="earliest"))
-    numbers = range(12)
+    numbers = range(6)
     kafka.send(topic, [bad(n, n % 2) if n % 3 == 0 else good(n, n % 2) for n in numbers])
     batches = 0
     while not drive.look().plan.empty:

@@ -1,6 +1,6 @@
 """A few runs behind a lossy network with the daemon: tokens exact, nothing left.
 
-`BRANCHLAKE_TEST_LOSSY_RUNS` says how many runs (6), `BRANCHLAKE_TEST_LOSSY_SEED` repeats the faults that are drawn.
+`BRANCHLAKE_TEST_LOSSY_RUNS` says how many runs (3), `BRANCHLAKE_TEST_LOSSY_SEED` repeats the faults that are drawn.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-RUNS = int(os.environ.get("BRANCHLAKE_TEST_LOSSY_RUNS", "6"))
+RUNS = int(os.environ.get("BRANCHLAKE_TEST_LOSSY_RUNS", "3"))
 SEED = int(os.environ.get("BRANCHLAKE_TEST_LOSSY_SEED") or time.time_ns() % 1_000_000)
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200 + 60 * RUNS)]
 

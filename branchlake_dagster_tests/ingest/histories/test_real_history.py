@@ -13,21 +13,24 @@ import pytest
 from branchlake_dagster_tests.ingest.histories.real import RealHistory, stack
 
 SEED = int(os.environ.get("BRANCHLAKE_TEST_INGEST_SEED", "0"))
-SHORT = (
-    "kill the live run",
-    "kill Kafka",
-    "kill it before its publication",
-    "kill Nessie",
-    "pause it while another one works",
-    "kill Spark",
-)
+ONE_KILL_OF_EACH = ("kill it before its publication", "kill Kafka", "kill Nessie", "kill Spark")
+OF_THE_LIVE_RUN = ("kill the live run", "pause it while another one works", "kill it after its publication")
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
 
 
-def test_each_token_is_there_once_after_kills_of_processes_and_servers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "actions",
+    [
+        pytest.param(ONE_KILL_OF_EACH, id="servers"),
+        pytest.param(OF_THE_LIVE_RUN, id="live run", marks=pytest.mark.soak),
+    ],
+)
+def test_each_token_is_there_once_after_kills_of_processes_and_servers(
+    tmp_path: Path, actions: tuple[str, ...]
+) -> None:
     """One history of `python -m branchlake_dagster_tests.ingest.histories`, shorter than those."""
     with stack(tmp_path) as (lake, broker, environment):
         told: list[str] = []
-        played = RealHistory(lake, broker, environment, SEED, say=told.append).play(SHORT)
+        played = RealHistory(lake, broker, environment, SEED, say=told.append).play(actions)
     assert not played.problems, f"{played}\n{told}"

@@ -54,8 +54,8 @@ NOWHERE = "nowhere.invalid:9093"
     ("security", "mechanism"),
     [
         ("SASL_SSL", SCRAM),
-        ("SASL_SSL", "PLAIN"),
-        ("SASL_PLAINTEXT", "SCRAM-SHA-256"),
+        pytest.param("SASL_SSL", "PLAIN", marks=pytest.mark.soak),
+        pytest.param("SASL_PLAINTEXT", "SCRAM-SHA-256", marks=pytest.mark.soak),
         ("SSL", None),
     ],
 )

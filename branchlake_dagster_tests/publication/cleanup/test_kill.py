@@ -1,6 +1,6 @@
 """`kill -9` of writers, publisher and Nessie at random moments; afterwards every row is accounted for.
 
-`BRANCHLAKE_TEST_KILLS` says how many kills (12), `BRANCHLAKE_TEST_KILL_SEED` repeats the choice of victims and delays.
+`BRANCHLAKE_TEST_KILLS` says how many kills (8), `BRANCHLAKE_TEST_KILL_SEED` repeats the choice of victims and delays.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
 from branchlake_dagster_tests.publication.cleanup import kill_project as project
 from branchlake_dagster_tests.publication.cleanup.kill_crew import Crew
 
-KILLS = int(os.environ.get("BRANCHLAKE_TEST_KILLS", "12"))
+KILLS = int(os.environ.get("BRANCHLAKE_TEST_KILLS", "8"))
 SEED = int(os.environ.get("BRANCHLAKE_TEST_KILL_SEED") or time.time_ns() % 1_000_000)
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600 + 30 * KILLS)]
 

@@ -1,0 +1,23 @@
+"""Which tests only `make test-soak` runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from branchlake_dagster_tests.suite.soak import is_left_out
+
+
+@pytest.mark.parametrize(
+    ("marks", "expression", "soaking", "left_out"),
+    [
+        (["spark"], "", False, False),
+        (["spark", "soak"], "", False, True),
+        (["spark", "soak"], "spark", False, True),
+        (["spark", "soak"], "soak and spark", False, False),
+        (["spark", "soak"], "", True, False),
+    ],
+)
+def test_a_marked_test_is_left_out_unless_it_is_asked_for(
+    marks: list[str], expression: str, soaking: bool, left_out: bool
+) -> None:
+    assert is_left_out(marks, expression=expression, soaking=soaking) is left_out
