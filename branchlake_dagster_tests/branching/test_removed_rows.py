@@ -146,7 +146,7 @@ def test_a_backfilled_partition_goes_through_an_upsert(lakehouse: Lakehouse, nam
 
 @pytest.mark.parametrize("pattern", ["rows", "keys"])
 @pytest.mark.parametrize("spark", [False, pytest.param(True, marks=pytest.mark.spark)])
-@pytest.mark.parametrize("first", ["2026-01-01", "2026-01-02"])
+@pytest.mark.parametrize("first", ["2026-01-01", pytest.param("2026-01-02", marks=pytest.mark.soak)])
 def test_a_row_that_moves_to_another_partition(
     lakehouse: Lakehouse, namespace: str, orders: Source, pattern: str, spark: bool, first: str
 ) -> None:

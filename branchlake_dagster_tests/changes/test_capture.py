@@ -255,7 +255,9 @@ def test_the_cache_forgets_what_was_used_least(table: Table) -> None:
     assert len(cache._found) == 1
 
 
-@pytest.mark.parametrize(("columns", "text"), [(2, "short"), (40, "short"), (10, "x" * 4_000)])
+@pytest.mark.parametrize(
+    ("columns", "text"), [pytest.param(2, "short", marks=pytest.mark.soak), (40, "short"), (10, "x" * 4_000)]
+)
 def test_the_cache_is_bounded_by_the_memory_that_files_take(tmp_path: Path, columns: int, text: str) -> None:
     """A file of many columns, or with long bounds, counts for as much as it takes."""
     most = 1_000_000

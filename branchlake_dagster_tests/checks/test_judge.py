@@ -82,7 +82,9 @@ def queries(spark_session: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Cou
     return sent
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 6))]
+)
 def test_verdicts_equal_panderas(spark_session: SparkSession, seed: int) -> None:
     rows = spark_session.createDataFrame(random_rows(seed, size=20), DDL)
     outcomes = _judged(rows, EveryKind)

@@ -68,6 +68,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.soak  # its own tests, and its launch, load it too
 def test_the_templates_project_loads_and_has_the_machinery(project: Path) -> None:
     assert "All definitions loaded successfully" in dg_says(project, "check", "defs")
     told = dg_says(project, "list", "defs", "--json")

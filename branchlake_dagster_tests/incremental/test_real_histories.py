@@ -23,6 +23,7 @@ from branchlake_dagster.changes.rows import RowReader, without_carried
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.changes.tables import counted, difference
 from branchlake_dagster_tests.publication.rebase.deleting import delete_equal
+from branchlake_dagster_tests.suite import soak
 
 FIRST_SEED = int(os.environ.get("BRANCHLAKE_TEST_REAL_SEED", "0"))
 STEPS = 6
@@ -126,7 +127,7 @@ def test_what_spark_changes_between_any_two_states(
     lakehouse: Lakehouse, session: SparkSession, namespace: str, how: str
 ) -> None:
     session.sql(f"CREATE NAMESPACE nessie.{namespace}")
-    for number in range(3):
+    for number in range(3 if os.environ.get(soak.VARIABLE) else 1):
         seed = FIRST_SEED + number
         name = f"t{number}"
         done = play(session, namespace, name, WRITERS[how], Random(f"{how} {seed}"))

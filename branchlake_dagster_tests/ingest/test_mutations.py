@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.suite.kafka import Broker, Message
 
+EPOCH = datetime.fromtimestamp(0, UTC)
 COLUMNS = {"id": "bigint", "region": "string", "v": "string"}
 
 
@@ -235,7 +237,7 @@ def test_a_discarded_batch_is_swept_after_its_staging_metadata_was_deleted(
     tag = nessie.create_tag(f"discarded-{namespace}", from_ref=place.branch, from_hash=result.head.hash)
     nessie.delete_branch(place.branch, expected_hash=result.head.hash)
     files = TableFiles(drive.lake.settings.file_io_properties())
-    plan = SweepPlanner(nessie, files, nessie.references(fetch_metadata=True)).plan(tag, base, None, base)
+    plan = SweepPlanner(nessie, files, nessie.references(fetch_metadata=True)).plan(tag, base, EPOCH, base)
     for phase in plan.phases:
         for path in phase:
             files.delete(path)

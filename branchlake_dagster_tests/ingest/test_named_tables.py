@@ -197,7 +197,7 @@ def test_a_table_that_records_have_named_may_be_declared_later(
     assert dead(drive) == []
 
 
-@pytest.mark.parametrize("how", ["dropped", "without its list"])
+@pytest.mark.parametrize("how", ["dropped", pytest.param("without its list", marks=pytest.mark.soak)])
 def test_tables_are_found_again_without_the_dead_letters_list(
     driving: Driving, kafka: Broker, namespace: str, how: str
 ) -> None:

@@ -163,6 +163,7 @@ def test_a_blocked_launch_is_red_and_says_why(page: Page, url: str, lakehouse: L
     assert not lakehouse.catalog().table_exists(("ui", "bad"))
 
 
+@pytest.mark.soak
 def test_blocked_partitions_are_launched_again_and_published(
     page: Page, url: str, lakehouse: Lakehouse, bad_day: Path
 ) -> None:

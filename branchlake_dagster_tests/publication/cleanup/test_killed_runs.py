@@ -229,7 +229,9 @@ def test_a_killed_run_ends_by_itself_while_a_healthy_one_works_on(own_lake: Lake
         list(sweep_discarded(own_lake, instance))
 
 
-@pytest.mark.parametrize("place", ["before its branch", "after its last step"])
+@pytest.mark.parametrize(
+    "place", [pytest.param("before its branch", marks=pytest.mark.soak), "after its last step"]
+)
 def test_a_run_that_dies_outside_of_its_steps_is_missed_too(
     own_lake: Lakehouse, namespace: str, tmp_path: Path, place: str
 ) -> None:
