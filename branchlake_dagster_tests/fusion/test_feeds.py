@@ -34,6 +34,7 @@ from branchlake_dagster.ingest.receiving.sources.tcp import TcpConfig, TcpSource
 from branchlake_dagster.ingest.receiving.sources.udp import UdpConfig, UdpSource
 from branchlake_dagster_tests.ingest.receiving.harness import MemorySink, an_intake, running, until
 
+DAY_NS = 86_400 * 1_000_000_000
 START_NS = int(REFERENCE_EPOCH.timestamp()) * 1_000_000_000
 RATES = {"radar": 400.0, "optical": 60.0, "isl": 50.0}
 DECODE = {"radar": decode_radar, "optical": decode_optical, "isl": decode_links}
@@ -240,12 +241,14 @@ def test_the_latest_of_a_telescopes_items_is_still_looked_for() -> None:
 
 
 def test_over_http_everything_is_had_once_in_spite_of_faults() -> None:
+    """The feed's minutes pass in a moment, so nothing that is late may be too late for a look back."""
+
     async def play() -> None:
         sink, feed = MemorySink(), a_feed(rates={"optical": 60.0}, corrupted=0.05, duplicates=0.05)
         pages = Pages(fault_every=3)
         async with served(pages, "127.0.0.1", 0) as url:
             config = HttpConfig(
-                url, limit=300, wait_ms=20, pause_s=0.01, look_back=10**11, look_back_every_s=0.2
+                url, limit=300, wait_ms=20, pause_s=0.01, look_back=DAY_NS, look_back_every_s=0.2
             )
 
             async def sleep(seconds: float) -> None:

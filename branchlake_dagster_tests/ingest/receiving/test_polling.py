@@ -106,6 +106,27 @@ def test_all_pages_are_had_once(inclusive: bool, limit: int) -> None:
     asyncio.run(play())
 
 
+def test_a_look_back_that_failures_interrupt_goes_on() -> None:
+    """Begun anew at each failure, it never came to the late item."""
+
+    async def play() -> None:
+        archive, sink = Archive(*(item(n, 10 * n) for n in range(1, 41))), MemorySink()
+
+        async def every_second_one_fails(request: web.Request) -> web.StreamResponse:
+            if len(archive.asked) % 2:
+                archive.faults.append(web.Response(status=500))
+            return await archive.answer(request)
+
+        async with serving(every_second_one_fails) as url:
+            intake = asking(url, sink, limit=5, look_back=10_000, look_back_every_s=0.0)
+            async with running(intake):
+                await until(lambda: len(sink.records) == 40)
+                archive.items.append(item(99, at=355))
+                await until(lambda: len(sink.records) == 41, 20.0)
+
+    asyncio.run(play())
+
+
 def test_items_are_kept_byte_by_byte() -> None:
     body = b' [ {"obs_id":"a", "timestamp_ns" : 1,\n "x": 1.10e0} ,{"timestamp_ns":2,"obs_id":"\xc3\xa4"},7, "t", {"obs_id":""} ]\r\n'
 

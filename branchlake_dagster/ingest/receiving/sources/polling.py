@@ -172,7 +172,9 @@ class HttpSource:
             while True:
                 due = asyncio.get_running_loop().time() - looked_back >= self.config.look_back_every_s
                 try:
-                    if self.config.look_back and due:
+                    # After a failure the same is asked for again: an interrupted look back goes on, and new
+                    # items are had before the next one. Begun anew each time, it would let nothing through.
+                    if self.config.look_back and due and not failures and self._behind is None:
                         self._behind = (self.cursor - self.config.look_back, self.cursor)
                         self._counts.events["looks_back"] += 1
                         looked_back = asyncio.get_running_loop().time()
