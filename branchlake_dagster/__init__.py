@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from branchlake_dagster.branching.consuming.declaration import consumes
+    from branchlake_dagster.branching.consuming.declaration import consumes, keys, range_, rows
     from branchlake_dagster.branching.delivering.sql_changes import Changes, consume
     from branchlake_dagster.branching.io.io_manager import NessieBranchIOManager
     from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
@@ -84,6 +84,7 @@ __all__ = [
     "incremental_sensor",
     "ingest_definitions",
     "join_checks",
+    "keys",
     "on_publication",
     "pandera_checks",
     "protobuf",
@@ -94,8 +95,10 @@ __all__ = [
     "published_sensor",
     "published_through",
     "published_through_check",
+    "range_",
     "replaced_check",
     "row_predicate",
+    "rows",
     "sql_check",
     "table_metadata",
     "unconsumed",
@@ -103,7 +106,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "branching.consuming.declaration": ("consumes",),
+    "branching.consuming.declaration": ("consumes", "keys", "range_", "rows"),
     "branching.delivering.sql_changes": ("Changes", "consume"),
     "branching.io.io_manager": ("NessieBranchIOManager",),
     "branching.resources.lakehouse_resource": ("LakehouseResource",),

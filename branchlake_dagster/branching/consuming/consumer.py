@@ -47,17 +47,17 @@ class Consumer:
             return told
         return "apply" if self.spec.write_mode == "upsert" and not self.declaration.commits else "fail"
 
-    def column_of_input(self, dimension: str) -> str:
-        """The column of the inputs that decides on a partition of the asset."""
+    def column_of_input(self, key: AssetKey, dimension: str) -> str:
+        """The column of an input that decides on a partition of the asset."""
         own = self.spec.columns_by_dimension[dimension]
         part = dimensions(self.definition).get(dimension) if self.definition is not None else None
         in_time = isinstance(part, TimeWindowPartitionsDefinition)
-        return self.declaration.on or own if in_time else own
+        return self.declaration.on_of(key) or own if in_time else own
 
-    def columns_of_inputs(self, table: Table) -> dict[str, str]:
+    def columns_of_input(self, key: AssetKey, table: Table) -> dict[str, str]:
         """By dimension the column of an input that decides on a partition, as far as the input has it."""
         known = {field.name for field in table.schema().fields}
-        columns = {name: self.column_of_input(name) for name in self.spec.columns_by_dimension}
+        columns = {name: self.column_of_input(key, name) for name in self.spec.columns_by_dimension}
         return {name: column for name, column in columns.items() if column in known}
 
 
@@ -75,20 +75,23 @@ class Input:
 def require_columns(consumer: Consumer, key: AssetKey, table: Table) -> None:
     """Raise InputColumnGone if the input `key` lacks a column by which the consumer finds what changed.
 
-    Keys must be there. A range or partition column may be missing where it never was there: then the input
-    has no such column by design.
+    Keys must be there, and columns that are named for this input. Another range or partition column may be
+    missing where it never was there: then the input has no such column by design.
     """
     declaration = consumer.declaration
     pattern = declaration.inputs[key]
-    optional = [consumer.column_of_input(name) for name in consumer.spec.columns_by_dimension]
+    required = declaration.keys_of(key) if pattern == "keys" else ()
+    if key in declaration.columns and (named := declaration.columns[key].on):
+        required = (*required, named)
+    optional = [consumer.column_of_input(key, name) for name in consumer.spec.columns_by_dimension]
     if pattern == "range":
-        optional += [name for name in (declaration.on or declaration.into,) if name]
+        optional += [name for name in (declaration.range_column_of(key),) if name]
     known = {field.name for field in table.schema().fields}
-    for column in (*(declaration.keys if pattern == "keys" else ()), *optional):
+    for column in (*required, *optional):
         if column in known:
             continue
         field_id = _earlier_id(table, column)
-        if field_id is not None or column in declaration.keys:
+        if field_id is not None or column in required:
             raise _gone(consumer, key, table, column, field_id)
 
 

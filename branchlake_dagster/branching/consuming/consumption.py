@@ -160,8 +160,7 @@ class Consumption:
         """Whether the rows to replace cannot be told by a range: some may be null, or anything."""
         if self.consumer.by_partition or "range" not in self.consumer.declaration.patterns:
             return False
-        column = self.consumer.declaration.on or self.consumer.declaration.into or ""
-        found = self._ranges(column, groups)
+        found = self._ranges(self.consumer.declaration.range_column_of, groups)
         return found.nulls or found.anything
 
     @property
@@ -266,7 +265,7 @@ class Consumption:
 
     @cached_property
     def replaced_keys(self) -> tuple[str, ...]:
-        """The columns of which the result replaces all rows of the changed values; empty: it replaces none.
+        """The asset's columns of which the result replaces all rows of the changed values; empty: none.
 
         With the pattern `rows` these are the keys of an upsert, where rows have gone from an input.
         """
@@ -292,23 +291,38 @@ class Consumption:
 
     def ranges(self, column: str) -> Ranges:
         """The values of a column in the changed rows of all inputs."""
-        return self._ranges(column, self.groups)
+        return self._ranges(lambda _: column, self.groups)
 
-    def affected_ranges(self, column: str) -> Ranges:
-        """The values of a column whose results depend on changed rows: with `widen`, more than `ranges`."""
-        return self._ranges(column, self.groups, affected=True)
+    @property
+    def changed_ranges(self) -> Ranges:
+        """The values of the range column of each input in its changed rows."""
+        return self._ranges(self.consumer.declaration.range_column_of, self.groups)
 
-    def _ranges(self, column: str, groups: Iterable[Group], *, affected: bool = False) -> Ranges:
+    @property
+    def affected_ranges(self) -> Ranges:
+        """The values whose results depend on changed rows: with `widen`, more than `changed_ranges`."""
+        return self._ranges(self.consumer.declaration.range_column_of, self.groups, affected=True)
+
+    def _ranges(
+        self,
+        column_of: Callable[[AssetKey], str | None],
+        groups: Iterable[Group],
+        *,
+        affected: bool = False,
+    ) -> Ranges:
         by_group = tuple(groups)
-        found = {}
+        found: dict[str, Ranges] = {}
+        names: dict[str, None] = {}
         for one in self.inputs.values():
+            column = column_of(one.key) or ""
+            names[column] = None
             values = union(
                 changed(self.change_since(one, group.since[one.name]), column, one.table.metadata)
                 for group in by_group
             )
             reach = self.consumer.reach_of(one.key)
             found[one.name] = reach.around(values, rows=False) if affected else values
-        return union(comparable(found, column))
+        return union(comparable(found, " and ".join(names)))
 
     # -- the result --------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Literal, get_args
 
@@ -20,8 +20,81 @@ WhenRemoved = Literal["fail", "apply", "ignore", "deliver"]
 CONSUMES = "branchlake/consumes"
 
 
+@dataclass(frozen=True)
+class ConsumedInput:
+    """How one input is consumed, with the names that its columns have there.
+
+    Made by `rows`, `keys` and `range_`. `keys` and `on` take the place of those of `consumes` for this input.
+    """
+
+    pattern: Pattern
+    keys: tuple[str, ...] = ()
+    on: str | None = None
+
+
+def rows(*, on: str | None = None) -> ConsumedInput:
+    """An input for `consumes` of which the asset gets the changed rows alone.
+
+    Args:
+        on (Optional[str]): The date or time stamp column of this input that decides on the partitions of the
+            asset. (default: as `consumes` says)
+
+    Returns:
+        ConsumedInput: For the mapping that `consumes` takes.
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster import consumes, rows
+
+            consumes({"orders": rows(on="ordered_at"), "refunds": rows(on="refunded_at")})
+    """
+    return ConsumedInput("rows", (), on)
+
+
+def keys(*columns: str, on: str | None = None) -> ConsumedInput:
+    """An input for `consumes` of which the asset gets all rows of the changed keys.
+
+    Args:
+        *columns (str): The key columns of this input, in the sequence of `consumes(keys=[…])`, which are
+            those of the asset's own table. (default: the same names)
+        on (Optional[str]): As for `rows`.
+
+    Returns:
+        ConsumedInput: For the mapping that `consumes` takes.
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster import consumes, keys
+
+            consumes({"orders": keys("customer_id"), "customers": keys("id")}, keys=["customer_id"])
+    """
+    return ConsumedInput("keys", columns, on)
+
+
+def range_(on: str | None = None) -> ConsumedInput:
+    """An input for `consumes` of which the asset gets all rows in the changed ranges.
+
+    Args:
+        on (Optional[str]): The date or time stamp column of this input. The changed values of all inputs are
+            put together, as dates and time stamps are compared. (default: as `consumes` says)
+
+    Returns:
+        ConsumedInput: For the mapping that `consumes` takes.
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster import consumes, range_
+
+            consumes({"orders": range_("ordered_at"), "refunds": range_("refunded_at")}, into="day")
+    """
+    return ConsumedInput("range", (), on)
+
+
 def consumes(
-    inputs: Mapping[CoercibleToAssetKey, Pattern],
+    inputs: Mapping[CoercibleToAssetKey, Pattern | ConsumedInput],
     *,
     keys: Sequence[str] = (),
     on: str | None = None,
@@ -39,12 +112,14 @@ def consumes(
     twice. Its first run, and one with the run tag `branchlake/rebuild`, get everything and replace the table.
 
     Args:
-        inputs (Mapping[CoercibleToAssetKey, Literal["rows", "keys", "range"]]): By upstream asset what the
-            asset gets of it. `rows`: the changed rows alone, to append or to merge. `keys`: all rows of the
-            changed keys, whose result replaces the target's rows of these keys. `range`: all rows in the
-            changed ranges of `on`, whose result replaces the target's rows there. Inputs that are not
-            named are read as usual.
-        keys (Sequence[str]): For `keys`: the columns, in these inputs and in the asset's own table.
+        inputs (Mapping[CoercibleToAssetKey, Literal["rows", "keys", "range"] | ConsumedInput]): By upstream
+            asset what the asset gets of it. `rows`: the changed rows alone, to append or to merge. `keys`:
+            all rows of the changed keys, whose result replaces the target's rows of these keys. `range`: all
+            rows in the changed ranges of `on`, whose result replaces the target's rows there. Where inputs
+            name their columns differently, `rows(…)`, `keys(…)` and `range_(…)` name those of one input. All
+            inputs have the same pattern. Inputs that are not named are read as usual.
+        keys (Sequence[str]): For `keys`: the columns of the asset's own table, and of the inputs that do not
+            name theirs.
         on (Optional[str]): For `range`, and to find the affected partitions of a partitioned asset: the date
             or time stamp column of the inputs. (default: the name of the asset's own column)
         into (Optional[str]): The column of the asset's table that `on` becomes. A date column takes whole
@@ -94,7 +169,10 @@ def consumes(
                 return orders.group_by("account").agg(pl.col("price").sum())
     """
     told = {
-        "inputs": {AssetKey.from_coercible(key).to_user_string(): how for key, how in inputs.items()},
+        "inputs": {
+            AssetKey.from_coercible(key).to_user_string(): how if isinstance(how, str) else asdict(how)
+            for key, how in inputs.items()
+        },
         "keys": list(keys),
         "on": on,
         "into": into,
@@ -123,10 +201,34 @@ class Declaration:
     commits: bool = False
     from_start: bool = False
     widen: tuple[timedelta, timedelta] = (timedelta(), timedelta())
+    columns: Mapping[AssetKey, ConsumedInput] = field(default_factory=dict)
+    """The inputs that name columns of their own."""
     patterns: frozenset[Pattern] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patterns", frozenset(self.inputs.values()))
+
+    def keys_of(self, key: AssetKey) -> tuple[str, ...]:
+        """The columns of an input that hold the keys, in the sequence of `keys`."""
+        named = self.columns.get(key)
+        return named.keys if named is not None and named.keys else self.keys
+
+    def on_of(self, key: AssetKey) -> str | None:
+        """The column of an input whose values in time decide on partitions and ranges, if it is named."""
+        named = self.columns.get(key)
+        return named.on if named is not None and named.on is not None else self.on
+
+    def range_column_of(self, key: AssetKey) -> str | None:
+        """The column of an input that the pattern `range` is about."""
+        return self.on_of(key) or self.into
+
+    @property
+    def range_column(self) -> str | None:
+        """The column of the asset's own table that the pattern `range` is about."""
+        if self.into or self.on:
+            return self.into or self.on
+        named = {one.on for one in self.columns.values()}
+        return named.pop() if len(named) == 1 and len(self.columns) == len(self.inputs) else None
 
     @property
     def start_time(self) -> datetime | None:
@@ -145,8 +247,9 @@ def declared(metadata: Mapping[str, Any], *, asset: str) -> Declaration | None:
 
 
 def _read(told: Mapping[str, Any], asset: str) -> Declaration:
+    inputs = {AssetKey.from_user_string(key): _input(how) for key, how in told["inputs"].items()}
     found = Declaration(
-        {AssetKey.from_user_string(key): how for key, how in told["inputs"].items()},
+        {key: one.pattern for key, one in inputs.items()},
         tuple(told.get("keys") or ()),
         told.get("on"),
         told.get("into"),
@@ -156,11 +259,18 @@ def _read(told: Mapping[str, Any], asset: str) -> Declaration:
         bool(told.get("commits")),
         bool(told.get("from_start")),
         _lengths(told.get("widen")),
+        {key: one for key, one in inputs.items() if one.keys or one.on is not None},
     )
     wrong = _mistake(found)
     if wrong:
         raise ConfigurationError(f"consumes() of {asset}: {wrong}")
     return found
+
+
+def _input(how: Any) -> ConsumedInput:
+    if isinstance(how, Mapping):
+        return ConsumedInput(how["pattern"], tuple(how.get("keys") or ()), how.get("on"))
+    return ConsumedInput(how)
 
 
 def _seconds(widen: timedelta | tuple[timedelta, timedelta] | None) -> list[float]:
@@ -203,7 +313,13 @@ def _mistake(found: Declaration) -> str | None:
             "when_removed='apply' gives rows that no commit has changed, so commits=True has nothing to say."
         )
     if "keys" in found.patterns and not found.keys:
-        return "the pattern `keys` needs keys=[…]."
+        return "the pattern `keys` needs keys=[…], the columns of the asset's own table."
+    for key, one in found.columns.items():
+        if one.keys and len(one.keys) != len(found.keys):
+            return (
+                f"{key.to_user_string()} names the keys {', '.join(one.keys)}, and keys=[…] has"
+                f" {len(found.keys)}: each of its columns needs one of the input."
+            )
     try:
         started = found.start_time
     except ValueError:

@@ -111,7 +111,7 @@ def _counted(backlog: Backlog, consumed: Consumed, keys: list[str]) -> dict[str,
 
 
 def _bounds(backlog: Backlog, one: Input) -> dict[str, Bounds]:
-    columns = backlog.consumer.columns_of_inputs(one.table)
+    columns = backlog.consumer.columns_of_input(one.key, one.table)
     return {name: Bounds(one.table.metadata, column, table=one.name) for name, column in columns.items()}
 
 
@@ -159,7 +159,7 @@ def _with_rows(backlog: Backlog, keys: list[str]) -> set[str]:
     found: set[str] = set()
     for one in backlog.inputs if keys else ():
         schema = one.table.schema()
-        columns = backlog.consumer.columns_of_inputs(one.table)
+        columns = backlog.consumer.columns_of_input(one.key, one.table)
         reach = backlog.consumer.reach_of(one.key)
         selection = select(
             keys, _definition(backlog), columns, schema=schema, table=one.name, window=reach.of_window

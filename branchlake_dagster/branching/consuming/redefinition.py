@@ -34,10 +34,18 @@ def identity(consumer: Consumer) -> dict[str, str]:
         return {}
     parts = dimensions(consumer.definition)
     return {
-        name: f"{_kind(parts[name])}{_COLUMN}{own} from {consumer.column_of_input(name)}"
+        name: f"{_kind(parts[name])}{_COLUMN}{own} from {_columns_of_inputs(consumer, name)}"
         for name, own in consumer.spec.columns_by_dimension.items()
         if name in parts
     }
+
+
+def _columns_of_inputs(consumer: Consumer, dimension: str) -> str:
+    """The column that decides in all inputs, or by input where they differ."""
+    by_input = {key: consumer.column_of_input(key, dimension) for key in consumer.inputs}
+    if len({*by_input.values()}) == 1:
+        return next(iter(by_input.values()))
+    return ", ".join(sorted(f"{key.to_user_string()}.{column}" for key, column in by_input.items()))
 
 
 def _kind(definition: PartitionsDefinition[str]) -> str:

@@ -146,6 +146,9 @@ def _mistake(declaration: Declaration, table: TableSpec, *, partitioned: bool) -
                 "from_start=True is for assets without partitions: partitions are computed beside each other,"
                 " and each would need the one before it."
             )
-        if not partitioned and not (declaration.on or declaration.into):
-            return "the pattern `range` of an asset without partitions needs on=…."
+        if not partitioned and not declaration.range_column:
+            return (
+                "the pattern `range` of an asset without partitions needs on=…, or into=… where its inputs"
+                " name different columns."
+            )
     return None

@@ -24,7 +24,7 @@ from pyiceberg.table import Table
 from branchlake_dagster.branching.consuming.consumer import Input
 from branchlake_dagster.branching.consuming.consumption import Consumption
 from branchlake_dagster.branching.delivering.inputs import (
-    changed_keys,
+    changed_keys_of,
     changed_rows,
     delivered,
     everything,
@@ -48,7 +48,7 @@ def load(consumption: Consumption, one: Input) -> pa.Table:
         return everything(rows, consumption.consumer.declaration) if one.pattern == "rows" else rows
     if not consumption.replaced_keys:
         return delivered(consumption, one, changed_rows(consumption, one))
-    keys = changed_keys(consumption)
+    keys = changed_keys_of(consumption, one)
     rows = _scan(one.table, And(_filter(where, one.table), may_have(keys)))
     return rows_of_keys(rows, keys)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, time
 
@@ -39,7 +39,7 @@ def of_partitions(consumption: Consumption, one: Input, partitions: tuple[str, .
     consumer = consumption.consumer
     if not consumer.by_partition or consumer.definition is None:
         return None
-    columns = consumer.columns_of_inputs(one.table)
+    columns = consumer.columns_of_input(one.key, one.table)
     window = consumer.reach_of(one.key).of_window
     return select(
         partitions, consumer.definition, columns, schema=one.table.schema(), table=one.name, window=window
@@ -51,7 +51,7 @@ def of_range(consumption: Consumption, one: Input) -> Selection | None:
     if consumption.whole or consumption.consumer.by_partition:
         return of_partitions(consumption, one, consumption.partitions)
     ranges = consumption.consumer.reach_of(one.key).around(target_ranges(consumption), rows=True)
-    return selection(ranges, _on(consumption), one.table.schema(), table=one.name)
+    return selection(ranges, _range_column(consumption, one), one.table.schema(), table=one.name)
 
 
 def target_ranges(consumption: Consumption) -> Ranges:
@@ -60,14 +60,14 @@ def target_ranges(consumption: Consumption) -> Ranges:
     With `from_start` one range: from the smallest changed value on.
     """
     declaration = consumption.consumer.declaration
-    ranges = consumption.affected_ranges(_on(consumption))
+    ranges = consumption.affected_ranges
     if declaration.from_start:
         ranges = from_smallest(ranges)
     dates = any(
-        isinstance(one.table.schema().find_type(_on(consumption)), DateType)
+        isinstance(one.table.schema().find_type(_range_column(consumption, one)), DateType)
         for one in consumption.inputs.values()
     )
-    own = consumption.target_type(declaration.into or _on(consumption))
+    own = consumption.target_type(declaration.range_column or "")
     return by_days(ranges) if dates or isinstance(own, DateType) else ranges
 
 
@@ -80,9 +80,8 @@ def from_smallest(ranges: Ranges) -> Ranges:
     return replace(ranges, parts=(Range(low, last),))
 
 
-def _on(consumption: Consumption) -> str:
-    declaration = consumption.consumer.declaration
-    found = declaration.on or declaration.into
+def _range_column(consumption: Consumption, one: Input) -> str:
+    found = consumption.consumer.declaration.range_column_of(one.key)
     assert found is not None  # noqa: S101 - `steps` has looked
     return found
 
@@ -152,7 +151,7 @@ def rows_removed(consumption: Consumption, one: Input, count: int) -> RowsRemove
 
 
 def changed_keys(consumption: Consumption) -> pa.Table:
-    """The keys of all rows that came or went in any input, each once. Read once for a step."""
+    """The keys of all rows that came or went in any input, each once, by the asset's names. Read once."""
     return consumption.once("keys", lambda: _changed_keys(consumption))
 
 
@@ -170,15 +169,27 @@ def _key_rows(
     consumption: Consumption, one: Input, group: Group, change: ChangeSet, keys: list[str]
 ) -> Iterator[pa.Table]:
     where = of_partitions(consumption, one, group.partitions)
-    columns: list[str] | None = list(dict.fromkeys([*keys, *(where.columns() if where else ())]))
+    of_input = keys_of_input(consumption, one, keys)
+    columns: list[str] | None = list(dict.fromkeys([*of_input, *(where.columns() if where else ())]))
     compared = not change.only_appends and change.rows_changed <= MOST_COMPARED
     if compared:
         columns = None  # what a rewritten file carries along shows in all of its columns
     rows = _inside(RowReader(one.table, change, columns=columns).read(), where)
     if compared:
         rows = without_carried(rows)
-    yield rows.added.select(keys)
-    yield rows.removed.select(keys)
+    yield rows.added.select(of_input).rename_columns(keys)
+    yield rows.removed.select(of_input).rename_columns(keys)
+
+
+def keys_of_input(consumption: Consumption, one: Input, keys: Sequence[str]) -> list[str]:
+    """The columns of an input that hold the asset's key columns `keys`."""
+    return [*consumption.consumer.declaration.keys_of(one.key)] if one.pattern == "keys" else [*keys]
+
+
+def changed_keys_of(consumption: Consumption, one: Input) -> pa.Table:
+    """`changed_keys` under the names that the columns have in an input."""
+    found = changed_keys(consumption)
+    return found.rename_columns(keys_of_input(consumption, one, found.column_names))
 
 
 def _inside(rows: ChangedRows, where: Selection | None) -> ChangedRows:

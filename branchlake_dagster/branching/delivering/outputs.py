@@ -38,7 +38,7 @@ def by_range(consumption: Consumption) -> bool:
 def replaced_range(consumption: Consumption, schema: Schema) -> Selection:
     """The rows of the asset's table that the result of changed ranges takes the place of."""
     consumer = consumption.consumer
-    column = consumer.declaration.into or consumer.declaration.on or ""
+    column = consumer.declaration.range_column or ""
     return selection(target_ranges(consumption), column, schema, table=consumer.spec.name)
 
 
@@ -105,10 +105,8 @@ def consumed_metadata(consumption: Consumption) -> dict[str, Any]:
     if commits:
         head = ["| input | commit on main | at | by run |", "| --- | --- | --- | --- |"]
         found[CONSUMED_COMMITS] = MetadataValue.md("\n".join([*head, *commits[-_MOST_COMMITS:]]))
-    declaration = consumption.consumer.declaration
     if by_range(consumption):
-        ranges = consumption.ranges(declaration.on or declaration.into or "")
-        found[CHANGED_RANGE] = MetadataValue.text(ranges.text())
+        found[CHANGED_RANGE] = MetadataValue.text(consumption.changed_ranges.text())
     return found
 
 

@@ -16,7 +16,7 @@ from branchlake_dagster.branching.delivering import arrow_inputs, spark_keys
 from branchlake_dagster.branching.delivering.change_tables import ChangeTables, Pair
 from branchlake_dagster.branching.delivering.inputs import (
     COMMIT_COLUMNS,
-    changed_keys,
+    changed_keys_of,
     of_partitions,
     of_range,
     rows_removed,
@@ -41,7 +41,7 @@ def load(consumption: Consumption, one: Input, session: SparkSession, lake: Lake
         return _everything(found, consumption.consumer.declaration) if one.pattern == "rows" else found
     if consumption.replaced_keys:
         found = _where(frame, of_partitions(consumption, one, consumption.partitions), one)
-        return of_keys(found, changed_keys(consumption))
+        return of_keys(found, changed_keys_of(consumption, one))
     rows = sum(change.rows_changed for _, change in consumption.changes(one.key))
     # Which commit a row of a change table came with, nothing in the table says.
     if rows <= FEW_ROWS or consumption.consumer.declaration.commits:

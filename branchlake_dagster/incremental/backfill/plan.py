@@ -139,7 +139,7 @@ class _Planner:
             files = self._files(table, self._selection(key, partitions, table))
             ranges = {
                 dimension: self._ranges(column, table, files, self._selection(key, partitions, table))
-                for dimension, column in consumer.columns_of_inputs(table).items()
+                for dimension, column in consumer.columns_of_input(key, table).items()
             }
             if files:
                 found |= affected(
