@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from branchlake_dagster_tests.suite.soak import is_left_out
+from branchlake_dagster_tests.suite.soak import SLOW, is_left_out
 
 
 @pytest.mark.parametrize(
@@ -21,3 +23,9 @@ def test_a_marked_test_is_left_out_unless_it_is_asked_for(
     marks: list[str], expression: str, soaking: bool, left_out: bool
 ) -> None:
     assert is_left_out(marks, expression=expression, soaking=soaking) is left_out
+
+
+@pytest.mark.parametrize("test", sorted(SLOW))
+def test_each_slow_test_is_there(test: str) -> None:
+    module, _, function = test.partition("::")
+    assert f"def {function}(" in (Path(__file__).parents[1] / module).read_text()
