@@ -200,9 +200,10 @@ def test_a_publication_that_does_not_end_is_left_to_the_sensor(
     lakehouse: Lakehouse, environment: pytest.MonkeyPatch, token: int
 ) -> None:
     """A storage or a database that does not answer must not keep the run from ending."""
-    answers = threading.Event()
+    asked, answers = threading.Event(), threading.Event()
 
     def waiting(*_: object, **__: object) -> None:
+        asked.set()
         answers.wait()
         raise AssertionError("nobody waits for this any more")
 
@@ -213,6 +214,7 @@ def test_a_publication_that_does_not_end_is_left_to_the_sensor(
             with run(store) as result:
                 assert result.success
                 run_id = result.run_id
+                assert asked.wait(60), "the thread that was left would publish by itself later"
         assert times(lakehouse, token) == 0
         answers.set()
         outcome = reconciler(lakehouse, store).run_one(run_id)
