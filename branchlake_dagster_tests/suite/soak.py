@@ -18,6 +18,9 @@ SLOW = frozenset(
     {
         "branching/io/test_spark_io.py::test_classic_spark_end_to_end",
         "cli/test_new.py::test_a_scaffolded_component_brings_the_machinery",
+        "fusion/test_foreign_hands.py::test_whoever_writes_the_list_is_that_of_the_catalogue",
+        "fusion/test_registry_lake.py::test_ten_writers_at_once_publish_what_one_after_the_other_would",
+        "incremental/backfill/test_backfill_by_daemon.py::test_a_stage_that_failed_is_launched_again_by_the_command",
         "ingest/test_batches.py::test_every_new_field_of_a_batch_becomes_a_column",
         "ingest/test_live.py::test_it_takes_no_snapshots_out_any_more_when_it_meets_another_writer",
         "ingest/test_live.py::test_spark_bounds_the_bytes_it_sends_to_workers_unless_records_are_small",
