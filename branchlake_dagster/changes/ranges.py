@@ -100,8 +100,8 @@ def union(found: Iterable[Ranges]) -> Ranges:
     return reduce(lambda one, other: one | other, found, NOTHING)
 
 
-def comparable(found: Mapping[str, Ranges], column: str) -> list[Ranges]:
-    """The values of a column in several tables, by table, as values of one type.
+def comparable(found: Mapping[str, Ranges], columns: Mapping[str, str]) -> list[Ranges]:
+    """The values of a column of each of several tables, by table, as values of one type.
 
     Where dates meet time stamps a date is a whole day of UTC, as Iceberg and Spark promote it; a time stamp
     without zone is the wall clock of UTC. Numbers of any type are compared as they are. Raises
@@ -112,9 +112,11 @@ def comparable(found: Mapping[str, Ranges], column: str) -> list[Ranges]:
     if every <= {"date", "naive", "aware"}:
         return [_moments(ranges) if len(every) > 1 else ranges for ranges in found.values()]
     if len(every) > 1:
-        told = "; ".join(f"{name}.{column}: {', '.join(sorted(kinds[name])) or 'no value'}" for name in found)
+        types = "; ".join(
+            f"{name}.{columns[name]}: {', '.join(sorted(kinds[name])) or 'no value'}" for name in found
+        )
         raise ConfigurationError(
-            f"Change ranges of {column} are asked for, and its types cannot be compared: {told}.",
+            f"Change ranges are asked for, and the types of the columns cannot be compared: {types}.",
             hint="Name a column that has the same type in all inputs, or consume them by keys.",
         )
     return [*found.values()]

@@ -238,7 +238,7 @@ class _Look:
                     partitions = partition_backlogs(standing, decisions)
                     if standing.by_partition and not (found.trouble or found.waiting):
                         count = len(standing.partitions)
-            except Exception as error:  # noqa: BLE001 - as above
+            except Exception as error:  # noqa: BLE001 - its page says so; other assets go on
                 self._failed(key.to_user_string(), error)
             metadata = standing_metadata(found, self._now, partitions, count, self._policy)
             yield AssetObservation(key, metadata=metadata)

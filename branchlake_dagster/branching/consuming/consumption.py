@@ -312,17 +312,15 @@ class Consumption:
     ) -> Ranges:
         by_group = tuple(groups)
         found: dict[str, Ranges] = {}
-        names: dict[str, None] = {}
+        columns = {one.name: column_of(one.key) or "" for one in self.inputs.values()}
         for one in self.inputs.values():
-            column = column_of(one.key) or ""
-            names[column] = None
             values = union(
-                changed(self.change_since(one, group.since[one.name]), column, one.table.metadata)
+                changed(self.change_since(one, group.since[one.name]), columns[one.name], one.table.metadata)
                 for group in by_group
             )
             reach = self.consumer.reach_of(one.key)
             found[one.name] = reach.around(values, rows=False) if affected else values
-        return union(comparable(found, " and ".join(names)))
+        return union(comparable(found, columns))
 
     # -- the result --------------------------------------------------------------------------------
 
