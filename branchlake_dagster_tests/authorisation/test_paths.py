@@ -21,6 +21,7 @@ from branchlake_dagster_tests.branching.resources.test_retry import Flaky, retry
 from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.runtime import publish_at_end_project
+from branchlake_dagster_tests.publication.runtime.publish_at_end_project import TOKEN_VARIABLE
 
 from .assets import appending, checked, serializable, sparked
 from .conftest import Bearer
@@ -93,7 +94,7 @@ def test_serializable_runs(lake: Lakehouse, namespace: str) -> None:
 
 
 def test_publishing_inside_the_run(lake: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BRANCHLAKE_TEST_N", "7")
+    monkeypatch.setenv(TOKEN_VARIABLE, str(next(publish_at_end_project.tokens)))
     repository = ReconstructableRepository.for_module(publish_at_end_project.__name__, "defs")
     job = repository.get_reconstructable_job("publishing_job")
     with dg.instance_for_test() as instance, dg.execute_job(job, instance=instance) as result:

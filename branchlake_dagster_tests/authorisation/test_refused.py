@@ -24,6 +24,7 @@ from branchlake_dagster_tests.branching.resources.test_retry import Flaky, retry
 from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.publication.runtime import publish_at_end_project
+from branchlake_dagster_tests.publication.runtime.publish_at_end_project import TOKEN_VARIABLE
 
 from .assets import FREE, appending, checked, sparked
 from .conftest import Bearer
@@ -134,7 +135,7 @@ def test_a_run_whose_token_expires_before_it_publishes_itself(
     bearer: Bearer, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bearer(TOKEN)
-    monkeypatch.setenv("BRANCHLAKE_TEST_N", "8")
+    monkeypatch.setenv(TOKEN_VARIABLE, str(next(publish_at_end_project.tokens)))
     publish = Reconciler.publish_now
 
     def late(self: Reconciler, run: dg.DagsterRun, **options: bool) -> object:

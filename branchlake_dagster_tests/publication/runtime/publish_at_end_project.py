@@ -1,5 +1,6 @@
 """A code location whose job publishes itself; loaded by name, as the daemon's run workers do."""
 
+import itertools
 import os
 import uuid
 
@@ -11,11 +12,14 @@ from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.publication.runtime.publish_at_end import publish_at_end
 
 NAMESPACE = f"inrun{uuid.uuid4().hex[:8]}"
+TOKEN_VARIABLE = "BRANCHLAKE_TEST_N"
+"""Names the row that a run appends. Every test takes another one, as all share the table."""
+tokens = itertools.count(1)
 
 
 @dg.asset(key=[NAMESPACE, "t"], metadata=table_metadata(write_mode="append"))
 def t() -> pl.DataFrame:
-    return pl.DataFrame({"n": [int(os.environ.get("BRANCHLAKE_TEST_N", "1"))]})
+    return pl.DataFrame({"n": [int(os.environ[TOKEN_VARIABLE])]})
 
 
 @dg.asset_check(asset=t, metadata={"branchlake/scope": "rows"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +21,8 @@ from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster.publication.runtime import publish_at_end
 from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
 from branchlake_dagster_tests.publication.runtime import publish_at_end_project
+from branchlake_dagster_tests.publication.runtime.publish_at_end_project import TOKEN_VARIABLE
 from branchlake_dagster_tests.suite.instances import new_instance
-
-_tokens = itertools.count(1)
 
 
 @pytest.fixture
@@ -36,8 +34,8 @@ def environment(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> pytest
 @pytest.fixture
 def token(environment: pytest.MonkeyPatch) -> int:
     """The one row this test's run appends."""
-    found = next(_tokens)
-    environment.setenv("BRANCHLAKE_TEST_N", str(found))
+    found = next(publish_at_end_project.tokens)
+    environment.setenv(TOKEN_VARIABLE, str(found))
     return found
 
 
@@ -63,7 +61,10 @@ def reconciler(lakehouse: Lakehouse, instance: dg.DagsterInstance) -> Reconciler
 
 def times(lakehouse: Lakehouse, token: int) -> int:
     """How often the token is on `main`."""
-    table = lakehouse.catalog().load_table((publish_at_end_project.NAMESPACE, "t"))
+    catalog, identifier = lakehouse.catalog(), (publish_at_end_project.NAMESPACE, "t")
+    if not catalog.table_exists(identifier):
+        return 0
+    table = catalog.load_table(identifier)
     found: list[int] = table.scan().to_arrow()["n"].to_pylist()
     return found.count(token)
 
@@ -82,7 +83,7 @@ def test_a_run_publishes_itself(lakehouse: Lakehouse, environment: pytest.Monkey
 def test_a_blocked_run_fails_and_says_why(
     lakehouse: Lakehouse, environment: pytest.MonkeyPatch, token: int
 ) -> None:
-    environment.setenv("BRANCHLAKE_TEST_N", str(-token))
+    environment.setenv(TOKEN_VARIABLE, str(-token))
     with instance() as store, run(store) as result:
         assert not result.success
         (failure,) = [event for event in result.all_events if event.is_run_failure]
