@@ -52,7 +52,7 @@ def say(text: str) -> None:
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="branchlake_dagster")
 def main() -> None:
-    """Dagster runs on their own Nessie branch of an Iceberg lake."""
+    """Run Dagster assets on their own branches of an Iceberg lake."""
 
 
 sql.add_to(main)
@@ -66,7 +66,7 @@ receiving.add_to(main, ending_cleanly)
 @click.option("--to", type=click.Path(file_okay=False), help="Copy them there too, those for S3 included.")
 @click.option("--prepare", is_flag=True, help="Start the servers once, which makes later starts faster.")
 def fetch(to: str | None, prepare: bool) -> None:
-    """Bring the servers' jars."""
+    """Download the jars of the embedded servers."""
     from branchlake_dagster.lakehouse.embedded.jars import copied
     from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers
 
@@ -86,7 +86,10 @@ def fetch(to: str | None, prepare: bool) -> None:
 @main.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 def new(folder: Path) -> None:
-    """Make a Dagster project that uses branch, gate and publication in FOLDER."""
+    """Create a Dagster project in FOLDER.
+
+    Its example asset is written to a branch, checked, and published if the check passes.
+    """
     from branchlake_dagster.cli.new import new_project
 
     for path in new_project(folder):
@@ -97,7 +100,10 @@ def new(folder: Path) -> None:
 @main.command()
 @click.option("--with", "also", type=click.Choice(["kafka"]), multiple=True, help="Start that as well.")
 def up(also: tuple[str, ...]) -> None:
-    """Start the embedded servers if they do not run, and prepare Dagster's home."""
+    """Start the embedded servers.
+
+    Servers that run already are left alone. DAGSTER_HOME is prepared as well, and printed.
+    """
     from branchlake_dagster.cli.local.home import dagster_home
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.lakehouse.web_page import nessie_page, rest_catalogue
@@ -123,7 +129,7 @@ def up(also: tuple[str, ...]) -> None:
 
 @main.command()
 def down() -> None:
-    """Stop the embedded servers. Data stays."""
+    """Stop the embedded servers; data is kept."""
     from branchlake_dagster.cli.still_used import still_used
     from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
     from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers
@@ -141,7 +147,10 @@ def down() -> None:
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def status(as_json: bool) -> None:
-    """Servers, and the run branches with their run, state and age."""
+    """Show servers, run branches and publications.
+
+    Each run branch is shown with its run, the run's state and its age. Starts nothing.
+    """
     from branchlake_dagster.cli.status import gather, show
 
     found = gather(Settings())
@@ -154,7 +163,7 @@ def status(as_json: bool) -> None:
 @click.option("-m", "--module", help="The module with your Definitions; needed for partitions.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def consumers(asset: str | None, partitions: bool, module: str | None, as_json: bool) -> None:
-    """Tables that were computed from the changes of others, and what they have left to consume.
+    """Show what incremental tables have left to consume.
 
     With ASSET, or with --partitions for all assets: each partition that has something left, its position, and
     why no run is launched for it.
@@ -183,7 +192,10 @@ def consumers(asset: str | None, partitions: bool, module: str | None, as_json: 
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def doctor(as_json: bool) -> None:
-    """Whether every configured address, version and permission is right, and what to do; starts nothing."""
+    """Check addresses, versions and permissions.
+
+    Says what to do about each thing that is wrong. Starts nothing; the exit code is 1 if something is wrong.
+    """
     from branchlake_dagster.cli.doctor.command import as_dict, examine, show
 
     found = examine(Settings())
@@ -200,7 +212,9 @@ def doctor(as_json: bool) -> None:
     help="End this branch, or sweep this discarded- tag, although another Dagster instance made it.",
 )
 def reap(dry_run: bool, names: tuple[str, ...]) -> None:
-    """End run branches that nobody will publish and delete what long discarded ones left; say why.
+    """Discard run branches that nobody will publish.
+
+    Files of branches that were discarded long ago are deleted. Says why for each branch.
 
     Waits for half a minute when a writer is silent, to tell whether it is dead; with --dry-run it does not.
     """
@@ -228,7 +242,10 @@ def reap(dry_run: bool, names: tuple[str, ...]) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.pass_context
 def set_aside(ctx: click.Context, as_json: bool) -> None:
-    """Runs that could not be judged or published after several attempts, and what to do with them."""
+    """List runs that could not be judged or published.
+
+    They are set aside after several attempts; each is shown with what to do.
+    """
     if ctx.invoked_subcommand is None:
         from branchlake_dagster.cli.set_aside import gather, show
 
@@ -248,7 +265,7 @@ def retry(run_id: str) -> None:
 @set_aside.command()
 @click.argument("run_id")
 def end(run_id: str) -> None:
-    """Give the run up: its branch is discarded, and nothing of it is published."""
+    """Discard the run's branch and publish nothing."""
     from branchlake_dagster.cli.set_aside import end_run
 
     click.echo(end_run(Settings(), run_id))
@@ -259,9 +276,11 @@ def end(run_id: str) -> None:
 @click.option(
     "--catalogue", multiple=True, type=click.Path(exists=True, dir_okay=False), help="A TLE or OMM file."
 )
-@click.argument("more", nargs=-1, type=click.Path(exists=True, dir_okay=False))
+@click.argument("more", nargs=-1, type=click.Path(exists=True, dir_okay=False), metavar="[FILE]...")
 def demo(as_json: bool, catalogue: tuple[str, ...], more: tuple[str, ...]) -> None:
-    """The SDA graph end to end: published runs, and one that the gate blocks.
+    """Run the space pipeline once, from start to end.
+
+    Five runs are published, and the gate blocks one.
 
     --catalogue FILE… takes real TLE or OMM files (.gz too); without it 2,000 objects are simulated.
     """
@@ -283,7 +302,7 @@ def demo(as_json: bool, catalogue: tuple[str, ...], more: tuple[str, ...]) -> No
 @main.group()
 @click.pass_context
 def bench(ctx: click.Context) -> None:
-    """Benchmarks; their figures are in docs/benchmarks.md."""
+    """Run a benchmark; docs/benchmarks.md has figures."""
     ctx.with_resource(ending_cleanly())
 
 
@@ -291,7 +310,7 @@ def bench(ctx: click.Context) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.option("--rounds", default=3, show_default=True, help="Runs of the small asset; the median counts.")
 def lifecycle(as_json: bool, rounds: int) -> None:
-    """From launch to visible on main, split into phases."""
+    """Time a run from its launch to its publication."""
     from branchlake_dagster.cli.bench.lifecycle import measure, show
 
     found = measure(Settings(), rounds=rounds, say=say)
@@ -305,7 +324,11 @@ def lifecycle(as_json: bool, rounds: int) -> None:
     "--rounds", default=5, show_default=True, help="Times that each way is timed; the median counts."
 )
 def checks(as_json: bool, rows: int, rounds: int) -> None:
-    """Twenty promises from metadata, in one job, and by pandera itself; one, two and five SQL checks."""
+    """Time checks by metadata, by pandera and by SQL.
+
+    Twenty column rules are checked from metadata, in one job, and by pandera itself; then one, two and five
+    SQL checks.
+    """
     from branchlake_dagster.cli.bench.checks import measure, show
 
     found = measure(Settings(), rows=rows, rounds=rounds, say=say)
@@ -319,7 +342,10 @@ def checks(as_json: bool, rows: int, rounds: int) -> None:
 @click.option("--waiting", default=1_000, show_default=True, help="Finished runs of one table.")
 @click.option("--commits", default=50_000, show_default=True, help="Commits on main since a base.")
 def publication(as_json: bool, rounds: int, branches: int, waiting: int, commits: int) -> None:
-    """Branch, publication, rebase and clean-up, beside Nessie's bare calls."""
+    """Time branches, publications and clean-up.
+
+    Each is timed beside Nessie's bare calls.
+    """
     from branchlake_dagster.cli.bench.publication import measure, show
 
     sizes = {"rounds": rounds, "branches": branches, "waiting": waiting, "commits": commits}
@@ -337,7 +363,10 @@ def publication(as_json: bool, rounds: int, branches: int, waiting: int, commits
     help="Of small, medium, large; comma-separated.",
 )
 def incremental(as_json: bool, rounds: int, sizes: str) -> None:
-    """A two-stage pipeline by changes beside a look-back of 14 days, and change capture."""
+    """Time incremental assets beside a look-back.
+
+    A pipeline of two stages by changes, beside one that recomputes 14 days; and change capture alone.
+    """
     from branchlake_dagster.cli.bench.incremental.command import measure, show
     from branchlake_dagster.cli.bench.incremental.playback import SIZES
 
@@ -353,7 +382,9 @@ def incremental(as_json: bool, rounds: int, sizes: str) -> None:
 @click.option("--hours", default=24.0, show_default=True, help="How far ahead.")
 @click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def screening(as_json: bool, hours: float, files: tuple[Path, ...]) -> None:
-    """All objects against all, to published, and again after another snapshot.
+    """Time the screening of all objects against all.
+
+    To the publication, and again after another snapshot of the catalog.
 
     FILES are two GP files, the older one first; without them 16,000 objects are simulated.
     """
@@ -371,7 +402,10 @@ def screening(as_json: bool, hours: float, files: tuple[Path, ...]) -> None:
 @click.option("--rounds", default=3, show_default=True, help="Flat out; the medians count.")
 @click.option("--json", "as_json", is_flag=True, help="Figures as JSON.")
 def ingest(records: int, seconds: float, rounds: int, as_json: bool) -> None:
-    """Kafka into one table and into ten, beside plain Spark Structured Streaming."""
+    """Time Kafka ingestion beside plain Spark.
+
+    Into one table and into ten, beside Spark Structured Streaming.
+    """
     from rich.console import Console
 
     from branchlake_dagster.cli.bench.ingestion.ingest import measure, show
@@ -388,7 +422,10 @@ def ingest(records: int, seconds: float, rounds: int, as_json: bool) -> None:
 @click.option("--rows", default=500_000, show_default=True, help="Rows of a round's five pulls.")
 @click.option("--rounds", default=3, show_default=True, help="Rounds that are counted; the median counts.")
 def registry(as_json: bool, rows: int, rounds: int) -> None:
-    """Five providers' catalogues merged, gated and published, beside bare Spark and Polars."""
+    """Time the merge of five providers' catalogs.
+
+    Merged, checked and published, beside bare Spark and Polars.
+    """
     from branchlake_dagster.cli.bench.sda.registry import measure, show
 
     found = measure(Settings(), rows=rows, rounds=rounds, say=say)
@@ -400,7 +437,10 @@ def registry(as_json: bool, rows: int, rounds: int) -> None:
 @click.option("--seconds", default=5.0, show_default=True, help="Of each measurement.")
 @click.option("--roll-s", default=1.0, show_default=True, help="Age at which a landing file is finished.")
 def bench_receive(as_json: bool, seconds: float, roll_s: float) -> None:
-    """Receivers of each protocol flat out, and their delays at a steady rate."""
+    """Time the receivers of each protocol.
+
+    At full speed, and their delays at a steady rate.
+    """
     from branchlake_dagster.cli.bench.receiving.command import measure, show
 
     found = measure(seconds=seconds, roll_s=roll_s, say=say)
@@ -412,7 +452,7 @@ def bench_receive(as_json: bool, seconds: float, roll_s: float) -> None:
 @click.option("--seconds", default=600.0, show_default=True, help="How long the sensors measure.")
 @click.option("--bursts/--steady", default=True, show_default=True, help="Ten times as much for minutes.")
 def bench_live(as_json: bool, seconds: float, bursts: bool) -> None:
-    """Three kinds of simulated sensors at once, over the network, to main."""
+    """Time simulated sensors from network to main."""
     from branchlake_dagster.cli.bench.receiving.live import measure, show
 
     found = measure(Settings(), seconds=seconds, bursts=bursts, say=say)

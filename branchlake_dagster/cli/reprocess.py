@@ -38,8 +38,9 @@ def add_to(main: click.Group) -> None:
         dry_run: bool,
         as_json: bool,
     ) -> None:
-        """Put dead letters of INGESTION back, each once: what fits now comes into its tables.
+        """Ingest the dead letters of INGESTION again.
 
+        Each is put back once; what fits now comes into its tables.
         One run of the ingestion does it, on a branch of its own, gated and published as any other. What
         fails again is a new dead letter. Letters of tables whose rows are merged are left out.
         """

@@ -43,7 +43,9 @@ def _sql(
     output: Path | None,
     rows: int,
 ) -> None:
-    r"""Ask the lake in DuckDB's SQL; without QUERY list its tables. Starts nothing and changes nothing.
+    """Query the lake in DuckDB's SQL.
+
+    Without QUERY its tables are listed. Starts nothing and changes nothing.
 
     Tables are written namespace.table. "-" as QUERY reads it from standard input.
 

@@ -21,7 +21,7 @@ from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
 from branchlake_dagster.branching.reaping.origin import Makers, instance_id
 from branchlake_dagster.branching.table.files import TableFiles
 from branchlake_dagster.cli.local.home import dagster_home
-from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
+from branchlake_dagster.ingest.kafka.broker import KAFKA, EmbeddedKafka
 from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.web_page import nessie_page
@@ -56,7 +56,7 @@ def gather(settings: Settings) -> dict[str, Any]:
     }
     if (broker := EmbeddedKafka(settings)).record_path.exists():
         kafka = broker.record
-        servers["kafka"] = {
+        servers[KAFKA] = {
             "running": kafka is not None,
             "pid": kafka.pid if kafka else None,
             "port": kafka.port if kafka else None,
@@ -125,7 +125,7 @@ def _pulses(settings: Settings, now: datetime) -> dict[str, str]:
 def show(found: dict[str, Any], console: Console | None = None) -> None:
     """The same for people, with whole ids on every width."""
     console = console or (Console() if sys.stdout.isatty() else Console(width=_WIDE))
-    names = {NESSIE: "Nessie", SPARK: "Spark Connect"}
+    names = {NESSIE: "Nessie", SPARK: "Spark Connect", KAFKA: "Kafka"}
     for name, server in found["servers"].items():
         state = f"port {server['port']}, pid {server['pid']}" if server["running"] else "not running"
         console.print(f"{names[name]:14} {state}")

@@ -20,8 +20,11 @@ from branchlake_dagster.cli.local.demo import BAD_SNAPSHOT, Plan, plan_for
 from branchlake_dagster.fusion.partitions import FIRST_WINDOW, windows
 from branchlake_dagster.fusion.sensors.native import SOURCE_KINDS
 from branchlake_dagster.fusion.sources import DEFAULT_SNAPSHOT
+from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
 from branchlake_dagster.lakehouse.embedded import jars
+from branchlake_dagster.lakehouse.embedded.process import ProcessRecord
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.settings import Settings
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +81,18 @@ def test_status_with_the_servers_down_starts_nothing(tmp_path: Path) -> None:
 
 def test_down_with_nothing_running() -> None:
     assert call("down").output == "Nothing was running.\n"
+
+
+def test_status_names_a_broker_that_has_ended(tmp_path: Path) -> None:
+    """It ended with `KeyError: 'kafka'` once the embedded broker had been started."""
+    kafka = EmbeddedKafka(Settings(state_dir=tmp_path / "state"))
+    kafka.record_path.parent.mkdir(parents=True)
+    ProcessRecord("kafka", pid=2**22 + 1, started_s=0.0, port=9092).save(kafka.record_path)
+    done = call("status", "--json")
+    assert json.loads(done.stdout)["servers"]["kafka"] == {"running": False, "pid": None, "port": None}
+    for_people = call("status")
+    assert for_people.exit_code == 0, for_people.exception
+    assert "Kafka" in for_people.output
 
 
 def test_status_lists_branches_with_run_state_and_age(lakehouse: Lakehouse, namespace: str) -> None:

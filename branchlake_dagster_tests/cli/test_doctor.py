@@ -26,7 +26,9 @@ from branchlake_dagster.cli import main
 from branchlake_dagster.cli.doctor.examination import Examination
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.kafka import topics
+from branchlake_dagster.lakehouse.embedded.process import ProcessRecord
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster_tests.conftest import LAKES
 from branchlake_dagster_tests.suite.kafka import Broker, as_settings
 
 State = dict[tuple[str, str], dict[str, Any]]
@@ -80,6 +82,22 @@ def test_a_kafka_that_answers(kafka: Broker) -> None:
     _, found = doctor(**as_settings(kafka.cluster))
     assert found["Kafka", "brokers"]["state"] == "right"
     assert "1 broker" in found["Kafka", "brokers"]["told"]
+
+
+def test_an_embedded_broker_that_has_ended(tmp_path: Path) -> None:
+    record = tmp_path / "state" / "run" / "kafka.json"
+    record.parent.mkdir(parents=True)
+    ProcessRecord("kafka", pid=2**22 + 1, started_s=0.0, port=9092).save(record)
+    code, found = doctor()
+    assert code == 0
+    assert found["Kafka", "embedded broker"]["state"] == "off"
+
+
+def test_an_embedded_broker_that_answers(kafka: Broker, pytestconfig: pytest.Config) -> None:
+    shared = pytestconfig.stash[LAKES].shared
+    _, found = doctor(state_dir=str(shared))
+    assert found["Kafka", "embedded broker"]["state"] == "right"
+    assert kafka.cluster.bootstrap in found["Kafka", "embedded broker"]["told"]
 
 
 def test_a_nessie_that_nobody_answers_for(closed_port: int) -> None:

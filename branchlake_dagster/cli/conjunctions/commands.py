@@ -76,7 +76,9 @@ def _conjunctions(
     originator: str | None,
     rows: int,
 ) -> None:
-    r"""Close approaches that are ahead, nearest first. Starts nothing and changes nothing.
+    """List predicted close approaches, nearest first.
+
+    Starts nothing and changes nothing.
 
     \b
     branchlake conjunctions --object 25544 --since 2026-08-11T12:00
@@ -174,9 +176,10 @@ def _screen_ephemeris(
     as_csv: bool,
     rows: int,
 ) -> None:
-    r"""Close approaches of own ephemerides (OEM, in KVN or XML) with the published catalogue.
+    """Screen ephemeris files against the catalog.
 
-    Starts nothing and changes nothing. Nothing is extrapolated: gaps between segments are not screened.
+    Lists their close approaches with published objects. The files are CCSDS OEM, in KVN or XML. Starts
+    nothing and changes nothing. Nothing is extrapolated: gaps between segments are not screened.
 
     \b
     branchlake screen-ephemeris station.oem --exclude 25544 --within 10

@@ -15,7 +15,10 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
 
     @main.group(name="backfill")
     def group() -> None:
-        """Compute partitions again, and all that is computed from them by changes."""
+        """Recompute partitions and what depends on them.
+
+        What is computed from them by changes follows, stage by stage.
+        """
 
     module = click.option("-m", "--module", required=True, help="The module with your Definitions.")
     chosen = click.option("--partition", "partitions", multiple=True, help="Its key; may be repeated.")
@@ -31,9 +34,10 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
     def plan_command(
         asset: str, module: str, partitions: tuple[str, ...], everything: bool, as_json: bool
     ) -> None:
-        """What would be computed again, stage by stage, how large it is and why; launches nothing.
+        """Show what a backfill would compute.
 
-        Without partitions: those that an older code version of ASSET has computed.
+        Stage by stage, with its size and the reason. Launches nothing. Without --partition and --all:
+        those that an older code version of ASSET has computed.
         """
         from branchlake_dagster.cli.incremental import backfill, shown
 
@@ -56,7 +60,11 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
     def run_command(
         asset: str, module: str, partitions: tuple[str, ...], everything: bool, as_json: bool
     ) -> None:
-        """Launch the first stage through Dagster's daemon; the others launch themselves as it is there."""
+        """Launch the first stage of a backfill.
+
+        Dagster's daemon computes it. Each later stage is launched by the incremental sensor once the one
+        before it is published.
+        """
         from branchlake_dagster.cli.incremental import backfill
 
         with backfill.place(module, Settings()) as where:
@@ -74,7 +82,7 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
     @module
     @as_json
     def status_command(backfill_id: str, module: str, as_json: bool) -> None:
-        """How far a backfill has come, stage by stage."""
+        """Show the progress of each stage."""
         from branchlake_dagster.cli.incremental import backfill, shown
 
         with backfill.place(module, Settings()) as where:
@@ -92,9 +100,9 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
     )
     @as_json
     def retry_command(backfill_id: str, module: str, rebuild_lost: bool, as_json: bool) -> None:
-        """Launch the failed partitions of each stage again, through Dagster's daemon.
+        """Launch the failed partitions of each stage again.
 
-        What follows from them launches itself as it is published.
+        Dagster's daemon computes them. What follows from them launches itself as it is published.
         """
         from branchlake_dagster.cli.incremental import backfill, shown
 

@@ -93,8 +93,9 @@ def _one_sink(landing: Path | None, kafka: str | None) -> None:
 @click.option("--allow", metavar="CIDR", multiple=True, help="Accept UDP and TCP from this network only.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable: a line when ready, one at the end.")
 def receive(as_json: bool, **options: Any) -> None:
-    """Receive live sensors until SIGTERM or Ctrl-C, which drains in less than five seconds.
+    """Receive sensors' messages until Ctrl-C.
 
+    SIGTERM or Ctrl-C ends it in less than five seconds, with what was received handed over.
     The exit code is 1 if something that was received was not handed over.
     """
     from branchlake_dagster.cli.receiving.receive import Wanted, run
@@ -159,7 +160,10 @@ def receive(as_json: bool, **options: Any) -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the account as JSON.")
 def simulate(as_json: bool, rates: tuple[tuple[str, float], ...], start: str | None, **options: Any) -> None:
-    """Send what a network of radars, telescopes and links would, over the network or into topics."""
+    """Send messages of simulated sensors.
+
+    As a network of radars, telescopes and inter-satellite links would: over the network or into topics.
+    """
     from branchlake_dagster.cli.receiving.simulate import Simulated, run, show
 
     over = {kind: options[kind] for kind in _KINDS if options[kind] is not None}
