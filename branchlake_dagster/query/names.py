@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
+from branchlake_dagster.lakehouse.sql_names import sql_name
 from branchlake_dagster.query.errors import QueryFailed, TableNotThere
 from branchlake_dagster.query.reference import Where
 
@@ -99,14 +100,3 @@ def _folded(path: Iterable[str]) -> str:
 
 def _shown(keys: Iterable[ContentKey]) -> str:
     return ", ".join(sql_name(key) for key in keys)
-
-
-def quoted(name: str) -> str:
-    """An identifier for SQL, in quotes."""
-    return '"' + name.replace('"', '""') + '"'
-
-
-def sql_name(key: Sequence[str]) -> str:
-    """How a query writes a table's name: quotes where they are needed, a deep namespace's levels together."""
-    parts = [key[0], ".".join(key[1:-1]), key[-1]] if len(key) > 3 else list(key)
-    return ".".join(part if re.fullmatch(r"[a-z_][a-z0-9_]*", part) else quoted(part) for part in parts)

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import duckdb
 import pytest
 
+from branchlake_dagster.lakehouse.sql_names import sql_name
 from branchlake_dagster.query.errors import QueryFailed
-from branchlake_dagster.query.names import named_tables, sql_name
+from branchlake_dagster.query.names import named_tables
 
 
 @pytest.fixture(scope="module")

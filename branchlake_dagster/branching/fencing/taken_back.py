@@ -19,16 +19,16 @@ FAILS = (Status.BLOCKED, Status.REFUSED)
 _PAGE = 1_000
 
 
-def failure(reason: str) -> str:
-    """The sentence with which an unpublished run fails."""
-    return f"Not published: {reason.rstrip('.')}. main is as it was."
+def failure(reason: str, next_step: str = "") -> str:
+    """The message with which an unpublished run fails; `next_step` is a sentence on what to do."""
+    return f"Not published: {reason.rstrip('.')}. main is as it was. {next_step}".rstrip()
 
 
-def fail_unpublished(instance: DagsterInstance, run_id: str, reason: str) -> None:
+def fail_unpublished(instance: DagsterInstance, run_id: str, reason: str, next_step: str = "") -> None:
     """Let a run that succeeded and is not published fail with `reason`. Doing it twice does it once."""
     run = instance.get_run_by_id(run_id)
     if run is not None and run.is_success:
-        instance.report_run_failed(run, failure(reason))
+        instance.report_run_failed(run, failure(reason, next_step))
 
 
 def take_back(instance: DagsterInstance, run: DagsterRun, run_ids: Iterable[str]) -> None:

@@ -21,13 +21,17 @@ class Decision(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The decision, why it blocks, what it warns of, and how many checks passed out of those looked at."""
+    """The decision, why it blocks, what it warns of, and how many checks passed out of those looked at.
+
+    `failed_tables` are the tables whose rows failed a check that blocks, by their dotted names.
+    """
 
     decision: Decision
     reasons: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     checks_passed: int = 0
     checks_total: int = 0
+    failed_tables: tuple[str, ...] = ()
 
     @property
     def blocked(self) -> bool:
@@ -67,7 +71,8 @@ def judge(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
     passed = sum(result.passed for result in evidence.evaluations.values())
     total = len(evidence.evaluations) + len(list(_missing(evidence)))
     if reasons:
-        return Verdict(Decision.BLOCKED, tuple(dict.fromkeys(reasons)), warnings, passed, total)
+        failed = _failed_tables(evidence)
+        return Verdict(Decision.BLOCKED, tuple(dict.fromkeys(reasons)), warnings, passed, total, failed)
     decision = Decision.PASSED_WITH_WARNINGS if warnings else Decision.PASSED
     return Verdict(decision, (), warnings, passed, total)
 
@@ -83,6 +88,12 @@ def _failed(evidence: RunEvidence) -> Iterator[str]:
     for (name, partition), result in sorted(evidence.evaluations.items(), key=repr):
         if not result.passed and result.blocks:
             yield _sentence(name, partition, result)
+
+
+def _failed_tables(evidence: RunEvidence) -> tuple[str, ...]:
+    failing = [of for of, result in evidence.evaluations.items() if result.blocks and not result.passed]
+    assets = {asset for (asset, _), _ in failing} & evidence.rules.keys()
+    return tuple(sorted({evidence.rules[asset].table for asset in assets}))
 
 
 def _stale(evidence: RunEvidence) -> Iterator[str]:

@@ -13,6 +13,7 @@ from branchlake_dagster.branching.fencing.finish_branch import drop_branch, fini
 from branchlake_dagster.branching.fencing.taken_back import FAILS, fail_unpublished
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.publication.commit.publisher import Publisher
+from branchlake_dagster.publication.gate.next_step import LAUNCH_AGAIN, look_at_rows
 from branchlake_dagster.publication.ledger.candidate import Published, Refused
 from branchlake_dagster.publication.reconcile.assess import NO_TABLE, Assessed
 from branchlake_dagster.publication.reconcile.main_view import MainView
@@ -75,10 +76,13 @@ class Finisher:
         if done is not None:
             return self._report_published(one, done, until)
         if refused:
-            return self._report_unpublished(one, refused.reason(), PublicationAction.REFUSED)
+            reason = refused.reason()
+            return self._report_unpublished(one, reason, PublicationAction.REFUSED, next_step=LAUNCH_AGAIN)
         if one.action is PublicationAction.PUBLISHED:
-            return self._report_unpublished(one, _SET_BACK, PublicationAction.REFUSED)
-        return self._report_unpublished(one, one.why, one.action)
+            return self._report_unpublished(one, _SET_BACK, PublicationAction.REFUSED, next_step=LAUNCH_AGAIN)
+        blocked = one.action is PublicationAction.BLOCKED
+        rows = look_at_rows(one.verdict.failed_tables, one.run.run_id) if blocked else ""
+        return self._report_unpublished(one, one.why, one.action, next_step=rows)
 
     def _already_published(self, one: Assessed) -> Published | None:
         """What `main` has of a run that this pass did not publish."""
@@ -99,17 +103,24 @@ class Finisher:
         return self._outcome(one, PublicationAction.PUBLISHED, detail, done.hash, tables)
 
     def _report_unpublished(
-        self, one: Assessed, why: str | None, action: PublicationAction, *, on_main: bool = False
+        self,
+        one: Assessed,
+        why: str | None,
+        action: PublicationAction,
+        *,
+        on_main: bool = False,
+        next_step: str = "",
     ) -> Outcome:
         status = Status.UNCHANGED if why == NO_TABLE else _STATUS[action]
         if status in FAILS:
             # First of all: whoever comes after a publisher that died here must not find a green run.
-            fail_unpublished(self._instance, one.run.run_id, why or "; ".join(one.verdict.reasons))
+            reason = why or "; ".join(one.verdict.reasons)
+            fail_unpublished(self._instance, one.run.run_id, reason, next_step)
         # A few examples are told, and always all of them: the branch goes now, and nobody comes again.
-        self._announce(one, math.inf, status, why=why, on_main=on_main)
+        self._announce(one, math.inf, status, why=why, on_main=on_main, next_step=next_step)
         if not self._keep_hours:
             finish_branch(self._client, one.branch, keep_data=False)
-        return self._outcome(one, action, why or one.verdict.summary(), None, ())
+        return self._outcome(one, action, why or one.verdict.summary(), None, (), next_step)
 
     def _announce(
         self,
@@ -120,6 +131,7 @@ class Finisher:
         publication: Published | None = None,
         why: str | None = None,
         on_main: bool = False,
+        next_step: str = "",
     ) -> int:
         report = RunReport(
             one.run,
@@ -135,6 +147,7 @@ class Finisher:
             why=why,
             kept_hours=0.0 if publication else self._keep_hours,
             on_main=on_main,
+            next_step=next_step,
         )
         return report_outcome(self._instance, report, self._view, more=lambda: self._clock() < until)
 
@@ -145,5 +158,15 @@ class Finisher:
         detail: str,
         publication: str | None,
         tables: tuple[str, ...],
+        next_step: str = "",
     ) -> Outcome:
-        return Outcome(one.branch.name, one.run.run_id, action, detail, one.verdict, publication, tables)
+        return Outcome(
+            one.branch.name,
+            one.run.run_id,
+            action,
+            detail,
+            one.verdict,
+            publication,
+            tables,
+            next_step=next_step,
+        )

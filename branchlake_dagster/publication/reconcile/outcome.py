@@ -55,7 +55,8 @@ class CheckRun:
 class Outcome:
     """One branch in one pass. `publication` is the commit on `main`; `detail` says why or what.
 
-    `check_run` is the run that a rebased publication needs before it can go on.
+    `check_run` is the run that a rebased publication needs before it can go on, `next_step` what to do about
+    a run that was not published.
     """
 
     branch: str
@@ -66,6 +67,7 @@ class Outcome:
     publication: str | None = None
     tables: tuple[str, ...] = ()
     check_run: CheckRun | None = None
+    next_step: str = ""
 
     def __str__(self) -> str:
         return f"{self.branch}: {self.action}, {self.detail}"

@@ -42,7 +42,8 @@ class RunReport:
     `publication` is the commit on `main`, `by_hand` when somebody else made it, `rebased` the tables whose
     changes were replayed for it. Without one, `why` or the verdict's reasons tell the cause, and for
     `kept_hours` the branch stays for debugging; `text` replaces the sentence that is made of all that.
-    `on_main` says that its rows are there all the same, merged by hand or written directly.
+    `on_main` says that its rows are there all the same, merged by hand or written directly. `next_step` is
+    what to do about it, as a sentence.
     `took_s`: seconds from the look at its branch to publication; `at` is the time now, a POSIX time stamp.
     """
 
@@ -60,6 +61,7 @@ class RunReport:
     text: str | None = None
     kept_hours: float = 0.0
     on_main: bool = False
+    next_step: str = ""
 
     @property
     def taken_back(self) -> bool:
@@ -78,15 +80,21 @@ class RunReport:
             again = f" {_listed(self.rebased)} {was} rebased on what main had become." if self.rebased else ""
             return f"Published as {self.publication}.{again}"
         kept = f" Its branch {self.branch} is kept for {self.kept_hours:g} h." if self.kept_hours else ""
-        return f"Not published: {self.reason().rstrip('.')}.{kept}"
+        advice = f" {self.next_step}" if self.next_step else ""
+        return f"Not published: {self.reason().rstrip('.')}.{kept}{advice}"
 
     def reason(self) -> str:
         """Why it is not published, without the counts of its checks."""
         return self.why or "; ".join(self.verdict.reasons) or self.verdict.summary()
 
+    def shown_verdict(self) -> str:
+        """The gate's decision; "refused" of a run that has passed its checks and is not published."""
+        refused = self.status is Status.REFUSED and not self.verdict.blocked
+        return str(Status.REFUSED if refused else self.verdict.decision)
+
     def tags(self) -> Mapping[str, str]:
         """The run's tags."""
-        tags = {STATUS_TAG: str(self.status), VERDICT_TAG: str(self.verdict.decision)}
+        tags = {STATUS_TAG: str(self.status), VERDICT_TAG: self.shown_verdict()}
         if self.publication:
             return {**tags, PUBLICATION_TAG: self.publication}
         reason = self.why or "; ".join(self.verdict.reasons)
@@ -165,7 +173,7 @@ def _metadata(report: RunReport, view: MainView | None) -> dict[str, Any]:
     """What is told of the run, on each of its assets and in its own log."""
     verdict = report.verdict
     found: dict[str, Any] = {
-        names.VERDICT: MetadataValue.text(str(verdict.decision)),
+        names.VERDICT: MetadataValue.text(report.shown_verdict()),
         names.CHECKS: MetadataValue.text(f"{verdict.checks_passed}/{verdict.checks_total} passed"),
         names.BRANCH: MetadataValue.text(report.branch),
         names.RUN: MetadataValue.dagster_run(report.run.run_id),

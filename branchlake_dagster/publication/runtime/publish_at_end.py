@@ -44,8 +44,8 @@ time, a third was left with a quarter of a second.
 class NotPublished(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
     """A run was blocked or refused at its end; `main` is as it was.
 
-    The run fails with it, after its steps have succeeded. The reasons are in its text and on the assets'
-    pages.
+    The run fails with it, after its steps have succeeded. Its text has the reasons and what to do: how to see
+    the rows that failed a check, or to launch the run again. The assets' pages have them too.
 
     Examples:
         .. code-block:: python
@@ -134,7 +134,7 @@ class _Publishing(Executor):
                 failure(_reasons(outcome)),
                 branch=outcome.branch,
                 run_id=outcome.run_id,
-                hint="The failed checks stand on the assets' pages, with examples of the rows that fail.",
+                hint=outcome.next_step or None,
             )
         if outcome.action is not PublicationAction.PUBLISHED:
             nothing = outcome.action is PublicationAction.DISCARDED

@@ -1,15 +1,19 @@
 """A run that is not published looks it: the run, its partitions, its asset's page and what backfills see."""
 
+import shlex
 from collections.abc import Sequence
 
 import dagster as dg
 import polars as pl
 import pytest
+from click.testing import CliRunner
 
-from branchlake_dagster.branching.branch.run_tags import STATUS_TAG, Status
+from branchlake_dagster.branching.branch.run_tags import STATUS_TAG, VERDICT_TAG, Status
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.table.spec import CHECK_SCOPE, table_metadata
+from branchlake_dagster.cli import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.gate.next_step import LAUNCH_AGAIN
 from branchlake_dagster.publication.ledger import report_metadata as names
 from branchlake_dagster.publication.reconcile import finish
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
@@ -101,6 +105,23 @@ def test_a_blocked_partition_counts_as_failed_until_it_is_published(
         assert "| tue | 3 |" in told.metadata["branchlake/preview"].value
 
 
+def test_a_blocked_run_names_the_command_that_shows_its_rows(lakehouse: Lakehouse, namespace: str) -> None:
+    values = Values()
+    with project(lakehouse, *daily(namespace, values)) as p:
+        values.rows = [3, -4, -5]
+        run_id = p.run(partition="tue")
+        outcome = p.settle(run_id)
+        _, command = outcome.next_step.rstrip(".").split("branchlake ")
+        environment = {"BRANCHLAKE_STATE_DIR": str(lakehouse.settings.state_dir)}
+        arguments = [*shlex.split(command), "--format", "csv"]
+        done = CliRunner().invoke(main, arguments, env=environment)
+        assert done.exit_code == 0, done.output
+        assert sorted(line.split(",")[1] for line in done.stdout.splitlines()[1:]) == ["-4", "-5", "3"]
+        (failure,) = [one for one in p.instance.all_logs(run_id) if "main is as it was" in one.message]
+        assert outcome.next_step in failure.message
+        assert outcome.next_step in str(p.observations([namespace, "t"])[0].description)
+
+
 def test_a_published_partition_that_is_blocked_anew_counts_as_failed(
     lakehouse: Lakehouse, namespace: str
 ) -> None:
@@ -131,8 +152,12 @@ def test_a_refused_run_fails_and_is_told_apart(lakehouse: Lakehouse, namespace: 
         launch(p, values, [1, 2, 3])
         assert p.settle(late).action == PublicationAction.REFUSED
         assert status_of(p, late) == (dg.DagsterRunStatus.FAILURE, Status.REFUSED)
+        run = p.instance.get_run_by_id(late)
+        assert run is not None
+        assert run.tags[VERDICT_TAG] == "refused"
         (failure,) = [record for record in p.instance.all_logs(late) if "main is as it was" in record.message]
         assert "main changed meanwhile" in failure.message
+        assert LAUNCH_AGAIN in failure.message
         assert p.observations([namespace, "t"])[0].metadata[names.ROWS].value == 3
 
 
