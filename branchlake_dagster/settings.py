@@ -162,6 +162,11 @@ class Settings(BaseSettings):
     require_checks: bool = Field(
         True, description="Block a run that wrote an asset for which no check is defined."
     )
+    unpartitioned_checks: Literal["warn", "error", "allow"] = Field(
+        "warn",
+        description="What a check without partitions_def on a partitioned asset is when definitions load; it"
+        " reads the whole table on every run.",
+    )
     preview_rows: int = Field(
         5, ge=0, le=50, description="Rows of each materialisation that Dagster's pages show; 0: none."
     )

@@ -111,6 +111,7 @@ class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
     default_namespace: str | None = _field("default_namespace")
     require_checks: bool | None = _field("require_checks")
     widen_columns: bool | None = _field("widen_columns")
+    unpartitioned_checks: str | None = _field("unpartitioned_checks")
     preview_rows: int | None = _field("preview_rows")
     publish_interval_s: int | None = _field("publish_interval_s")
     publish_in_run: bool | None = _field("publish_in_run")

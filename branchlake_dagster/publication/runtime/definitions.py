@@ -53,6 +53,10 @@ def branchlake_definitions(
     Raises:
         ConfigurationError: Assets in `definitions` that could not be written or published, each by name.
 
+    Warns:
+        UnpartitionedCheckWarning: A check of a partitioned asset has no `partitions_def`, so it reads the
+            whole table on every run. The setting `unpartitioned_checks` makes it an error, or allows it.
+
     Examples:
         .. code-block:: python
 
@@ -106,6 +110,7 @@ def branchlake_definitions(
         io_manager_key=io_manager_key,
         default_namespace=settings.default_namespace,
         require_checks=settings.require_checks,
+        unpartitioned_checks=settings.unpartitioned_checks,
     )
     return with_executor(merged, publish_at_end(_executor_of(definitions), lakehouse_key=lakehouse_key))
 

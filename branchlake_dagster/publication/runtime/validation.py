@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from dagster import (
     AssetKey,
@@ -21,6 +22,7 @@ from branchlake_dagster.branching.consuming.consumer import Consumer
 from branchlake_dagster.branching.consuming.declaration import declared
 from branchlake_dagster.branching.consuming.steps import consumer_of
 from branchlake_dagster.branching.table.spec import (
+    CHECK_SCOPE,
     REQUIRE_CHECKS,
     TableSpec,
     plain,
@@ -35,22 +37,50 @@ LIVE_INGESTION = "branchlake/live_ingestion"
 """Metadata of an asset that a live ingestion may fill: the ingestion's name."""
 
 
+class UnpartitionedCheckWarning(UserWarning):
+    """A check of a partitioned asset reads the whole table on every run.
+
+    Python's own filters and the setting `unpartitioned_checks` decide whether it is shown.
+
+    Examples:
+        .. code-block:: python
+
+            import warnings
+
+            from branchlake_dagster import UnpartitionedCheckWarning
+
+            warnings.simplefilter("error", UnpartitionedCheckWarning)
+    """
+
+
 def validate(
-    definitions: Definitions, *, io_manager_key: str, default_namespace: str, require_checks: bool
+    definitions: Definitions,
+    *,
+    io_manager_key: str,
+    default_namespace: str,
+    require_checks: bool,
+    unpartitioned_checks: Literal["warn", "error", "allow"] = "error",
 ) -> None:
     """Raise one ConfigurationError that names every asset that could not be written or published.
 
     Looked at are the assets of the IO manager: the table's name, write mode, keys, partition columns,
-    isolation; two assets of one table; with `require_checks` an asset without any check. And the tables of
-    ingestions that have a live run: checks of the user's on them, which that run would not make.
+    isolation; two assets of one table; with `require_checks` an asset without any check; checks of a
+    partitioned asset that have no partitions, for which `unpartitioned_checks` may ask for an
+    UnpartitionedCheckWarning instead, or nothing. And the tables of ingestions that have a live run: checks
+    of the user's on them, which that run would not make.
     """
     graph = definitions.resolve_asset_graph()
-    found = [
-        f"- {key.to_user_string()}: {why}"
-        for key, why in _mistakes(graph, io_manager_key, default_namespace, require_checks)
-    ]
+    mistakes = [*_mistakes(graph, io_manager_key, default_namespace, require_checks)]
+    unpartitioned = [*_unpartitioned_checks(graph, io_manager_key)]
+    if unpartitioned_checks == "error":
+        mistakes += unpartitioned
+    elif unpartitioned_checks == "warn":
+        for key, why in unpartitioned:
+            warnings.warn(f"{key.to_user_string()}: {why}", UnpartitionedCheckWarning, stacklevel=3)
+    found = [f"- {key.to_user_string()}: {why}" for key, why in mistakes]
     if found:
-        count = "one asset" if len(found) == 1 else f"{len(found)} assets"
+        assets = len({key for key, _ in mistakes})
+        count = "one asset" if assets == 1 else f"{assets} assets"
         raise ConfigurationError("\n".join([f"The definitions have mistakes in {count}.", *found]))
 
 
@@ -85,6 +115,25 @@ def _mistakes(
         wanted = plain(node.metadata.get(REQUIRE_CHECKS))
         if key not in checked and (require_checks if wanted is None else wanted):
             yield key, _NO_CHECK
+
+
+def _unpartitioned_checks(graph: AssetGraph, io_manager_key: str) -> Iterator[tuple[AssetKey, str]]:
+    """The checks that read all partitions although nobody has said that they should."""
+    for key in sorted(graph.materializable_asset_keys):
+        node = graph.get(key)
+        if node.partitions_def is None or io_manager_key_of(graph, key) != io_manager_key:
+            continue
+        for check in sorted(node.check_keys, key=lambda one: one.name):
+            its = graph.get(check)
+            if its.partitions_def is None and CHECK_SCOPE not in (its.metadata or {}):
+                yield key, _NO_PARTITIONS.format(check=check.name)
+
+
+_NO_PARTITIONS = (
+    "its check {check} has no partitions_def, so it reads the whole table on every run, and one bad row of an"
+    " old partition blocks every new one. Add partitions_def=… to @dg.asset_check, the same as the asset's;"
+    ' or metadata={{"branchlake/scope": "table"}} if the check is about the whole table.'
+)
 
 
 def _unchecked(graph: AssetGraph, key: AssetKey) -> str | None:

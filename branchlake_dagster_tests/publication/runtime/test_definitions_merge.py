@@ -19,7 +19,9 @@ from branchlake_dagster import (
     sql_check,
     table_metadata,
 )
+from branchlake_dagster.branching.table.spec import CHECK_SCOPE
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.publication.runtime.validation import UnpartitionedCheckWarning
 
 DAYS = dg.DailyPartitionsDefinition("2026-08-01")
 SHELVES = dg.MultiPartitionsDefinition({"day": DAYS, "kind": dg.StaticPartitionsDefinition(["x"])})
@@ -208,6 +210,33 @@ def test_an_asset_without_any_check_is_named(settings: Settings) -> None:
         branchlake_definitions(settings, theirs)
     lenient = settings.model_copy(update={"require_checks": False})
     assert branchlake_definitions(lenient, theirs).get_repository_def()
+
+
+def daily_with_check(**options: Any) -> dg.Definitions:
+    prices = asset("prices", partitions_def=DAYS, metadata=table_metadata(partition_by="day"))
+
+    @dg.asset_check(asset=prices, **options)
+    def positive() -> dg.AssetCheckResult:
+        return dg.AssetCheckResult(passed=True)
+
+    return dg.Definitions(assets=[prices], asset_checks=[positive])
+
+
+def test_a_check_that_reads_all_partitions_unasked_is_reported(settings: Settings) -> None:
+    with pytest.warns(UnpartitionedCheckWarning, match="prices: its check positive has no partitions_def"):
+        branchlake_definitions(settings, daily_with_check())
+    strict = settings.model_copy(update={"unpartitioned_checks": "error"})
+    with pytest.raises(ConfigurationError, match="- prices: its check positive has no partitions_def"):
+        branchlake_definitions(strict, daily_with_check())
+    allowed = settings.model_copy(update={"unpartitioned_checks": "allow"})
+    assert branchlake_definitions(allowed, daily_with_check()).get_repository_def()
+
+
+@pytest.mark.parametrize("options", [{"partitions_def": DAYS}, {"metadata": {CHECK_SCOPE: "table"}}])
+def test_a_check_with_partitions_or_a_scope_is_as_it_should_be(
+    settings: Settings, options: dict[str, Any]
+) -> None:
+    assert branchlake_definitions(settings, daily_with_check(**options)).get_repository_def()
 
 
 def test_all_mistakes_are_told_at_once(settings: Settings) -> None:
