@@ -25,7 +25,7 @@ from branchlake_dagster.cli.main import main
 from branchlake_dagster.cli.receiving.kafka_options import kafka_options
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.receiving.landing import Landing
-from branchlake_dagster.lakehouse.embedded.process import choose_port
+from branchlake_dagster.lakehouse.embedded.ports import choose_port
 from branchlake_dagster_tests.ingest.receiving.harness import landed
 
 COMMAND = [sys.executable, "-c", "from branchlake_dagster.cli import main; main()"]

@@ -31,13 +31,8 @@ from branchlake_dagster.lakehouse.embedded.jars import (
     ivy_module,
     resolve,
 )
-from branchlake_dagster.lakehouse.embedded.process import (
-    LOOPBACK,
-    ProcessRecord,
-    ServerDidNotStart,
-    choose_port,
-    started_s,
-)
+from branchlake_dagster.lakehouse.embedded.ports import LOOPBACK, choose_port, keep_port
+from branchlake_dagster.lakehouse.embedded.process import ProcessRecord, ServerDidNotStart, started_s
 from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK, EmbeddedServers, Endpoints
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
@@ -221,6 +216,21 @@ def test_a_port_in_use_is_told_with_its_setting() -> None:
     assert choose_port(0, setting="x") > 0
 
 
+def test_a_server_keeps_the_port_that_it_first_took(tmp_path: Path) -> None:
+    stored = tmp_path / "nessie.port"
+    port = keep_port(0, stored, setting="x")
+    assert keep_port(0, stored, setting="x") == port
+    with socket.socket() as taken:
+        taken.bind((LOOPBACK, port))
+        taken.listen()
+        other = keep_port(0, stored, setting="x")
+    assert other != port
+    assert keep_port(0, stored, setting="x") == other
+    assert keep_port(port, stored, setting="x") == port
+    stored.write_text("no port")
+    assert keep_port(0, stored, setting="x") > 0
+
+
 def test_copied_jars_have_names_without_versions(tmp_path: Path) -> None:
     source = tmp_path / "iceberg-spark-runtime-4.1_2.13-1.12.0.jar"
     source.write_bytes(b"jar")
@@ -397,7 +407,7 @@ def test_data_survives_a_kill_and_a_down(own_folder: Path, own_lake: Callable[[]
     lake = own_lake()
     main_with_history(lake.nessie)
     lake.catalog().create_namespace("survives")
-    head = lake.nessie.reference("main").hash
+    head, address = lake.nessie.reference("main").hash, lake.endpoints(spark=False).nessie_uri
     record = lake.servers.status()[NESSIE]
     assert record is not None
     assert lake.servers.status()[SPARK] is None
@@ -419,6 +429,7 @@ def test_data_survives_a_kill_and_a_down(own_folder: Path, own_lake: Callable[[]
     assert lake.servers.down() == ()
     assert not revived.alive()
     assert own_lake().nessie.reference("main").hash == head
+    assert own_lake().endpoints(spark=False).nessie_uri == address
 
 
 @pytest.mark.spark

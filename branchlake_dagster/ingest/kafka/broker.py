@@ -21,12 +21,13 @@ from branchlake_dagster.ingest.kafka.cluster import Cluster
 from branchlake_dagster.lakehouse.embedded import process
 from branchlake_dagster.lakehouse.embedded.jars import Jar, resolve, resolve_with_all
 from branchlake_dagster.lakehouse.embedded.java import bundled_java
+from branchlake_dagster.lakehouse.embedded.ports import LOOPBACK, choose_port, keep_port
 from branchlake_dagster.lakehouse.embedded.private import (
     private_folder,
     state_folder,
     write_secret,
 )
-from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ProcessRecord, ServerDidNotStart
+from branchlake_dagster.lakehouse.embedded.process import ProcessRecord, ServerDidNotStart
 from branchlake_dagster.lakehouse.logs.rotation import rotate_by_copy
 from branchlake_dagster.settings import Settings
 
@@ -135,11 +136,9 @@ class EmbeddedKafka:
         stale = ProcessRecord.load(self.record_path)
         if stale and process.stop(stale):
             self._say(f"Stopped a Kafka broker that did not answer (pid {stale.pid}).")
-        wanted = self._settings.kafka_port
-        if not wanted and stale and not process.listening(stale.port):
-            wanted = stale.port  # those who wrote to it find it again
-        port = process.choose_port(wanted, setting="BRANCHLAKE_KAFKA_PORT")
-        controller = process.choose_port(0, setting="the port of Kafka's controller")
+        kept = self.record_path.with_suffix(".port")
+        port = keep_port(self._settings.kafka_port, kept, setting="BRANCHLAKE_KAFKA_PORT")
+        controller = choose_port(0, setting="the port of Kafka's controller")
         home = private_folder(self._root / KAFKA)
         path = self._class_path()
         configuration = home / "server.properties"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +18,12 @@ from pathlib import Path
 
 import psutil
 
-from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
+from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.lakehouse.embedded.ports import LOOPBACK
 from branchlake_dagster.lakehouse.embedded.private import private_folder
 from branchlake_dagster.lakehouse.logs.rotation import rotate_by_copy
 from branchlake_dagster.waiting import holds_within
 
-LOOPBACK = "127.0.0.1"
-_FIRST_PORT, _PORTS, _TRIES = 20_000, 12_000, 50
-"""Below Linux's range for clients, which begins at 32,768."""
 _MARK = "==== started"
 """Separates the runs of a server in its log, so that an error of an earlier one is not quoted."""
 _SAME_START_S = 0.005
@@ -86,36 +83,6 @@ def started_s(pid: int) -> float | None:
             process = psutil.Process(pid)
     except psutil.NoSuchProcess:
         return None
-
-
-def choose_port(wanted: int, *, setting: str) -> int:
-    """`wanted` when it is free, any free port for 0. Raises ConfigurationError when it is taken."""
-    if not wanted:
-        # Not one that the kernel gives away by itself: until a JVM listens, somebody's client had taken it.
-        tried = (_FIRST_PORT + secrets.randbelow(_PORTS) for _ in range(_TRIES))
-        return next((port for port in tried if _free(port)), 0) or _any_port()
-    if not _free(wanted):
-        raise ConfigurationError(
-            f"Port {wanted} on {LOOPBACK} is in use by another program.",
-            hint=f"Stop that program, or set {setting} to another port (0 takes any free one).",
-        )
-    return wanted
-
-
-def _free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError:
-            return False
-        return True
-
-
-def _any_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
 
 
 def launch(

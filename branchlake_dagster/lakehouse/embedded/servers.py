@@ -35,13 +35,14 @@ from branchlake_dagster.lakehouse.embedded.jars import (
 )
 from branchlake_dagster.lakehouse.embedded.java import bundled_java, user_java
 from branchlake_dagster.lakehouse.embedded.place import not_running, note_place, require_place
+from branchlake_dagster.lakehouse.embedded.ports import LOOPBACK, keep_port
 from branchlake_dagster.lakehouse.embedded.private import (
     private_folder,
     require_no_file,
     state_folder,
     write_secret,
 )
-from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, ProcessRecord
+from branchlake_dagster.lakehouse.embedded.process import ProcessRecord
 from branchlake_dagster.lakehouse.embedded.rest_catalog import catalog_environment, catalog_flags
 from branchlake_dagster.lakehouse.embedded.token import credentials, stored
 from branchlake_dagster.lakehouse.logs import spark_log
@@ -233,12 +234,11 @@ class EmbeddedServers:
 
     def _port(self, name: str, wanted: int, starting: tuple[str, ...]) -> int:
         """The port `name` has or will have: the setting, else the last one if still free, else any."""
-        last = ProcessRecord.load(self._record_path(name))
         if name not in starting:
+            last = ProcessRecord.load(self._record_path(name))
             return last.port if last else wanted
-        if not wanted and last and not process.listening(last.port):
-            wanted = last.port
-        return process.choose_port(wanted, setting=f"BRANCHLAKE_{name.upper()}_PORT")
+        kept = self._root / "run" / f"{name}.port"
+        return keep_port(wanted, kept, setting=f"BRANCHLAKE_{name.upper()}_PORT")
 
     def _launch_nessie(self, jars: dict[Jar, Path], port: int) -> ProcessRecord:
         self._say("Starting Nessie …")

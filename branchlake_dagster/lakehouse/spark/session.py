@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.embedded.jars import NESSIE_SERVER
-from branchlake_dagster.lakehouse.embedded.process import LOOPBACK
+from branchlake_dagster.lakehouse.embedded.ports import LOOPBACK
 from branchlake_dagster.lakehouse.embedded.servers import (
     EmbeddedServers,
     Endpoints,

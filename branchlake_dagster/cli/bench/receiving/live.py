@@ -26,7 +26,7 @@ from branchlake_dagster.cli.bench.receiving.process import COMMAND
 from branchlake_dagster.cli.local.dagster_dev import dagster_dev
 from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
-from branchlake_dagster.lakehouse.embedded.process import LOOPBACK, choose_port
+from branchlake_dagster.lakehouse.embedded.ports import LOOPBACK, choose_port
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.waiting import holds_within
