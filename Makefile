@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TEST_WORKERS ?= 4
 export DAGSTER_HOME ?= $(or $(BRANCHLAKE_STATE_DIR),$(CURDIR)/.branchlake)/dagster
 
-.PHONY: help setup demo dev test test-fast test-soak lint types check bench docs lock lock-jars clean
+.PHONY: help setup demo dev test test-fast test-soak lint types check wheel bench docs lock lock-jars clean
 
 help:  ## list what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -71,6 +71,9 @@ types: setup  ## strict type checker
 	$(BIN)/mypy
 
 check: lint types test  ## what CI runs
+
+wheel: setup  ## a wheel of the package, in dist/
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 bench: setup  ## where the time goes
 	$(BIN)/branchlake bench lifecycle

@@ -18,6 +18,7 @@ from dagster._core.remote_origin import (
     RemoteRepositoryOrigin,
 )
 from dagster._core.scheduler.instigation import InstigatorState
+from dagster._core.secrets.env_file import get_env_var_dict
 from dagster._core.storage.partition_status_cache import get_and_update_asset_status_cache_value
 from dagster._core.test_utils import create_run_for_test
 from dagster._core.workspace.context import WorkspaceProcessContext
@@ -59,6 +60,7 @@ __all__ = [
     "execute_run",
     "execute_run_monitoring_iteration",
     "get_and_update_asset_status_cache_value",
+    "get_env_var_dict",
 ]
 
 COMPUTE_LOGS = (

@@ -94,7 +94,9 @@ def new(folder: Path) -> None:
 
     for path in new_project(folder):
         click.echo(path)
-    say(f"Next: cd {folder}, pip install -e '.[dev]', dg check defs, pytest, dg dev.")
+    say(
+        f"Next: cd {folder}; in a virtual environment pip install -e '.[dev]'; dg check defs; pytest; dg dev."
+    )
 
 
 @main.command()

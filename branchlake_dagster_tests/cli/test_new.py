@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from branchlake_dagster.cli.new import new_project
+from branchlake_dagster.cli.new import new_project, requirement_of
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster_tests.dagster_internals import get_env_var_dict
 
 # Processes of dg, seconds each, and one project for all that is done to it.
 pytestmark = pytest.mark.nessie
 
+_ROOT = Path(__file__).parents[2]
 PLAIN = """\
 from pathlib import Path
 
@@ -138,6 +143,75 @@ def test_a_scaffolded_component_brings_the_machinery(project: Path, tmp_path: Pa
     assert keys(told, "resources") == {"archive_lakehouse", "archive_spark", "io_manager"}
     yaml.write_text(yaml.read_text().replace("keep_failed_hours", "keep_failed_ours"))
     assert "unknown setting keep_failed_ours" in dg_says(plain, "check", "defs", expect=1)
+
+
+@pytest.mark.parametrize(
+    ("direct_url", "requirement"),
+    [
+        (None, "branchlake_dagster[embedded,query,ui]>=0.1.0"),
+        (
+            {"url": "file:///src/branchlake", "dir_info": {"editable": True}},
+            "branchlake_dagster[embedded,query,ui] @ file:///src/branchlake",
+        ),
+        (
+            {"url": "https://git.example.org/b.git", "vcs_info": {"vcs": "git", "commit_id": "4f6c"}},
+            "branchlake_dagster[embedded,query,ui] @ git+https://git.example.org/b.git@4f6c",
+        ),
+    ],
+)
+def test_a_project_depends_on_the_package_that_made_it(
+    direct_url: Mapping[str, object] | None, requirement: str
+) -> None:
+    assert requirement_of(json.dumps(direct_url) if direct_url else None, "0.1.0") == requirement
+
+
+def test_dagsters_home_is_in_the_project_unless_the_shell_names_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_project(tmp_path / "shop")
+    monkeypatch.delenv("DAGSTER_HOME", raising=False)
+    home = get_env_var_dict(str(tmp_path / "shop"))["DAGSTER_HOME"]
+    assert home == str(tmp_path / "shop" / ".branchlake" / "dagster")
+    assert Path(home).is_dir()
+    monkeypatch.setenv("DAGSTER_HOME", "/elsewhere")
+    assert get_env_var_dict(str(tmp_path / "shop"))["DAGSTER_HOME"] == "/elsewhere"
+
+
+def test_it_is_installed_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    """From a wheel; whatever else it needs is taken from the environment of the tests, without an index."""
+    source = tmp_path / "source"
+    for name in ("setup.cfg", "pyproject.toml", "README.md"):
+        source.mkdir(exist_ok=True)
+        shutil.copy(_ROOT / name, source / name)
+    shutil.copytree(
+        _ROOT / "branchlake_dagster",
+        source / "branchlake_dagster",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    pip = ["-m", "pip", "--disable-pip-version-check"]
+    wheel = [
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(tmp_path),
+        str(source),
+    ]
+    said(tmp_path, [sys.executable, *pip, *wheel], 0, {})
+    (built,) = tmp_path.glob("*.whl")
+    told = json.dumps({"url": built.as_uri(), "archive_info": {}})
+    new_project(tmp_path / "my-shop", requirement=requirement_of(told, "0.1.0"))
+    venv.create(tmp_path / "own", with_pip=True)
+    python = tmp_path / "own" / "bin" / "python"
+    (packages,) = (tmp_path / "own" / "lib").glob("*/site-packages")
+    (packages / "tests.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    bare = {"PYTHONPATH": ""}
+    install = ["install", "--quiet", "--no-index", "--no-build-isolation", "-e", ".[dev]"]
+    said(tmp_path / "my-shop", [str(python), *pip, *install], 0, bare)
+    found = "import branchlake_dagster as package, inspect, my_shop; print(inspect.getfile(package))"
+    assert said(tmp_path, [str(python), "-P", "-c", found], 0, bare).startswith(str(packages))
+    (packages / "branchlake_dagster" / "cli" / "template" / ".env.template").stat()
 
 
 @pytest.mark.parametrize("name", ["2shops", "class", "sh/op$"])
