@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
     from branchlake_dagster.publication.runtime.publish import RunOutcome, publish
     from branchlake_dagster.publication.runtime.publish_at_end import NotPublished, publish_at_end
-    from branchlake_dagster.publication.runtime.validation import UnpartitionedCheckWarning
+    from branchlake_dagster.publication.runtime.validation import DefinitionsWarning
     from branchlake_dagster.query.connection import connect
     from branchlake_dagster.settings import Settings
 
@@ -60,6 +60,7 @@ __all__ = [
     "Changes",
     "CommittedOffsets",
     "Decoded",
+    "DefinitionsWarning",
     "Ingest",
     "IngestTable",
     "Json",
@@ -75,7 +76,6 @@ __all__ = [
     "StartingOffsets",
     "Terminal",
     "Transient",
-    "UnpartitionedCheckWarning",
     "WarmRunLauncher",
     "awaiting_verdict",
     "branchlake_definitions",
@@ -144,7 +144,7 @@ _HOMES = {
     "publication.runtime.definitions": ("branchlake_definitions",),
     "publication.runtime.publish": ("RunOutcome", "publish"),
     "publication.runtime.publish_at_end": ("NotPublished", "publish_at_end"),
-    "publication.runtime.validation": ("UnpartitionedCheckWarning",),
+    "publication.runtime.validation": ("DefinitionsWarning",),
     "query.connection": ("connect",),
     "settings": ("Settings",),
 }

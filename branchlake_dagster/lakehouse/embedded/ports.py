@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.lakehouse.embedded.private import private_folder
 from branchlake_dagster.waiting import holds_within
 
 LOOPBACK = "127.0.0.1"
@@ -40,7 +41,7 @@ def keep_port(wanted: int, path: Path, *, setting: str) -> int:
     if stored and holds_within(_PATIENCE_S, lambda: _is_free(stored), every_s=0.02):
         wanted = stored
     port = choose_port(wanted, setting=setting)
-    path.write_text(f"{port}\n")
+    (private_folder(path.parent) / path.name).write_text(f"{port}\n")
     return port
 
 

@@ -54,8 +54,9 @@ def branchlake_definitions(
         ConfigurationError: Assets in `definitions` that could not be written or published, each by name.
 
     Warns:
-        UnpartitionedCheckWarning: A check of a partitioned asset has no `partitions_def`, so it reads the
-            whole table on every run. The setting `unpartitioned_checks` makes it an error, or allows it.
+        DefinitionsWarning: A check of a partitioned asset has no `partitions_def`, so it reads the
+            whole table on every run; the setting `unpartitioned_checks` makes it an error, or allows it. Or
+            an asset has a metadata key that nobody reads.
 
     Examples:
         .. code-block:: python

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -19,11 +20,18 @@ from dagster import (
 )
 
 from branchlake_dagster.branching.consuming.consumer import Consumer
-from branchlake_dagster.branching.consuming.declaration import declared
+from branchlake_dagster.branching.consuming.declaration import CONSUMES, declared
 from branchlake_dagster.branching.consuming.steps import consumer_of
 from branchlake_dagster.branching.table.spec import (
     CHECK_SCOPE,
+    EXCLUSIVE,
+    ISOLATION,
+    KEYS,
+    LAYOUT,
+    PREVIEW_ROWS,
+    PROPERTIES,
     REQUIRE_CHECKS,
+    WRITE_MODE,
     TableSpec,
     plain,
     table_name,
@@ -35,21 +43,40 @@ from branchlake_dagster.wording import agree, named
 
 LIVE_INGESTION = "branchlake/live_ingestion"
 """Metadata of an asset that a live ingestion may fill: the ingestion's name."""
+_PREFIX = "branchlake/"
+_KNOWN = frozenset(
+    (
+        WRITE_MODE,
+        KEYS,
+        REQUIRE_CHECKS,
+        ISOLATION,
+        EXCLUSIVE,
+        PREVIEW_ROWS,
+        LAYOUT,
+        PROPERTIES,
+        CONSUMES,
+        LIVE_INGESTION,
+    )
+)
+"""The metadata keys of assets that are read."""
+_ARGUMENTS = frozenset(("write_mode", "partition_by", "require_checks"))
+"""Of `table_metadata`; the others are words that other metadata may use."""
 
 
-class UnpartitionedCheckWarning(UserWarning):
-    """A check of a partitioned asset reads the whole table on every run.
+class DefinitionsWarning(UserWarning):
+    """Something in the definitions is probably not meant so.
 
-    Python's own filters and the setting `unpartitioned_checks` decide whether it is shown.
+    A check of a partitioned asset reads the whole table on every run; or an asset has a metadata key that
+    nobody reads. Python's own filters decide whether it is shown.
 
     Examples:
         .. code-block:: python
 
             import warnings
 
-            from branchlake_dagster import UnpartitionedCheckWarning
+            from branchlake_dagster import DefinitionsWarning
 
-            warnings.simplefilter("error", UnpartitionedCheckWarning)
+            warnings.simplefilter("error", DefinitionsWarning)  # as in tests
     """
 
 
@@ -65,8 +92,9 @@ def validate(
 
     Looked at are the assets of the IO manager: the table's name, write mode, keys, partition columns,
     isolation; two assets of one table; with `require_checks` an asset without any check; checks of a
-    partitioned asset that have no partitions, for which `unpartitioned_checks` may ask for an
-    UnpartitionedCheckWarning instead, or nothing. And the tables of ingestions that have a live run: checks
+    partitioned asset that have no partitions, for which `unpartitioned_checks` may ask for a
+    DefinitionsWarning instead, or nothing. Metadata keys that look like arguments of `table_metadata` are a
+    DefinitionsWarning. And the tables of ingestions that have a live run: checks
     of the user's on them, which that run would not make.
     """
     graph = definitions.resolve_asset_graph()
@@ -76,7 +104,9 @@ def validate(
         mistakes += unpartitioned
     elif unpartitioned_checks == "warn":
         for key, why in unpartitioned:
-            warnings.warn(f"{key.to_user_string()}: {why}", UnpartitionedCheckWarning, stacklevel=3)
+            warnings.warn(f"{key.to_user_string()}: {why}", DefinitionsWarning, stacklevel=3)
+    for key, why in _bare_metadata(graph, io_manager_key):
+        warnings.warn(f"{key.to_user_string()}: {why}", DefinitionsWarning, stacklevel=3)
     found = [f"- {key.to_user_string()}: {why}" for key, why in mistakes]
     if found:
         assets = len({key for key, _ in mistakes})
@@ -107,6 +137,9 @@ def _mistakes(
             continue
         if why := _dimensions(spec, node.partitions_def):
             yield key, why
+        for name in sorted(one for one in node.metadata if one.startswith(_PREFIX)):
+            if name not in _KNOWN:
+                yield key, f"its metadata key {name} is read by nobody{_did_you_mean(name)}"
         if why := _consumed(graph, key, default_namespace):
             yield key, why
         if (other := tables.setdefault(spec.identifier, key)) != key:
@@ -127,6 +160,20 @@ def _unpartitioned_checks(graph: AssetGraph, io_manager_key: str) -> Iterator[tu
             its = graph.get(check)
             if its.partitions_def is None and CHECK_SCOPE not in (its.metadata or {}):
                 yield key, _NO_PARTITIONS.format(check=check.name)
+
+
+def _bare_metadata(graph: AssetGraph, io_manager_key: str) -> Iterator[tuple[AssetKey, str]]:
+    """Metadata keys that are arguments of `table_metadata`, written as they are."""
+    for key in sorted(graph.materializable_asset_keys):
+        if io_manager_key_of(graph, key) != io_manager_key:
+            continue
+        for name in sorted(_ARGUMENTS & graph.get(key).metadata.keys()):
+            yield key, f"its metadata key {name} is read by nobody. Write metadata=table_metadata({name}=…)."
+
+
+def _did_you_mean(name: str) -> str:
+    close = difflib.get_close_matches(name, _KNOWN, n=1)
+    return f". Did you mean {close[0]}?" if close else ". Its own keys are set by table_metadata(…)."
 
 
 _NO_PARTITIONS = (

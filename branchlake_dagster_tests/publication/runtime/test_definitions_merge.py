@@ -21,7 +21,7 @@ from branchlake_dagster import (
 )
 from branchlake_dagster.branching.table.spec import CHECK_SCOPE
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.publication.runtime.validation import UnpartitionedCheckWarning
+from branchlake_dagster.publication.runtime.validation import DefinitionsWarning
 
 DAYS = dg.DailyPartitionsDefinition("2026-08-01")
 SHELVES = dg.MultiPartitionsDefinition({"day": DAYS, "kind": dg.StaticPartitionsDefinition(["x"])})
@@ -184,6 +184,10 @@ MISTAKES = {
         asset(partitions_def=DAYS, metadata=table_metadata(partition_by={"day": "ts"})),
         r"t: it names columns by dimension, but its partitions have one dimension",
     ),
+    "a metadata key that nobody reads": (
+        asset(metadata={"branchlake/write_mod": "append"}),
+        r"t: its metadata key branchlake/write_mod is read by nobody\. Did you mean branchlake/write_mode\?",
+    ),
     "a name that is no table": (asset(key=["a", ".."]), r"a/\.\.: .* can name no table"),
 }
 
@@ -223,13 +227,20 @@ def daily_with_check(**options: Any) -> dg.Definitions:
 
 
 def test_a_check_that_reads_all_partitions_unasked_is_reported(settings: Settings) -> None:
-    with pytest.warns(UnpartitionedCheckWarning, match="prices: its check positive has no partitions_def"):
+    with pytest.warns(DefinitionsWarning, match="prices: its check positive has no partitions_def"):
         branchlake_definitions(settings, daily_with_check())
     strict = settings.model_copy(update={"unpartitioned_checks": "error"})
     with pytest.raises(ConfigurationError, match="- prices: its check positive has no partitions_def"):
         branchlake_definitions(strict, daily_with_check())
     allowed = settings.model_copy(update={"unpartitioned_checks": "allow"})
     assert branchlake_definitions(allowed, daily_with_check()).get_repository_def()
+
+
+def test_an_argument_of_table_metadata_as_a_bare_key_is_reported(settings: Settings) -> None:
+    wrong = asset(metadata={"write_mode": "append"})
+    theirs = dg.Definitions(assets=[wrong], asset_checks=[checked(wrong)])
+    with pytest.warns(DefinitionsWarning, match=r"table_metadata\(write_mode=…\)"):
+        branchlake_definitions(settings, theirs)
 
 
 @pytest.mark.parametrize("options", [{"partitions_def": DAYS}, {"metadata": {CHECK_SCOPE: "table"}}])
