@@ -9,15 +9,15 @@ from pathlib import Path
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.wording import counted
 
-_RECENT_S = 90.0
-"""Dagster's daemon beats every 30 s."""
+_RECENT_S = 45.0
+"""Dagster's daemon writes a heartbeat every 30 s."""
 
 
 def still_used(settings: Settings) -> str | None:
-    """What will happen to the Dagster that works on this lake, in words; None when none does.
+    """What will happen to a Dagster daemon that works on this lake, in words; None if none does.
 
-    It is known by its daemon's heartbeat, wherever it runs. Asked of Dagster's home if there is one: none is
-    made here.
+    It is known by its heartbeat in Dagster's storage, wherever it runs; so one that ended less than 45 s ago
+    may still run as far as this can tell, and the text says so. No Dagster home is made here.
     """
     home = Path(os.environ.get("DAGSTER_HOME") or settings.state_dir / "dagster")
     if not (home / "dagster.yaml").exists():
@@ -33,7 +33,7 @@ def still_used(settings: Settings) -> str | None:
         return None
     runs = f" Its {counted(running, 'running run')} will fail." if running else ""
     return (
-        f"A Dagster daemon works on this lake (its last sign of life is {min(ages):.0f} s old).{runs}"
-        " Its publication sensor and its runs start the servers again within seconds: end `dagster dev` first"
+        f"A Dagster daemon worked on this lake {min(ages):.0f} s ago.{runs} If you have not ended it since,"
+        " its publication sensor and its runs start the servers again within seconds: end `dagster dev` first"
         " for them to stay down."
     )
