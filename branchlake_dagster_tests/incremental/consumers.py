@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import date, timedelta
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import pyarrow as pa
@@ -38,6 +39,7 @@ PAIRS = TimeWindowPartitionsDefinition(
     start="2026-01-01", end="2026-01-07", cron_schedule="0 0 */2 * *", fmt="%Y-%m-%d"
 )
 """Two days each, whose keys are those of days."""
+ALL_DAYS = DAYS.get_partition_keys()
 Rows = Mapping[str, Counter[Row]]
 """By input."""
 
@@ -70,6 +72,8 @@ class Kind:
     definition: PartitionsDefinition[str] | None = None
     by_day: bool = False
     """Whether its results are of days, however they are partitioned."""
+    from_start: bool = False
+    """Whether the result of a day is that of the day before it and the rows of the day."""
 
     @cached_property
     def consumer(self) -> Consumer:
@@ -87,6 +91,8 @@ class Kind:
             how["keys"] = ["key"]
         if self.pattern == "range" and self.definition is None:
             how["on"] = "day"
+        if self.from_start:
+            how["from_start"] = True
         told = table_metadata(**mode) | consumes(
             {AssetKey(["shop", name]): self.pattern for name in self.inputs}, **how
         )
@@ -115,6 +121,30 @@ class Kind:
 
     def result(self, rows: Rows) -> dict[Any, Any]:
         """The whole computation over these rows."""
+        found = self.of_rows(rows)
+        return (
+            self.totals(found, frozenset(map(date.fromisoformat, ALL_DAYS)), {}) if self.from_start else found
+        )
+
+    @staticmethod
+    def totals(
+        sums: Mapping[Any, list[int]], days: Iterable[date], earlier: Mapping[Any, list[int]]
+    ) -> dict[Any, Any]:
+        """The totals up to each of some days, from its sums and the totals up to the day before it.
+
+        A day before which there was nothing has none.
+        """
+        found: dict[Any, Any] = {}
+        for day in sorted(days):
+            before = found.get(day - timedelta(1)) or earlier.get(day - timedelta(1)) or []
+            own = sums.get(day) or []
+            total = [sum(pair) for pair in zip_longest(before, own, fillvalue=0)]
+            if any(total):
+                found[day] = total
+        return found
+
+    def of_rows(self, rows: Rows) -> dict[Any, Any]:
+        """What these rows alone give."""
         found: dict[Any, Any] = {}
         for number, name in enumerate(self.inputs):
             for row, count in rows[name].items():
@@ -182,7 +212,12 @@ class Step:
         loaded = {one.key.path[-1]: self._loaded(one) for one in consumption.inputs.values()}
         if kind.pattern == "rows":
             return self._of_rows(loaded)
-        new = kind.result({name: Counter(rows_of(rows)) for name, rows in loaded.items()})
+        new = kind.of_rows({name: Counter(rows_of(rows)) for name, rows in loaded.items()})
+        if kind.from_start:
+            places = kind.places(consumption.partitions)
+            held = self.run.lake.states[self.run.base].get(kind.name)
+            kept = held.kept if held is not None else {}
+            return Change(places, kind.totals(new, places, {day: kept[day] for day in kept.keys() - places}))
         if kind.definition is not None:
             return Change(kind.places(consumption.partitions), new)
         if consumption.whole:

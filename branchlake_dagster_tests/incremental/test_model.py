@@ -53,6 +53,7 @@ _WANTED = (
     *("discarded", "published", "caught up"),
     *(f"{pattern} of {what}" for pattern in ("rows", "keys", "range") for what in ("a change", "everything")),
     *(f"{pattern} of a change again" for pattern in ("rows", "keys", "range")),
+    *("range of a change in order", "range of everything in order"),
     *("lost: rolled back", "lost: dropped and created again", "lost: its snapshots have expired"),
     *("refused: another run of this consumer was published first", "both tables", "rows beyond main"),
     "refused: the same rows were replaced meanwhile",
@@ -203,6 +204,12 @@ _BUGS: dict[str, Any] = {
         (positions, "advance", _only_the_floor),
     ),
     "appending runs do not meet": (positions, "advance", _only_the_floor),
+    "results of an earlier day are forgotten": (
+        pending_partitions,
+        "_computed_from_others",
+        lambda *_: set(),
+    ),
+    "later days do not follow": (pending_partitions, "following", lambda _, found, __: set(found)),
 }
 """What to put in whose place."""
 
@@ -231,6 +238,8 @@ _SHOWS_AT: dict[str, int] = {
     "a lost floor never moves again": 66,
     "runs of one consumer look alike": 6,
     "appending runs do not meet": 6,
+    "results of an earlier day are forgotten": 15,
+    "later days do not follow": 4,
 }
 """The seed of a history that shows each of them. Where it does not any more, those after it are searched."""
 

@@ -35,6 +35,11 @@ class Consumer:
         """Whether each of its partitions has a position of its own."""
         return self.definition is not None and bool(self.spec.columns_by_dimension)
 
+    @property
+    def in_order(self) -> bool:
+        """Whether each partition is computed from the one before it, which has to be published first."""
+        return self.by_partition and self.declaration.from_start
+
     def reach_of(self, key: AssetKey) -> Reach:
         """How far the results depend on rows of an input beside their own."""
         return self.reaches.get(key, Reach())

@@ -19,10 +19,14 @@ from branchlake_dagster.branching.consuming.consumer import Consumer, Identifier
 from branchlake_dagster.branching.consuming.declaration import Pattern
 from branchlake_dagster.branching.consuming.pending import (
     Backlog,
+    Batch,
     PartitionChange,
+    batches,
     changes_by_partition,
+    following,
     is_covered,
     pending,
+    predecessors,
 )
 from branchlake_dagster.branching.consuming.positions import Consumed, Positions, Update
 from branchlake_dagster.branching.consuming.redefinition import extent, fitting, identity
@@ -330,9 +334,14 @@ class Consumption:
         `at` is the snapshot of the asset's table that holds the result.
         """
         told = replace(self._told(), at=at)
-        if not self.whole and all(
-            (held := self._consumed(partition)) is not None and held.inputs == told.inputs
-            for partition in self.partitions or (None,)
+        # A result that others are computed from is recorded whatever it was computed for: they follow it.
+        if (
+            not self.consumer.in_order
+            and not self.whole
+            and all(
+                (held := self._consumed(partition)) is not None and held.inputs == told.inputs
+                for partition in self.partitions or (None,)
+            )
         ):
             return Update({})  # two runs that find nothing to consume may both be published
         definition = self.consumer.definition
@@ -342,7 +351,65 @@ class Consumption:
         each = self.consumer.spec.write_mode == "append"
         extents = {one: extent(definition, one) for one in self.partitions}
         left = self._pending()
-        return records.advance(self.positions, told, self.partitions, left, each=each, extents=extents)
+        if not self.consumer.in_order:
+            return records.advance(self.positions, told, self.partitions, left, each=each, extents=extents)
+        if left is not None:
+            left |= following(definition, self.partitions, self._every)
+        runs = {one: self._run_before(one, told.run_id) for one in self.partitions}
+        return records.advance(
+            self.positions, told, self.partitions, left, each=each, extents=extents, follows=runs
+        )
+
+    @property
+    def _every(self) -> Sequence[str]:
+        """All partitions of the asset, each time as they are now."""
+        definition = self.consumer.definition
+        return definition.get_partition_keys(dynamic_partitions_store=self.instance) if definition else ()
+
+    @cached_property
+    def _predecessors(self) -> Mapping[str, str]:
+        definition = self.consumer.definition
+        return predecessors(definition, self._every) if definition is not None else {}
+
+    def _run_before(self, partition: str, own: str) -> str:
+        """The run whose result of the partition before it a partition is computed from; `own` is this run."""
+        before = self._predecessors.get(partition)
+        return own if before in self.partitions else self.run_before(partition)
+
+    def run_before(self, partition: str) -> str:
+        """The run that computed the partition before this one, as `main` has it; empty: none did."""
+        before = self._predecessors.get(partition)
+        return self.positions.run_of(before, lambda: self._covered(before)) if before is not None else ""
+
+    @property
+    def waits_for(self) -> str | None:
+        """A partition before the run's that has something left, so that the run's are computed too early.
+
+        They are computed again after it. None if there is none, or partitions are not computed in order.
+        """
+        definition = self.consumer.definition
+        if not self.consumer.in_order or definition is None:
+            return None
+        left = (self._pending() or set()) - {*self.partitions}
+        return next(
+            (
+                one
+                for (one,) in (batch.partitions for batch in self.batches(left, 1))
+                if not {*self.partitions}.isdisjoint(following(definition, {one}, self._every))
+            ),
+            None,
+        )
+
+    def batches(self, left: Iterable[str], most: int | None) -> list[Batch]:
+        """The partitions that are left, as runs can compute them beside each other.
+
+        Each by itself; or, where each is computed from the one before it, the first `most` (None: all) of
+        those that follow each other.
+        """
+        definition, partitions = self.consumer.definition, {*left}
+        if definition is None or not self.consumer.in_order:
+            return [Batch((one,)) for one in sorted(partitions)]
+        return batches(definition, partitions, self._every, most)
 
     def once(self, name: str, make: Callable[[], Known]) -> Known:
         """What `make` gives, which is asked for once: inputs and output of a step need the same."""

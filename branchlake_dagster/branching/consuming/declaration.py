@@ -124,9 +124,10 @@ def consumes(
             or time stamp column of the inputs. (default: the name of the asset's own column)
         into (Optional[str]): The column of the asset's table that `on` becomes. A date column takes whole
             days of it. (default: the asset's partition column, else `on`)
-        from_start (bool): For `range` without partitions: recompute from the smallest changed value on, not
-            only where rows have changed. For running totals and sessions: a row that comes three days late
-            changes all that follows. Earlier rows of its own table the asset reads itself. (default: False)
+        from_start (bool): For `range`: recompute from the smallest changed value on, not only where rows have
+            changed. For running totals and sessions: a row that comes three days late changes all that
+            follows. The asset reads earlier rows from its own table. Partitions must be in time; they are
+            computed in order, each when the one before it is published. (default: False)
         widen (Optional[timedelta | Tuple[timedelta, timedelta]]): How much earlier, and how much later, the
             rows may be on which a result depends; one value alone: earlier. For moving averages and the like,
             with `range`, or with `keys` and partitions in time. The asset gets the rows of its partitions or

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
 
-from dagster import DagsterInstance, PartitionsDefinition
+from dagster import (
+    DagsterInstance,
+    MultiPartitionsDefinition,
+    PartitionsDefinition,
+    TimeWindowPartitionsDefinition,
+)
 
-from branchlake_dagster.branching.consuming.affected import PartitionFinder, affected, covers
+from branchlake_dagster.branching.consuming.affected import PartitionFinder, affected, covers, dimensions
 from branchlake_dagster.branching.consuming.consumer import Consumer, Input
 from branchlake_dagster.branching.consuming.positions import Consumed, Positions
 from branchlake_dagster.branching.consuming.redefinition import shares_rows
@@ -39,7 +45,8 @@ def pending(backlog: Backlog) -> set[str]:
     """The partitions for which an input has changes that were not consumed.
 
     Those ahead of the rest are asked for one by one, those that came later than the rest by whether their
-    inputs have files for them. Raises ChangeLost, unless `lost_is_all`.
+    inputs have files for them. Where each partition is computed from the one before it, all partitions from
+    the first of them on, see `following`. Raises ChangeLost, unless `lost_is_all`.
     """
     definition = _definition(backlog)
     positions = backlog.positions
@@ -53,7 +60,97 @@ def pending(backlog: Backlog) -> set[str]:
         key for key in every if key not in positions.partitions and not is_covered(positions, definition, key)
     ]
     left = {key for key in new if _may_be_left(positions, definition, key)}
-    return (found | left | _with_rows(backlog, [key for key in new if key not in left])) & set(every)
+    found = (found | left | _with_rows(backlog, [key for key in new if key not in left])) & set(every)
+    if not backlog.consumer.in_order:
+        return found
+    return following(definition, found | _computed_from_others(positions, definition, every, {*new}), every)
+
+
+def chains(definition: PartitionsDefinition[str], keys: Iterable[str]) -> list[list[str]]:
+    """Partitions in the order of time, for each combination of keys of the other dimensions by itself.
+
+    `keys` come in the order of the definition, which is that of time.
+    """
+    if not isinstance(definition, MultiPartitionsDefinition):
+        return [[*keys]]
+    others = [
+        name
+        for name, part in dimensions(definition).items()
+        if not isinstance(part, TimeWindowPartitionsDefinition)
+    ]
+    found: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for key in keys:
+        values = definition.get_partition_key_from_str(key).keys_by_dimension
+        found[tuple(values[name] for name in others)].append(key)
+    return [*found.values()]
+
+
+def following(
+    definition: PartitionsDefinition[str], partitions: Collection[str], every: Iterable[str]
+) -> set[str]:
+    """These partitions, and all that come after one of them in its chain."""
+    found: set[str] = set()
+    for chain in chains(definition, every):
+        first = next((number for number, key in enumerate(chain) if key in partitions), len(chain))
+        found.update(chain[first:])
+    return found
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The partitions that one run can compute now, and those that wait until it is published."""
+
+    partitions: tuple[str, ...]
+    waiting: tuple[str, ...] = ()
+
+
+def batches(
+    definition: PartitionsDefinition[str],
+    left: Collection[str],
+    every: Iterable[str],
+    most: int | None,
+) -> list[Batch]:
+    """By chain the first `most` of the partitions that are left, all with None, and those after them."""
+    found = ([key for key in chain if key in left] for chain in chains(definition, every))
+    ends = ((part, len(part) if most is None else most) for part in found if part)
+    return [Batch(tuple(part[:end]), tuple(part[end:])) for part, end in ends]
+
+
+def predecessors(definition: PartitionsDefinition[str], every: Iterable[str]) -> dict[str, str]:
+    """By partition the one before it in its chain; the first ones are not in it."""
+    return {key: before for chain in chains(definition, every) for before, key in pairwise(chain)}
+
+
+def _run_of(positions: Positions, partition: str | None, new: Collection[str]) -> str:
+    return positions.run_of(partition, lambda: partition not in new) if partition is not None else ""
+
+
+def _computed_from_others(
+    positions: Positions, definition: PartitionsDefinition[str], every: Sequence[str], new: Collection[str]
+) -> set[str]:
+    """The partitions that are not computed from the present result of the one before them.
+
+    A result that was computed again, for whatever reason, has another run. A partition without an entry was
+    as current as the one before it when the whole table was; and a new one comes after those that were
+    computed even if its inputs have no row for it.
+    """
+    found = {*positions.void}
+    for chain in chains(definition, every):
+        computed = False
+        before: str | None = None
+        for key in chain:
+            own = positions.partitions.get(key)
+            if own is not None:
+                stale = own.follows != _run_of(positions, before, new)
+            elif key in new:
+                stale = computed
+            else:
+                stale = before is not None and before in positions.partitions
+            if stale:
+                found.add(key)
+                break  # all that follow are stale with it
+            computed, before = computed or key not in new, key
+    return found
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ class Consumed:
     """What the partitions were then, see `redefinition.identity`; empty: not recorded, or there were none."""
     extent: Mapping[str, str] = field(default_factory=dict)
     """Of one partition: what it held then, see `redefinition.extent`."""
+    follows: str = ""
+    """Of one partition that is computed from the one before it: the run that had computed that one then."""
     turned: bool = False
     """Says nothing, and is the other way round after each run that left the floor: see `advance`."""
 
@@ -53,6 +55,7 @@ class Consumed:
                 **({"at": self.at} if self.at is not None else {}),
                 **({"definition": dict(self.definition)} if self.definition else {}),
                 **({"extent": dict(self.extent)} if self.extent else {}),
+                **({"follows": self.follows} if self.follows else {}),
                 **({"turned": True} if self.turned else {}),
             },
             separators=(",", ":"),
@@ -71,6 +74,7 @@ class Consumed:
             told.get("at"),
             told.get("definition", {}),
             told.get("extent", {}),
+            told.get("follows", ""),
             told.get("turned", False),
         )
 
@@ -110,6 +114,14 @@ class Positions:
         if partition in self.partitions:
             return self.partitions[partition]
         return self.floor if self.floor is not None and covered() else None
+
+    def run_of(self, partition: str, covered: Callable[[], bool]) -> str:
+        """The run that computed a partition, as far as the positions tell it; empty: none did.
+
+        Partitions that stand where the table as a whole does have the run that moved the table.
+        """
+        consumed = self.of(partition, covered)
+        return consumed.run_id if consumed is not None else ""
 
 
 def property_of(partition: str | None) -> str:
@@ -155,6 +167,7 @@ def advance(
     *,
     each: bool = False,
     extents: Mapping[str, Mapping[str, str]] | None = None,
+    follows: Mapping[str, str] | None = None,
 ) -> Update:
     """The properties after a run that consumed up to `now` for these partitions.
 
@@ -163,10 +176,14 @@ def advance(
     an entry of its own; `each` sets those of the run all the same, so that it meets every other run of one
     of them. And a run that leaves the floor turns it, so that it meets those that moved it meanwhile: they
     may have taken away the entries that it would have met. Two that turn it say the same.
-    `extents` are what the partitions hold.
+    `extents` are what the partitions hold, `follows` the runs that had computed the partitions before them,
+    where each is computed from the one before it.
     """
-    by_partition = extents or {}
-    mine = {property_of(one): replace(now, extent=by_partition.get(one, {})).text() for one in partitions}
+    entries = {
+        one: replace(now, extent=(extents or {}).get(one, {}), follows=(follows or {}).get(one, ""))
+        for one in partitions
+    }
+    mine = {property_of(one): entry.text() for one, entry in entries.items()}
     if mine and (affected is None or not {property_of(one) for one in affected} <= mine.keys()):
         floor = positions.floor if each else None
         return Update(mine | ({CONSUMED: replace(floor, turned=not floor.turned).text()} if floor else {}))

@@ -106,7 +106,31 @@ def consumer_of(
     consumer = Consumer(asset, table, declaration, inputs, definition, reaches)
     if wrong := _reaches_too_far(consumer):
         raise ConfigurationError(f"consumes() of {asset}: {wrong}", table=table.name)
+    if wrong := _has_no_order(consumer):
+        raise ConfigurationError(
+            f"consumes() of {asset}: {wrong}",
+            table=table.name,
+            hint="Partition it by time, and name that dimension's column in partition_by; or leave its"
+            " partitions out.",
+        )
     return consumer
+
+
+def _has_no_order(consumer: Consumer) -> str | None:
+    """What is wrong with partitions that would each be computed from the one before it."""
+    if not consumer.declaration.from_start or consumer.definition is None:
+        return None
+    in_time = [
+        name
+        for name, part in dimensions(consumer.definition).items()
+        if isinstance(part, TimeWindowPartitionsDefinition) and name in consumer.spec.columns_by_dimension
+    ]
+    if len(in_time) == 1:
+        return None
+    return (
+        "with from_start=True each partition is computed from the one before it, so exactly one dimension of"
+        f" its partitions must be windows of time with a column, and {len(in_time)} are."
+    )
 
 
 def _reaches_too_far(consumer: Consumer) -> str | None:
@@ -141,11 +165,6 @@ def _mistake(declaration: Declaration, table: TableSpec, *, partitioned: bool) -
     if "range" in declaration.patterns:
         if mode in ("append", "upsert"):
             return f"what is computed of changed ranges replaces them, and its write mode is {mode}."
-        if partitioned and declaration.from_start:
-            return (
-                "from_start=True is for assets without partitions: partitions are computed beside each other,"
-                " and each would need the one before it."
-            )
         if not partitioned and not declaration.range_column:
             return (
                 "the pattern `range` of an asset without partitions needs on=…, or into=… where its inputs"

@@ -76,16 +76,18 @@ CONSUMED_FILES = "branchlake/consumed_files"
 CONSUMED = "branchlake/consumed"
 CONSUMED_COMMITS = "branchlake/consumed_commits"
 CHANGED_RANGE = "branchlake/changed_range"
+WAITS_FOR = "branchlake/waits_for_partition"
 _MOST_COMMITS = 100
 """Rows of a table on an asset's page."""
 
 
 def consumed_metadata(consumption: Consumption) -> dict[str, Any]:
     """What a materialisation says of the changes it was computed from: a table, and numbers to plot."""
+    early = _too_early(consumption)
     if consumption.whole:
         because = consumption.positions.restarts_because
         why = f", because {because}" if because else ""
-        return {CONSUMED: MetadataValue.text(f"everything: it was computed anew{why}")}
+        return {CONSUMED: MetadataValue.text(f"everything: it was computed anew{why}"), **early}
     lines = ["| input | change | how | up to snapshot |", "| --- | --- | --- | --- |"]
     rows = files = 0
     commits: list[str] = []
@@ -101,6 +103,7 @@ def consumed_metadata(consumption: Consumption) -> dict[str, Any]:
         CONSUMED_ROWS: MetadataValue.int(rows),
         CONSUMED_FILES: MetadataValue.int(files),
         CONSUMED: MetadataValue.md("\n".join(lines)),
+        **early,
     }
     if commits:
         head = ["| input | commit on main | at | by run |", "| --- | --- | --- | --- |"]
@@ -108,6 +111,19 @@ def consumed_metadata(consumption: Consumption) -> dict[str, Any]:
     if by_range(consumption):
         found[CHANGED_RANGE] = MetadataValue.text(consumption.changed_ranges.text())
     return found
+
+
+def _too_early(consumption: Consumption) -> dict[str, Any]:
+    """What a materialisation says of partitions that are computed again after an earlier one."""
+    earlier = consumption.waits_for
+    if earlier is None:
+        return {}
+    return {
+        WAITS_FOR: MetadataValue.text(
+            f"Partition {earlier} still has changes to consume. The partitions of this run are computed from"
+            " it, so they are computed again after it."
+        )
+    }
 
 
 def _commit_row(name: str, commit: MainCommit) -> str:
