@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -135,7 +135,8 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
     def load_input(self, context: InputContext) -> Any:
         """Load an upstream asset, restricted to the partitions its partition mapping chose.
 
-        Or what an op before this one returned.
+        Or what an op before this one returned. An asset that reads its own earlier partitions gets an empty
+        frame without columns before its table exists.
         """
         if not context.has_asset_key:
             return op_values.load(context)
@@ -154,6 +155,8 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             try:
                 table = self.lakehouse.own_catalog().load_table(spec.identifier)
             except NoSuchTableError as error:
+                if _of_itself(context) and not wants_stored_rows(context.dagster_type):
+                    return self._nothing(kind, spark=spark)
                 raise TableMissing(
                     f"Asset {context.asset_key.to_user_string()} has no table there.",
                     table=spec.name,
@@ -167,12 +170,23 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
                 if spark:
                     return spark_inputs.load(consumption, one, self.spark.own_session(), self.lakehouse)
                 return arrow_frames.as_kind(arrow_inputs.load(consumption, one), kind)
-            selection = self._input_selection(context, spec, definition, table.schema())
+            # Of its own table an asset reads what was before its run's partitions, not what it replaces.
+            in_order = consumption is not None and consumption.consumer.in_order and _of_itself(context)
+            replaced = consumption.partitions if consumption is not None and in_order else ()
+            selection = self._input_selection(context, spec, definition, table.schema(), replaced)
             if wants_stored_rows(context.dagster_type):
                 return StoredRows(table, selection, ref, lambda: self._frame(spec, table.schema(), selection))
             if spark:
                 return spark_frames.read(self.spark.own_session(), spec, table.schema(), selection)
             return arrow_frames.read(table, kind, selection)
+
+    def _nothing(self, kind: Any, *, spark: bool) -> Any:
+        empty = pa.table({})
+        return (
+            spark_inputs.from_arrow(self.spark.own_session(), empty)
+            if spark
+            else arrow_frames.as_kind(empty, kind)
+        )
 
     def _frame(self, spec: TableSpec, schema: Schema, selection: Selection | None) -> DataFrame:
         with self._fenced():
@@ -356,10 +370,11 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
         spec: TableSpec,
         definition: PartitionsDefinition[str] | None,
         schema: Schema,
+        replaced: Sequence[str] = (),
     ) -> Selection | None:
         if definition is None or not spec.columns_by_dimension:
             return None
-        keys = context.asset_partition_keys
+        keys = [key for key in context.asset_partition_keys if key not in replaced]
         if len(keys) == len(definition.get_partition_keys(dynamic_partitions_store=context.instance)):
             return None  # all of them: the whole table, without a predicate as long as the list
         return select(keys, definition, spec.columns_by_dimension, schema=schema, table=spec.name)
@@ -384,3 +399,9 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
 def _in_step(context: InputContext) -> bool:
     """Whether a step of a run asks, rather than somebody who loads an asset's value."""
     return getattr(context, "_step_context", None) is not None
+
+
+def _of_itself(context: InputContext) -> bool:
+    """Whether an asset reads its own table, as one does that depends on its earlier partitions."""
+    assets = context.step_context.assets_def if _in_step(context) else None
+    return assets is not None and context.asset_key in assets.keys
