@@ -13,6 +13,7 @@ from dagster import AssetsDefinition, DagsterInstance
 from branchlake_dagster.branching.consuming.consumer import Consumer, Input
 from branchlake_dagster.branching.consuming.consumption import Consumption
 from branchlake_dagster.branching.consuming.declaration import declared
+from branchlake_dagster.branching.consuming.pending import Batch
 from branchlake_dagster.branching.consuming.positions import Consumed
 from branchlake_dagster.branching.consuming.steps import consumer_of
 from branchlake_dagster.branching.errors import InputColumnGone, PositionUnreadable, TableMissing
@@ -28,8 +29,9 @@ class Unconsumed:
     """The change that a consumer has not consumed: `rows` came or went in `files`, since `oldest`.
 
     `whole`: it has not consumed anything yet, or must begin anew, so nothing is counted. `new`: it is of
-    partitions alone that came later than what was consumed, whose rows may be older. `trouble` is why it
-    cannot be told; `waiting` an input that is not there. Rows that belong to no partition are not left.
+    partitions alone that came later than what was consumed, whose rows may be older, or that are computed
+    from one that was computed again. `trouble` is why it cannot be told; `waiting` an input that is not
+    there. Rows that belong to no partition are not left.
     """
 
     files: int = 0
@@ -56,18 +58,27 @@ class Unconsumed:
         if self.whole:
             return "everything, for the first time or anew"
         if self.new:
-            return "all rows of partitions that are new or were defined anew"
+            return "all rows of partitions that are new, defined anew, or computed from a recomputed one"
         return f"{counted(self.rows, 'row')} in {counted(self.files, 'file')}" if self.files else "nothing"
 
 
 class Standing:
-    """Where one consumer stands on `main` now. Each question is answered once."""
+    """Where one consumer stands on `main` now. Each question is answered once.
+
+    `per_run` is how many partitions one run can compute; None: any number.
+    """
 
     def __init__(
-        self, lake: LakehouseResource, consumer: Consumer, *, instance: DagsterInstance | None = None
+        self,
+        lake: LakehouseResource,
+        consumer: Consumer,
+        *,
+        instance: DagsterInstance | None = None,
+        per_run: int | None = 1,
     ) -> None:
         self._consumption = Consumption(lake, consumer, instance=instance)
         self._consumer = consumer
+        self._per_run = per_run
 
     @cached_property
     def unconsumed(self) -> Unconsumed:
@@ -95,6 +106,19 @@ class Standing:
         """The partitions that have something left. Raises ChangeLost, PositionUnreadable, TableMissing."""
         return tuple(sorted(self._consumption.pending()))
 
+    @cached_property
+    def batches(self) -> list[Batch]:
+        """The same by runs that can be launched beside each other, with those that wait for them."""
+        return self._consumption.batches(self.partitions, self._per_run)
+
+    def batch_of(self, partition: str) -> Batch:
+        """The batch that a partition with something left is in, or waits for."""
+        return self._batch_by_partition[partition]
+
+    @cached_property
+    def _batch_by_partition(self) -> dict[str, Batch]:
+        return {key: one for one in self.batches for key in (*one.partitions, *one.waiting)}
+
     @property
     def by_partition(self) -> bool:
         """Whether each partition of the consumer has a position of its own."""
@@ -117,7 +141,16 @@ class Standing:
         """
         found = self._consumption.changes_by_partition(partitions) if partitions else {}
         return {
-            key: (one.consumed, Unconsumed(one.files, one.rows, one.oldest, whole=one.consumed is None))
+            key: (
+                one.consumed,
+                Unconsumed(
+                    one.files,
+                    one.rows,
+                    one.oldest,
+                    whole=one.consumed is None,
+                    new=one.consumed is not None and not one.files,
+                ),
+            )
             for key, one in found.items()
         }
 
@@ -129,6 +162,8 @@ class Standing:
         positions = self._consumption.positions
         held = (positions.floor, positions.partitions.get(partition or ""))
         found += [consumed.text() if consumed else "" for consumed in held]
+        if partition is not None and self._consumer.in_order:
+            found.append(self._consumption.run_before(partition))
         return hashlib.sha256("|".join(found).encode()).hexdigest()[:32]
 
     def _inputs(self) -> Collection[Input]:

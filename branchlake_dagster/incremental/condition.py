@@ -79,7 +79,9 @@ class UnconsumedChange(AutomationCondition[AssetKey]):
         standing = Standing(self.lake, consumer, instance=context.asset_graph_view.instance)
         found: set[str | None] = set()
         if standing.unconsumed.any:
-            found = set(standing.partitions) if consumer.by_partition else {None}
+            found = {None}
+            if consumer.by_partition:
+                found = {one for batch in standing.batches for one in batch.partitions}
         subset = context.asset_graph_view.get_asset_subset_from_asset_partitions(
             context.key,
             {AssetKeyPartitionKey(context.key, partition) for partition in found},

@@ -19,6 +19,8 @@ class ConsumingAsset:
 
     key: AssetKey
     consumer: Consumer
+    per_run: int | None = 1
+    """How many partitions one run of it can compute, as its backfill policy says; None: any number."""
 
 
 def consumers(
@@ -33,4 +35,6 @@ def consumers(
             spec = node.to_asset_spec()
             mapping_of = node.assets_def.get_partition_mapping
             consumer = consumer_of(spec, declaration, node.partitions_def, default_namespace, mapping_of)
-            yield ConsumingAsset(key, consumer)
+            policy = node.backfill_policy
+            per_run = policy.max_partitions_per_run if policy is not None else 1
+            yield ConsumingAsset(key, consumer, per_run)

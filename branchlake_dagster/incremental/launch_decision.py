@@ -54,6 +54,7 @@ class LaunchState(StrEnum):
     WAITS_FOR_RETRY = "waits for a retry"
     NOT_RETRIED = "not retried"
     WAITS_FOR_INPUT = "waits for an input"
+    WAITS_FOR_EARLIER = "waits for an earlier partition"
     UNKNOWN = "unknown"
     NO_SENSOR = "no sensor"
     SENSOR_STOPPED = "the sensor is stopped"
@@ -136,7 +137,8 @@ class LaunchDecision:
 
     `run_id` is the run that the state is about, `outcome` what became of it, `due` the time of the next
     retry, `retry` its number, counted from 1, and `retries_left` how many there are, this one included.
-    `reason` is why the run was not published, or why it is unknown what is left.
+    `reason` is why the run was not published, or why it is unknown what is left. `earlier` is the partition
+    that has to be published first.
     """
 
     state: LaunchState
@@ -147,6 +149,7 @@ class LaunchDecision:
     retries_left: int = 0
     retry: int = 0
     reason: str = ""
+    earlier: str = ""
 
     def text(self, policy: LaunchPolicy) -> str:
         """The state as a clause for people."""
@@ -164,6 +167,8 @@ class LaunchDecision:
             return f"{run} {self.outcome}; retries left: {self.retries_left}, the next at {when}{because}"
         if self.state is LaunchState.NOT_RETRIED:
             return f"{run} {self.outcome}; no retries left: correct the cause, then launch it{because}"
+        if self.state is LaunchState.WAITS_FOR_EARLIER:
+            return f"waits until partition {self.earlier} is published, from which it is computed"
         if self.state is LaunchState.DUE:
             return "is launched at the sensor's next tick"
         words = {
@@ -212,12 +217,15 @@ def decide(
     under_way: RunUnderWay | None,
     policy: LaunchPolicy,
     now: datetime,
+    *,
+    earlier: str = "",
 ) -> LaunchDecision:
     """Decide about one partition, or about an asset without partitions.
 
     `found` is what the consumer as a whole has left, `history` the attempts for the partition's present
-    state, `under_way` a run that computes the partition. The same arguments give the same run key, and each
-    attempt has a key of its own, so a repeated tick launches nothing twice.
+    state, `under_way` a run that computes the partition, `earlier` a partition that has to be published
+    before it. The same arguments give the same run key, and each attempt has a key of its own, so a repeated
+    tick launches nothing twice.
     """
     if found.trouble:
         return LaunchDecision(LaunchState.UNKNOWN, reason=found.trouble)
@@ -230,6 +238,8 @@ def decide(
         return LaunchDecision(state, run_id=under_way.run_id)
     if not policy.reached(found, now):
         return LaunchDecision(LaunchState.WAITS_FOR_MORE)
+    if earlier:
+        return LaunchDecision(LaunchState.WAITS_FOR_EARLIER, earlier=earlier)
     if not history.attempts:
         return LaunchDecision(LaunchState.DUE, history.key, retries_left=policy.retries)
     return _after(max(history.attempts, key=lambda one: one.number), history.key, policy, now)

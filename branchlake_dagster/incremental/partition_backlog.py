@@ -8,6 +8,7 @@ from datetime import datetime
 
 from dagster import AssetKey, DagsterInstance
 
+from branchlake_dagster.branching.consuming.pending import Batch
 from branchlake_dagster.branching.consuming.positions import Consumed
 from branchlake_dagster.incremental.attempts import histories
 from branchlake_dagster.incremental.backlog import Standing, Unconsumed
@@ -53,11 +54,17 @@ def launch_decisions(
     if not found.any or unknown:
         return [(one, decide(found, History(""), None, policy, now)) for one in partitions]
     whole, single = in_flight.run_of_whole(asset), in_flight.runs_by_partition(asset)
-    keys = [standing.key(one) for one in partitions]
-    return [
-        (one, decide(found, history, whole or single.get(one or ""), policy, now))
-        for one, history in zip(partitions, histories(instance, keys, policy.retries), strict=True)
-    ]
+    together = {one: standing.batch_of(one) for one in partitions if one is not None}
+    # A run is launched for the state of its first partition.
+    keys = [standing.key(together[one].partitions[0] if one is not None else None) for one in partitions]
+    decided: list[tuple[str | None, LaunchDecision]] = []
+    for one, history in zip(partitions, histories(instance, keys, policy.retries), strict=True):
+        batch = together[one] if one is not None else Batch(())
+        earlier = batch.partitions[-1] if one in batch.waiting else ""
+        computed_with = (one,) if earlier else batch.partitions
+        under_way = whole or next((single[key] for key in computed_with if key in single), None)
+        decided.append((one, decide(found, history, under_way, policy, now, earlier=earlier)))
+    return decided
 
 
 def partition_backlogs(

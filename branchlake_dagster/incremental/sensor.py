@@ -41,7 +41,11 @@ from branchlake_dagster.incremental.partition_backlog import (
 )
 from branchlake_dagster.incremental.report import SHOWN_PARTITIONS, standing_metadata
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.library_internals.dagster import CoercibleToAssetSelection
+from branchlake_dagster.library_internals.dagster import (
+    RANGE_END_TAG,
+    RANGE_START_TAG,
+    CoercibleToAssetSelection,
+)
 from branchlake_dagster.wording import counted, named
 
 RETRY_TAG = "branchlake/retry"
@@ -67,10 +71,12 @@ def incremental_sensor(
     """A sensor that launches assets with `consumes(…)` when `main` has changes they have not consumed.
 
     An asset without partitions gets one run, a partitioned one a run for each partition that the change
-    affects. What is being computed, or waits for its verdict, is not launched again. Without `retries`
-    nothing is launched twice for the same state of its inputs, so a failed run waits for the next change or
-    for somebody. What each consumer has left is shown on its page, as an observation whenever it has changed,
-    with the first 20 partitions and why each of them is not launched.
+    affects. With `from_start=True` a partition is launched when the one before it is published, or a run
+    computes as many of them as the asset's backfill policy allows. What is being computed, or waits for its
+    verdict, is not launched again. Without `retries` nothing is launched twice for the same state of its
+    inputs, so a failed run waits for the next change or for somebody. What each consumer has left is shown
+    on its page, as an observation whenever it has changed, with the first 20 partitions and why each of them
+    is not launched.
 
     Args:
         name (str): The sensor's name. (default: `incremental_sensor`)
@@ -192,7 +198,7 @@ class _Look:
 
     def at(self, asset: ConsumingAsset) -> None:
         """Look at one consumer. What is wrong with it is told and stops no other."""
-        standing = Standing(self._lake, asset.consumer, instance=self._instance)
+        standing = Standing(self._lake, asset.consumer, instance=self._instance, per_run=asset.per_run)
         name = asset.key.to_user_string()
         try:
             found = self.found[asset.key] = standing.unconsumed
@@ -244,22 +250,27 @@ class _Look:
             yield AssetObservation(key, metadata=metadata)
 
     def _wanted(self, asset: ConsumingAsset, standing: Standing, found: Unconsumed) -> Iterator[RunRequest]:
-        """The runs that are due, by partition. A partition without one holds up no others."""
+        """The runs that are due, by partition. One that is not holds up those that are computed from it."""
         if not self._policy.reached(found, self._now) or self._in_flight.whole(asset.key):
             return
         busy = self._in_flight.partitions(asset.key)
-        partitions: list[str | None] = [None]
+        runs: list[tuple[str, ...]] = [()]
         if standing.by_partition:
-            partitions = [one for one in standing.partitions if one not in busy]
-        keys = (standing.key(one) for one in partitions)
-        for partition, history in zip(
-            partitions, histories(self._instance, keys, self._policy.retries), strict=True
+            runs = [one.partitions for one in standing.batches if busy.isdisjoint(one.partitions)]
+        keys = (standing.key(one[0] if one else None) for one in runs)
+        for partitions, history in zip(
+            runs, histories(self._instance, keys, self._policy.retries), strict=True
         ):
             decision = decide(found, history, None, self._policy, self._now)
             if decision.run_key is not None:
-                tags = {RETRY_TAG: str(decision.retry)} if decision.retry else None
+                tags = {RETRY_TAG: str(decision.retry)} if decision.retry else {}
+                if len(partitions) > 1:
+                    tags |= {RANGE_START_TAG: partitions[0], RANGE_END_TAG: partitions[-1]}
                 yield RunRequest(
-                    decision.run_key, asset_selection=[asset.key], partition_key=partition, tags=tags
+                    decision.run_key,
+                    asset_selection=[asset.key],
+                    partition_key=partitions[0] if len(partitions) == 1 else None,
+                    tags=tags,
                 )
 
     def row(self) -> str:

@@ -38,6 +38,7 @@ from dagster._core.events import (
 from dagster._core.execution.backfill import BulkActionsFilter, BulkActionStatus, PartitionBackfill
 from dagster._core.execution.context.compute import current_execution_context
 from dagster._core.scheduler.instigation import InstigatorStatus, SensorInstigatorData
+from dagster._core.storage.tags import ASSET_PARTITION_RANGE_END_TAG as RANGE_END_TAG
 from dagster._core.storage.tags import ASSET_PARTITION_RANGE_START_TAG as RANGE_START_TAG
 from dagster._core.storage.tags import (
     ASSET_RESUME_RETRY_TAG,
@@ -55,6 +56,7 @@ __all__ = [
     "BACKFILL_ID_TAG",
     "PARENT_RUN_ID_TAG",
     "PARTITION_TAG",
+    "RANGE_END_TAG",
     "RANGE_START_TAG",
     "ROOT_RUN_ID_TAG",
     "RUN_KEY_TAG",

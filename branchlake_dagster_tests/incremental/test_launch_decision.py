@@ -121,6 +121,15 @@ def test_nothing_left_too_little_and_trouble_launch_nothing() -> None:
     assert state(Unconsumed(whole=True), LaunchPolicy(min_rows=6)) == LaunchState.DUE
 
 
+def test_a_partition_waits_for_the_one_before_it_unless_it_is_being_computed() -> None:
+    def decided(under_way: RunUnderWay | None = None) -> tuple[LaunchState, str | None, str]:
+        found = decide(LEFT, History("key"), under_way, POLICY, T, earlier="2026-11-23")
+        return found.state, found.run_key, found.earlier
+
+    assert decided() == (LaunchState.WAITS_FOR_EARLIER, None, "2026-11-23")
+    assert decided(RunUnderWay("r", finished=False))[0] == LaunchState.BEING_COMPUTED
+
+
 @pytest.mark.parametrize("state", [*LaunchState])
 def test_every_state_has_words(state: LaunchState) -> None:
     decision = decide(LEFT, History("key", (failed(0, 0),)), None, POLICY, T)

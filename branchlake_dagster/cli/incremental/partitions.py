@@ -64,7 +64,7 @@ def gather_partitions(where: Place, asset: str | None, now: datetime) -> list[Co
     for one in chosen:
         sensor = where.sensors.get(one.key)
         policy = sensor.policy if sensor is not None else LaunchPolicy()
-        standing = Standing(where.lake, one.consumer, instance=where.instance)
+        standing = Standing(where.lake, one.consumer, instance=where.instance, per_run=one.per_run)
         missing = missing_ticks(sensor, sensor_ticks(where.instance, sensor.name) if sensor else None)
         decisions = launch_decisions(one.key, standing, where.instance, in_flight, policy, now)
         shown = partition_backlogs(

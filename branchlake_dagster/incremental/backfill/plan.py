@@ -12,6 +12,7 @@ from pyiceberg.expressions import AlwaysTrue
 from pyiceberg.table import Table
 
 from branchlake_dagster.branching.consuming.affected import affected
+from branchlake_dagster.branching.consuming.pending import following
 from branchlake_dagster.branching.table.selection import (
     Condition,
     Selection,
@@ -76,9 +77,12 @@ class _Planner:
 
     def stages(self, root: AssetKey, partitions: Sequence[str] | None, why: str) -> Iterator[Stage]:
         asked = self._asked(root, partitions)
-        done: dict[AssetKey, tuple[str, ...] | None] = {root: asked}
         yield self._stage(0, root, asked, why, by_itself=False)
-        for number, level in enumerate(self._below(root), start=1):
+        after = self._after(root, asked)
+        if after:
+            yield self._stage(1, root, after, "are computed from those before them", by_itself=True)
+        done = {root: asked if asked is None else (*asked, *after)}
+        for number, level in enumerate(self._below(root), start=2 if after else 1):
             for key in level:
                 above = sorted(self._graph.get(key).parent_keys & done.keys())
                 consumer = self._consumers.get(key)
@@ -112,6 +116,22 @@ class _Planner:
         wanted = set(partitions)
         return tuple(key for key in every if key in wanted)
 
+    def _after(self, root: AssetKey, asked: tuple[str, ...] | None) -> tuple[str, ...]:
+        """The partitions of the root that are computed again because each is computed from the one before."""
+        consumer = self._consumers.get(root)
+        if asked is None or consumer is None or not consumer.consumer.in_order:
+            return ()
+        return tuple(key for key in self._following(consumer, {*asked}) if key not in asked)
+
+    def _following(self, asset: ConsumingAsset, found: set[str]) -> tuple[str, ...]:
+        """The partitions with those that are computed from them, in the order of the definition."""
+        definition = asset.consumer.definition
+        if definition is None:
+            return ()
+        every = definition.get_partition_keys(dynamic_partitions_store=self._instance)
+        wanted = following(definition, found, every) if asset.consumer.in_order else found
+        return tuple(key for key in every if key in wanted)
+
     def _below(self, root: AssetKey) -> Iterator[list[AssetKey]]:
         """The assets below, level by level, each after all that it depends on."""
         found: set[AssetKey] = set()
@@ -119,6 +139,7 @@ class _Planner:
         while rest:
             rest = {child for key in rest for child in self._graph.get(key).child_keys} - found
             found |= rest
+        found.discard(root)  # an asset may depend on its own earlier partitions
         for level in self._graph.toposorted_asset_keys_by_level:
             if here := sorted(found & level):
                 yield here
@@ -145,8 +166,7 @@ class _Planner:
                 found |= affected(
                     consumer.definition, ranges, reach=consumer.reach_of(key), instance=self._instance
                 )
-        every = consumer.definition.get_partition_keys(dynamic_partitions_store=self._instance)
-        return tuple(key for key in every if key in found)
+        return self._following(asset, found)
 
     def _ranges(
         self, column: str, table: Table, files: Sequence[ChangedFile], selection: Selection | None

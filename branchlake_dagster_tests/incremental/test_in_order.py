@@ -1,0 +1,159 @@
+"""Partitions that are computed from the one before them: `from_start=True`, on the real Nessie without Spark."""
+
+from datetime import UTC, date, datetime
+from typing import Any
+
+import dagster as dg
+import polars as pl
+import pytest
+
+from branchlake_dagster import consumes, table_metadata
+from branchlake_dagster.branching.consuming.steps import REBUILD_TAG
+from branchlake_dagster.branching.delivering.outputs import WAITS_FOR
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.incremental.backfill.plan import plan
+from branchlake_dagster.incremental.backlog import Standing
+from branchlake_dagster.incremental.consumers import consumers
+from branchlake_dagster.incremental.in_flight import InFlight
+from branchlake_dagster.incremental.launch_decision import LaunchPolicy, LaunchState
+from branchlake_dagster.incremental.partition_backlog import launch_decisions
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.library_internals.dagster import RANGE_END_TAG, RANGE_START_TAG
+from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
+from branchlake_dagster_tests.incremental.test_incremental_sensor import Ticks
+
+DAYS = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-04")
+BETA = pytest.mark.filterwarnings("ignore:Parameter `backfill_policy`")
+DAY_BEFORE = dg.TimeWindowPartitionMapping(start_offset=-1, end_offset=-1)
+
+
+@pytest.fixture
+def events(namespace: str) -> Source:
+    found = Source(namespace, "events")
+    found.columns = {"day": pl.Date, "price": pl.Int64}
+    return found
+
+
+def at(day: int) -> date:
+    return date(2026, 8, day)
+
+
+def totals_of(namespace: str, events: Source, **options: Any) -> dg.AssetsDefinition:
+    """A running total: of each day that of the day before it, and the prices of the day."""
+
+    @dg.asset(
+        key=[namespace, "totals"],
+        partitions_def=DAYS,
+        ins={
+            "events": dg.AssetIn(events.key),
+            "before": dg.AssetIn([namespace, "totals"], partition_mapping=DAY_BEFORE),
+        },
+        metadata=table_metadata(partition_by="day", **FREE)
+        | consumes({events.key: "range"}, from_start=True),
+        **options,
+    )
+    def totals(context: dg.AssetExecutionContext, events: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
+        total = before["total"].sum() if before.height else 0
+        rows: list[tuple[date, int]] = []
+        for key in context.partition_keys:
+            day = date.fromisoformat(key)
+            total += events.filter(pl.col("day") == day)["price"].sum()
+            rows.append((day, total))
+        return pl.DataFrame(rows, schema={"day": pl.Date, "total": pl.Int64}, orient="row")
+
+    return totals
+
+
+def launch(p: Project, asset: dg.AssetsDefinition, request: dg.RunRequest) -> None:
+    published(p, asset, partition=request.partition_key, tags=dict(request.tags))
+
+
+def launched(p: Project, asset: dg.AssetsDefinition, ticks: Ticks) -> list[str | None]:
+    """The partitions of the runs that one tick after the other launches, one each, until nothing is left."""
+    seen: list[str | None] = []
+    while requests := ticks.tick():
+        (request,) = requests
+        seen.append(request.partition_key)
+        launch(p, asset, request)
+    return seen
+
+
+def by_day(p: Project, asset: dg.AssetsDefinition) -> list[int]:
+    return [row[1] for row in values(p, asset)]
+
+
+def test_a_late_row_is_followed_day_by_day(lakehouse: Lakehouse, namespace: str, events: Source) -> None:
+    totals = totals_of(namespace, events)
+
+    with project(lakehouse, events.asset, totals) as p:
+        ticks = Ticks(p, target=[totals])
+        events.publish(p, (at(1), 1), (at(2), 2), (at(3), 4))
+        assert launched(p, totals, ticks) == ["2026-08-01", "2026-08-02", "2026-08-03"]
+        assert by_day(p, totals) == [1, 3, 7]
+        events.publish(p, (at(1), 10))
+        assert launched(p, totals, ticks) == ["2026-08-01", "2026-08-02", "2026-08-03"]
+        assert by_day(p, totals) == [11, 13, 17]
+        events.publish(p, (at(2), 100))
+        assert launched(p, totals, ticks) == ["2026-08-02", "2026-08-03"]
+        assert by_day(p, totals) == [11, 113, 117]
+
+
+def test_each_day_waits_for_the_one_before_it(lakehouse: Lakehouse, namespace: str, events: Source) -> None:
+    totals = totals_of(namespace, events)
+    with project(lakehouse, events.asset, totals) as p:
+        events.publish(p, (at(1), 1), (at(2), 2), (at(3), 4))
+        (asset,) = consumers(p.graph, "default", [totals.key])
+        standing = Standing(LakehouseResource.of(lakehouse.settings), asset.consumer, instance=p.instance)
+        now = datetime.now(UTC)
+        found = launch_decisions(
+            totals.key, standing, p.instance, InFlight(p.instance, now), LaunchPolicy(), now
+        )
+        assert [(one, its.state, its.earlier) for one, its in found] == [
+            ("2026-08-01", LaunchState.DUE, ""),
+            ("2026-08-02", LaunchState.WAITS_FOR_EARLIER, "2026-08-01"),
+            ("2026-08-03", LaunchState.WAITS_FOR_EARLIER, "2026-08-01"),
+        ]
+        stages = plan(p.graph, lakehouse, totals.key, ["2026-08-02"], why="asked for")
+        assert [(one.number, one.asset, one.partitions, one.by_itself) for one in stages] == [
+            (0, totals.key, ("2026-08-02",), False),
+            (1, totals.key, ("2026-08-03",), True),
+        ]
+
+
+@BETA
+def test_one_run_computes_all_days_that_follow(lakehouse: Lakehouse, namespace: str, events: Source) -> None:
+    totals = totals_of(namespace, events, backfill_policy=dg.BackfillPolicy.single_run())
+    with project(lakehouse, events.asset, totals) as p:
+        ticks = Ticks(p, target=[totals])
+        for rows in ([(at(1), 1), (at(2), 2), (at(3), 4)], [(at(2), 10)]):
+            events.publish(p, *rows)
+            (request,) = ticks.tick()
+            launch(p, totals, request)
+            assert ticks.tick() == []
+        assert (request.tags[RANGE_START_TAG], request.tags[RANGE_END_TAG]) == ("2026-08-02", "2026-08-03")
+        assert by_day(p, totals) == [1, 13, 17]
+
+
+def test_a_day_that_is_computed_too_early_is_computed_again(
+    lakehouse: Lakehouse, namespace: str, events: Source
+) -> None:
+    totals = totals_of(namespace, events)
+
+    with project(lakehouse, events.asset, totals) as p:
+        ticks = Ticks(p, target=[totals])
+        events.publish(p, (at(1), 1), (at(2), 2), (at(3), 4))
+        assert launched(p, totals, ticks) == ["2026-08-01", "2026-08-02", "2026-08-03"]
+        events.publish(p, (at(1), 10))
+        published(p, totals, partition="2026-08-03")
+        (event,) = p.last.get_asset_materialization_events()
+        assert WAITS_FOR in event.materialization.metadata
+        first, second = p.run(totals.key, partition="2026-08-01"), p.run(totals.key, partition="2026-08-02")
+        p.settle(second)
+        p.settle(first)
+        assert launched(p, totals, ticks) == ["2026-08-02", "2026-08-03"]
+        assert by_day(p, totals) == [11, 13, 17]
+        # A result that is computed anew leads to those after it, although no input has changed.
+        published(p, totals, partition="2026-08-02", tags={REBUILD_TAG: "true"})
+        assert launched(p, totals, ticks) == ["2026-08-03"]
+        assert by_day(p, totals) == [11, 13, 17]
