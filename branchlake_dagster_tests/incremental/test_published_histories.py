@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date
+from datetime import date, timedelta
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 import pytest
-from dagster import AssetKey, AssetSpec
+from dagster import AssetKey, AssetSpec, DailyPartitionsDefinition
 from pyiceberg.exceptions import NoSuchTableError
 from pyiceberg.expressions import EqualTo
 from pyiceberg.partitioning import PartitionField, PartitionSpec
@@ -32,9 +32,12 @@ from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.branching.consuming.consumer import Consumer
 from branchlake_dagster.branching.consuming.consumption import Consumption
 from branchlake_dagster.branching.consuming.declaration import declared
+from branchlake_dagster.branching.consuming.pending import Batch
 from branchlake_dagster.branching.consuming.steps import consumer_of
 from branchlake_dagster.branching.delivering import arrow_inputs, inputs, outputs, replace_keys
 from branchlake_dagster.branching.frames import arrow_frames
+from branchlake_dagster.branching.table.selection import select
+from branchlake_dagster.changes.errors import ChangeLost
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.ledger.candidate import Published, Refused
 from branchlake_dagster_tests.changes.tables import compact, counted
@@ -59,7 +62,11 @@ HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rows": ({"write_mode": "append"}, {"when_removed": "deliver"}),
     "keys": ({"write_mode": "upsert", "keys": ["key"]}, {"keys": ["key"]}),
     "range": ({}, {"on": "day"}),
+    "totals": ({"partition_by": "day"}, {"from_start": True}),
 }
+DAYS = DailyPartitionsDefinition("2026-08-01", end_date="2026-08-05")
+"""The partitions of `totals`, each of which has the totals of the one before it and its own rows."""
+TOTALS = pa.schema([("day", pa.date32()), ("value", pa.int64()), ("rows", pa.int64())])
 
 
 def computed(pattern: str, rows: pa.Table) -> pa.Table:
@@ -69,6 +76,19 @@ def computed(pattern: str, rows: pa.Table) -> pa.Table:
         return frame.select("day", "key", "value", "_change_type").to_arrow()
     column = "key" if pattern == "keys" else "day"
     return frame.group_by(column).agg(pl.col("value").sum(), pl.len().cast(pl.Int64).alias("rows")).to_arrow()
+
+
+def totals(rows: pa.Table, held: Mapping[date, tuple[int, int]], days: Sequence[str]) -> pa.Table:
+    """The totals up to each of some days, from its rows and the totals up to the day before it."""
+    found, made = dict(held), []
+    frame = pl.DataFrame(pl.from_arrow(rows))
+    for day in map(date.fromisoformat, days):
+        value, count = found.get(day - timedelta(1), (0, 0))
+        own = frame.filter(pl.col("day") == day)
+        value, count = found[day] = value + own["value"].sum(), count + own.height
+        if count:
+            made.append({"day": day, "value": value, "rows": count})
+    return pa.Table.from_pylist(made, schema=TOTALS)
 
 
 def shown(pattern: str, held: pa.Table) -> Counter[tuple[Any, ...]]:
@@ -95,10 +115,12 @@ class History:
         self.layout = self.random.choice(LAYOUTS)
         table, how = HOW[self.pattern]
         key, orders = AssetKey([self.bench.namespace, "result"]), AssetKey([self.bench.namespace, "orders"])
-        told = table_metadata(**table) | consumes({orders: self.pattern}, when_lost="rebuild", **how)
+        pattern: Any = "range" if self.pattern == "totals" else self.pattern
+        told = table_metadata(**table) | consumes({orders: pattern}, when_lost="rebuild", **how)
         declaration = declared(told, asset="result")
         assert declaration is not None
-        self.consumer: Consumer = consumer_of(AssetSpec(key, metadata=told), declaration, None, "default")
+        days = DAYS if self.pattern == "totals" else None
+        self.consumer: Consumer = consumer_of(AssetSpec(key, metadata=told), declaration, days, "default")
 
     def tell(self, what: str) -> None:
         self.told.append(what)
@@ -184,11 +206,15 @@ class History:
             run = self.bench.run()
             self.step(run)
         assert self.publish(run)
+        while self.pattern == "totals" and self.step(run := self.bench.run()):
+            assert self.publish(run)
         rows = self.bench.main("orders").scan().to_arrow()
         held = self.bench.main("result").scan().to_arrow()
         full = (
             counted(rows.select(FRAME.names))
             if self.pattern == "rows"
+            else counted(totals(rows, {}, DAYS.get_partition_keys()))
+            if self.pattern == "totals"
             else counted(computed(self.pattern, rows))
         )
         assert shown(self.pattern, held) == full, "not what a full computation gives"
@@ -210,9 +236,13 @@ class History:
             open_branch=lambda: run.name,
             own_catalog=lambda: run.catalog,
         )
-        consumption = Consumption(resource, self.consumer)
+        days, lost = self.days(resource) if self.pattern == "totals" else ((), False)
+        if self.pattern == "totals" and not days:
+            return False
+        consumption = Consumption(resource, self.consumer, partitions=days, rebuild=lost)
         (one,) = consumption.inputs.values()
-        result = computed(self.pattern, arrow_inputs.load(consumption, one))
+        rows = arrow_inputs.load(consumption, one)
+        result = totals(rows, self.held(run), days) if days else computed(self.pattern, rows)
         spec = outputs.effective(consumption, self.consumer.spec)
         self.tell(f"{self.pattern} of {'everything' if consumption.whole else 'a change'}")
         try:
@@ -226,11 +256,33 @@ class History:
             if keys.num_rows:
                 replace_keys.by_arrow(result, table, spec, keys, properties)
         else:
-            by_range = outputs.by_range(consumption)
-            where = outputs.replaced_range(consumption, table.schema()) if by_range else None
+            where = None
+            if outputs.by_range(consumption):
+                where = outputs.replaced_range(consumption, table.schema())
+            elif days:
+                where = select(days, DAYS, {"": "day"}, schema=table.schema(), table=spec.name)
             arrow_frames.write(result, table, spec, where, properties)
         outputs.record(consumption, table)
         return bool(consumption.update().set)
+
+    def days(self, resource: Any) -> tuple[tuple[str, ...], bool]:
+        """The days that a run computes next, some or all of those left; whether their change is lost."""
+        try:
+            left, lost = Consumption(resource, self.consumer).pending(), False
+        except ChangeLost:
+            left = Consumption(resource, self.consumer, rebuild=True).partitions_to_rebuild()
+            lost = True
+        (batch,) = Consumption(resource, self.consumer).batches(left, None) or [Batch(())]
+        return batch.partitions[: self.random.randrange(1, 5)], lost
+
+    @staticmethod
+    def held(run: Run) -> dict[date, tuple[int, int]]:
+        """The totals that the consumer's table has on the branch of a run, by day."""
+        try:
+            rows = run.table("result").scan().to_arrow().to_pylist()
+        except NoSuchTableError:
+            return {}
+        return {row["day"]: (row["value"], row["rows"]) for row in rows}
 
     def publish(self, run: Run) -> bool:
         if self.bench.lake.nessie.reference(run.name).hash == run.base:
