@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -265,12 +265,14 @@ def _state(found: PartitionBackfill, key: AssetKey, graph: AssetGraph) -> Backfi
         keys(data.materialized_subset),
         keys(data.failed_and_downstream_subset),
         found.description or "",
+        found.tags,
+        found.backfill_timestamp,
     )
 
 
 @dataclass(frozen=True)
 class BackfillState:
-    """A backfill of one asset; `partitions` None: it has none."""
+    """A backfill of one asset; `partitions` None: it has none. `requested_at` is a POSIX time stamp."""
 
     key: AssetKey
     status: str
@@ -278,6 +280,8 @@ class BackfillState:
     done: tuple[str, ...]
     failed: tuple[str, ...]
     why: str
+    tags: Mapping[str, str] = field(default_factory=dict)
+    requested_at: float = 0.0
 
 
 @dataclass(frozen=True)

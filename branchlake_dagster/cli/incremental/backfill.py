@@ -13,12 +13,20 @@ from dagster import AssetKey, DagsterInstance
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.incremental.backfill.compare import compare_stage, hash_before
+from branchlake_dagster.incremental.backfill.comparison import StageComparison
 from branchlake_dagster.incremental.backfill.launch import RETRY_OF_TAG, launch
 from branchlake_dagster.incremental.backfill.plan import Stage, plan
-from branchlake_dagster.incremental.backfill.progress import Progress, progress, requested_partitions
+from branchlake_dagster.incremental.backfill.progress import (
+    Progress,
+    progress,
+    requested_partitions,
+    require_backfill,
+)
 from branchlake_dagster.incremental.backfill.retry import RetryPlan, launch_retry, lost_partitions, plan_retry
 from branchlake_dagster.incremental.backfill.stale import stale_partitions
 from branchlake_dagster.incremental.sensor import DeclaredSensor, declared_sensors
+from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.library_internals.dagster import AssetGraph, backfills_tagged, repository_in
 from branchlake_dagster.settings import Settings
 
@@ -83,7 +91,10 @@ def stages(where: Place, what: Asked) -> list[Stage]:
 def run(where: Place, what: Asked, at: float) -> str:
     """Launch it; the backfill's id."""
     found = stages(where, what)[0]
-    return launch(where.graph, where.instance, what.key, found.partitions, why=what.why, at=at)
+    head = where.lake.lakehouse.nessie.reference(MAIN).hash
+    return launch(
+        where.graph, where.instance, what.key, found.partitions, why=what.why, base_hash=head, at=at
+    )
 
 
 def status(where: Place, backfill_id: str) -> list[Progress]:
@@ -91,6 +102,28 @@ def status(where: Place, backfill_id: str) -> list[Progress]:
     retries = {key: one.policy.retries for key, one in where.sensors.items()}
     now = datetime.now(UTC)
     return progress(where.graph, where.lake, where.instance, backfill_id, now, retries=retries)
+
+
+def compare(where: Place, backfill_id: str, asset: str | None = None) -> list[StageComparison]:
+    """Compare each stage that is computed with its rows before the backfill, or only that of one asset.
+
+    Raises ConfigurationError for an unknown id, and for an asset that the backfill does not compute, and
+    EarlierStateLost.
+    """
+    state = require_backfill(where.instance, where.graph, backfill_id)
+    lake = where.lake.lakehouse
+    found = plan(where.graph, lake, state.key, state.partitions, why=state.why, instance=where.instance)
+    computed = [one for one in found if one.by_itself or one.number == 0]
+    if asset is not None:
+        key = AssetKey.from_user_string(asset)
+        names = ", ".join(one.asset.to_user_string() for one in computed)
+        computed = [one for one in computed if one.asset == key]
+        if not computed:
+            raise ConfigurationError(
+                f"Backfill {backfill_id} does not compute asset {asset}.", hint=f"It computes {names}."
+            )
+    before = hash_before(lake, state)
+    return [compare_stage(where.graph, lake, one, before) for one in computed]
 
 
 def retry(where: Place, backfill_id: str, at: float, *, rebuild_lost: bool) -> RetryPlan:

@@ -92,6 +92,25 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
         else:
             shown.show_status(found)
 
+    @group.command(name="compare")
+    @click.argument("backfill_id")
+    @click.argument("asset", required=False)
+    @module
+    @as_json
+    def compare_command(backfill_id: str, asset: str | None, module: str, as_json: bool) -> None:
+        """Compare the rows of each stage on main with those before the backfill; with ASSET only that stage.
+
+        Shows the rows, the sums of numeric columns and the share of changed rows, by partition and in total.
+        """
+        from branchlake_dagster.cli.incremental import backfill, compared
+
+        with backfill.place(module, Settings()) as where:
+            found = backfill.compare(where, backfill_id, asset)
+        if as_json:
+            click.echo(json.dumps([compared.comparison_dict(one) for one in found], indent=2))
+        else:
+            compared.show_comparisons(found)
+
     @group.command(name="retry")
     @click.argument("backfill_id")
     @module

@@ -13,6 +13,8 @@ BACKFILL_TAG = "branchlake/backfill"
 """On the runs of the first stage, and of what is launched again: why."""
 RETRY_OF_TAG = "branchlake/retry_of"
 """On the runs that launch partitions of a backfill again: the id of the backfill."""
+BASE_TAG = "branchlake/backfill_base"
+"""On a backfill and its runs: the commit of `main` with which its stages are compared."""
 
 
 def launch(
@@ -22,18 +24,20 @@ def launch(
     partitions: Sequence[str] | None,
     *,
     why: str,
+    base_hash: str,
     at: float,
 ) -> str:
     """Request the backfill and return its id, by which Dagster's page shows it.
 
-    Its runs compute everything anew in their partitions, whatever was consumed for them.
+    Its runs compute everything anew in their partitions, whatever was consumed for them. `base_hash` is the
+    commit of `main` now.
     """
     return add_asset_backfill(
         graph,
         instance,
         root,
         partitions,
-        tags={REBUILD_TAG: "true", BACKFILL_TAG: why[:200]},
+        tags={REBUILD_TAG: "true", BACKFILL_TAG: why[:200], BASE_TAG: base_hash},
         title=f"Backfill of {root.to_user_string()}",
         description=why,
         at=at,

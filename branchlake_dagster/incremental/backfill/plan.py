@@ -198,13 +198,7 @@ class _Planner:
     def _selection(
         self, key: AssetKey, partitions: tuple[str, ...] | None, table: Table | None
     ) -> Selection | None:
-        definition: PartitionsDefinition[str] | None = self._graph.get(key).partitions_def
-        spec = self._spec(key)
-        if partitions is None or definition is None or not spec.columns_by_dimension or table is None:
-            return None
-        return select(
-            partitions, definition, spec.columns_by_dimension, schema=table.schema(), table=spec.name
-        )
+        return selection_of(self._graph, self._spec(key), key, partitions, table)
 
     @staticmethod
     def _files(table: Table, selection: Selection | None) -> list[ChangedFile]:
@@ -212,19 +206,38 @@ class _Planner:
         return [ChangedFile(task.file, 0, 0) for task in table.scan(row_filter=row_filter).plan_files()]
 
     def _spec(self, key: AssetKey) -> TableSpec:
-        node = self._graph.get(key)
-        return table_spec(
-            key,
-            node.metadata,
-            default_namespace=self._namespace,
-            partitioned=node.partitions_def is not None,
-        )
+        return spec_of(self._graph, key, self._namespace)
 
     def _table(self, identifier: tuple[str, ...]) -> Table | None:
         try:
             return self._catalog.load_table(identifier)
         except NoSuchTableError:
             return None
+
+
+def spec_of(graph: AssetGraph, key: AssetKey, default_namespace: str) -> TableSpec:
+    """The table that an asset declares."""
+    node = graph.get(key)
+    return table_spec(
+        key,
+        node.metadata,
+        default_namespace=default_namespace,
+        partitioned=node.partitions_def is not None,
+    )
+
+
+def selection_of(
+    graph: AssetGraph,
+    spec: TableSpec,
+    key: AssetKey,
+    partitions: Sequence[str] | None,
+    table: Table | None,
+) -> Selection | None:
+    """The rows of partitions of an asset in a state of its table; None selects the whole table."""
+    definition: PartitionsDefinition[str] | None = graph.get(key).partitions_def
+    if partitions is None or definition is None or not spec.columns_by_dimension or table is None:
+        return None
+    return select(partitions, definition, spec.columns_by_dimension, schema=table.schema(), table=spec.name)
 
 
 def _of_selection(selection: Selection | None, column: str) -> Ranges | None:

@@ -71,12 +71,7 @@ def progress(
     `retries` is how often an asset's sensor launches a failed run again (0 if it is not named). Raises
     ConfigurationError for an id that nobody knows.
     """
-    state = backfill_of(instance, backfill_id, graph)
-    if state is None:
-        raise ConfigurationError(
-            f"There is no asset backfill {backfill_id} in this Dagster instance.",
-            hint="Its page lists them: Overview, Backfills.",
-        )
+    state = require_backfill(instance, graph, backfill_id)
     again = backfills_tagged(instance, graph, {RETRY_OF_TAG: backfill_id})
     stages = plan(graph, lake.lakehouse, state.key, state.partitions, why=state.why, instance=instance)
     in_flight = InFlight(instance, now)
@@ -101,6 +96,17 @@ def progress(
             )
         )
     return found
+
+
+def require_backfill(instance: DagsterInstance, graph: AssetGraph, backfill_id: str) -> BackfillState:
+    """What has become of a backfill. Raises ConfigurationError for an id that Dagster does not know."""
+    state = backfill_of(instance, backfill_id, graph)
+    if state is None:
+        raise ConfigurationError(
+            f"There is no asset backfill {backfill_id} in this Dagster instance.",
+            hint="Its page lists them: Overview, Backfills.",
+        )
+    return state
 
 
 def partition_states(states: Iterable[BackfillState]) -> dict[Partition, str]:

@@ -1,4 +1,4 @@
-"""The pipeline of the backfill tests: three stages, and an ordinary asset beside them."""
+"""The pipeline of the backfill tests: three stages, and an ordinary asset beside them; what is done with it."""
 
 from datetime import date
 from pathlib import Path
@@ -6,7 +6,10 @@ from pathlib import Path
 import dagster as dg
 import polars as pl
 
-from branchlake_dagster import consumes, table_metadata
+from branchlake_dagster import consumes, incremental_sensor, table_metadata
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.cli.incremental import backfill
+from branchlake_dagster_tests.harness import Project
 from branchlake_dagster_tests.incremental.sources import FREE
 
 DAYS = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-05")
@@ -63,3 +66,29 @@ class Pipeline:
     @property
     def assets(self) -> list[dg.AssetsDefinition]:
         return [self.events, self.daily, self.total, self.report]
+
+
+def follow(p: Project) -> list[str]:
+    """What the sensor launches, run and published until there is nothing more; in order."""
+    sensor, cursor, done = incremental_sensor(), None, []
+    for _ in range(10):
+        with dg.build_sensor_context(
+            p.instance,
+            cursor=cursor,
+            repository_def=p.definitions.get_repository_def(),
+            resources={"lakehouse": LakehouseResource.of(p.lake.settings)},
+        ) as context:
+            found = sensor(context)
+        assert isinstance(found, dg.SensorResult)
+        cursor = found.cursor
+        if not found.run_requests:
+            return done
+        for request in found.run_requests:
+            (key,) = request.asset_selection or ()
+            p.settle(p.run(key, partition=request.partition_key))
+            done.append(f"{key.path[-1]} {request.partition_key or ''}".strip())
+    raise AssertionError(f"it goes on and on: {done}")
+
+
+def place(p: Project) -> backfill.Place:
+    return backfill.Place(p.graph, LakehouseResource.of(p.lake.settings), p.instance)

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,7 +11,6 @@ import dagster as dg
 import pytest
 from click.testing import CliRunner
 
-from branchlake_dagster import incremental_sensor
 from branchlake_dagster.branching.consuming.steps import REBUILD_TAG
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.cli.incremental import backfill
@@ -27,50 +26,10 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.library_internals.dagster import fail_backfill
 from branchlake_dagster_tests.dagster_internals import BulkActionStatus
 from branchlake_dagster_tests.harness import Project, project
-from branchlake_dagster_tests.incremental.backfill.stages import Pipeline
+from branchlake_dagster_tests.incremental.backfill.stages import Pipeline, follow, place
 from branchlake_dagster_tests.incremental.sources import values
 from branchlake_dagster_tests.incremental.test_incremental_sensor import Ticks
 from branchlake_dagster_tests.incremental.test_sensor_retries import launch
-
-
-def follow(p: Project) -> list[str]:
-    """What the sensor launches, run and published until there is nothing more; in order."""
-    sensor, cursor, done = incremental_sensor(), None, []
-    for _ in range(10):
-        with dg.build_sensor_context(
-            p.instance,
-            cursor=cursor,
-            repository_def=p.definitions.get_repository_def(),
-            resources={"lakehouse": LakehouseResource.of(p.lake.settings)},
-        ) as context:
-            found = sensor(context)
-        assert isinstance(found, dg.SensorResult)
-        cursor = found.cursor
-        if not found.run_requests:
-            return done
-        for request in found.run_requests:
-            (key,) = request.asset_selection or ()
-            p.settle(p.run(key, partition=request.partition_key))
-            done.append(f"{key.path[-1]} {request.partition_key or ''}".strip())
-    raise AssertionError(f"it goes on and on: {done}")
-
-
-@pytest.fixture
-def pipeline(namespace: str) -> Pipeline:
-    return Pipeline(namespace)
-
-
-@pytest.fixture
-def p(lakehouse: Lakehouse, pipeline: Pipeline) -> Iterator[Project]:
-    with project(lakehouse, *pipeline.assets) as made:
-        for day in ("2026-08-01", "2026-08-02"):
-            made.settle(made.run(pipeline.events.key, partition=day))
-        follow(made)
-        yield made
-
-
-def place(p: Project) -> backfill.Place:
-    return backfill.Place(p.graph, LakehouseResource.of(p.lake.settings), p.instance)
 
 
 def test_a_backfill_goes_through_all_stages(p: Project, pipeline: Pipeline) -> None:
