@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.checks.asset_checks.sql import sql_check
     from branchlake_dagster.checks.constraints.predicate import row_predicate
     from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
+    from branchlake_dagster.incremental.backfill.approve import approve_backfill_job
     from branchlake_dagster.incremental.backlog import unconsumed
     from branchlake_dagster.incremental.condition import unconsumed_change
     from branchlake_dagster.incremental.sensor import incremental_sensor
@@ -77,6 +78,7 @@ __all__ = [
     "Terminal",
     "Transient",
     "WarmRunLauncher",
+    "approve_backfill_job",
     "awaiting_verdict",
     "branchlake_definitions",
     "column_metadata",
@@ -121,6 +123,7 @@ _HOMES = {
     "checks.asset_checks.sql": ("sql_check",),
     "checks.constraints.predicate": ("row_predicate",),
     "errors": ("BranchlakeError", "OutcomeUnknown", "Terminal", "Transient"),
+    "incremental.backfill.approve": ("approve_backfill_job",),
     "incremental.backlog": ("unconsumed",),
     "incremental.condition": ("unconsumed_change",),
     "incremental.sensor": ("incremental_sensor",),

@@ -77,6 +77,10 @@ class RowsRemoved(BranchlakeError, Terminal):
     """Rows of an input have gone, and the asset takes only rows that come."""
 
 
+class NotApproved(BranchlakeError, Terminal):
+    """A run consumed a result that waits for approval, and was published after the run was launched."""
+
+
 class LeaseHeld(BranchlakeError, Transient):
     """Another run is the one that may write what is exclusive, and did not end while this one waited."""
 

@@ -7,7 +7,7 @@ from pyiceberg.table.snapshots import Snapshot
 
 from branchlake_dagster.changes.errors import ChangeLost, Loss
 from branchlake_dagster.changes.model import Position
-from branchlake_dagster.changes.summary import REPLAYED_FROM
+from branchlake_dagster.changes.summary import REPLAYED_FROM, RUN_ID
 
 
 def told(snapshot: Snapshot, name: str) -> str | None:
@@ -67,6 +67,18 @@ def since(metadata: TableMetadata, position: Position, *, table: str) -> list[Sn
     if not found or _is_first(found[0]) or position.snapshot_id in known:
         raise _lost(Loss.ROLLED_BACK, table)
     raise _lost(Loss.EXPIRED, table)
+
+
+def runs_since(metadata: TableMetadata, position: Position | None, *, table: str) -> dict[int, str]:
+    """The runs that say they made the snapshots since a position, by snapshot; None: those of all snapshots.
+
+    Reads the metadata alone. Raises ChangeLost.
+    """
+    snapshots = since(metadata, position, table=table) if position is not None else None
+    if snapshots is None:
+        snapshots, _ = line(metadata)
+    runs = {snapshot.snapshot_id: told(snapshot, RUN_ID) for snapshot in snapshots}
+    return {snapshot_id: run_id for snapshot_id, run_id in runs.items() if run_id}
 
 
 def _lost(loss: Loss, table: str) -> ChangeLost:

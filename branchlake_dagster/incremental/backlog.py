@@ -10,6 +10,7 @@ from functools import cached_property
 
 from dagster import AssetsDefinition, DagsterInstance
 
+from branchlake_dagster.branching.branch.approval import Approvals
 from branchlake_dagster.branching.consuming.consumer import Consumer, Input
 from branchlake_dagster.branching.consuming.consumption import Consumption
 from branchlake_dagster.branching.consuming.declaration import declared
@@ -153,6 +154,22 @@ class Standing:
             )
             for key, one in found.items()
         }
+
+    def held(
+        self, partitions: Sequence[str | None], approvals: Approvals
+    ) -> dict[str | None, tuple[str, ...]]:
+        """Those of the partitions whose change waits for approval, with the ids under which it is approved.
+
+        None stands for the asset as a whole. Raises ChangeLost, PositionUnreadable, TableMissing.
+        """
+        if not approvals.any:
+            return {}
+        found: dict[str | None, set[str]] = {}
+        if keys := [one for one in partitions if one is not None]:
+            found.update(self._consumption.runs_by_partition(keys, approvals.chosen))
+        if None in partitions and (runs := self._consumption.runs(approvals.chosen)):
+            found[None] = runs
+        return {partition: approvals.names(runs) for partition, runs in found.items()}
 
     def key(self, partition: str | None = None) -> str:
         """The same for the same state of the inputs and of what was consumed: what is launched once for."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from dagster import AssetKey, AutomationCondition, AutomationContext, AutomationResult
 
+from branchlake_dagster.branching.branch.approval import Approvals
 from branchlake_dagster.branching.consuming.consumer import Consumer
 from branchlake_dagster.branching.consuming.declaration import declared
 from branchlake_dagster.branching.consuming.steps import consumer_of
@@ -74,14 +75,17 @@ class UnconsumedChange(AutomationCondition[AssetKey]):
         return False
 
     def evaluate(self, context: AutomationContext[AssetKey]) -> AutomationResult[AssetKey]:
-        """The partitions with something left. Raises ConfigurationError."""
+        """The partitions with something left that does not wait for approval. Raises ConfigurationError."""
         consumer = self._consumer(context)
-        standing = Standing(self.lake, consumer, instance=context.asset_graph_view.instance)
+        instance = context.asset_graph_view.instance
+        standing = Standing(self.lake, consumer, instance=instance)
         found: set[str | None] = set()
         if standing.unconsumed.any:
-            found = {None}
+            runs: list[tuple[str | None, ...]] = [(None,)]
             if consumer.by_partition:
-                found = {one for batch in standing.batches for one in batch.partitions}
+                runs = [batch.partitions for batch in standing.batches]
+            held = standing.held([one for run in runs for one in run], Approvals(instance)).keys()
+            found = {one for run in runs if held.isdisjoint(run) for one in run}
         subset = context.asset_graph_view.get_asset_subset_from_asset_partitions(
             context.key,
             {AssetKeyPartitionKey(context.key, partition) for partition in found},

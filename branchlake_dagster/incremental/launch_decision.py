@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -18,6 +19,7 @@ from branchlake_dagster.branching.branch.run_tags import (
 )
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental.backlog import Unconsumed
+from branchlake_dagster.wording import agree
 
 _LONGEST_DELAY_S = 86_400.0
 
@@ -55,6 +57,7 @@ class LaunchState(StrEnum):
     NOT_RETRIED = "not retried"
     WAITS_FOR_INPUT = "waits for an input"
     WAITS_FOR_EARLIER = "waits for an earlier partition"
+    WAITS_FOR_APPROVAL = "waits for approval"
     UNKNOWN = "unknown"
     NO_SENSOR = "no sensor"
     SENSOR_STOPPED = "the sensor is stopped"
@@ -137,8 +140,9 @@ class LaunchDecision:
 
     `run_id` is the run that the state is about, `outcome` what became of it, `due` the time of the next
     retry, `retry` its number, counted from 1, and `retries_left` how many there are, this one included.
-    `reason` is why the run was not published, or why it is unknown what is left. `earlier` is the partition
-    that has to be published first.
+    `reason` is why the run was not published, or why it is unknown what is left; for a change that waits for
+    approval it is the ids under which that is given. `earlier` is the partition that has to be published
+    first.
     """
 
     state: LaunchState
@@ -169,6 +173,8 @@ class LaunchDecision:
             return f"{run} {self.outcome}; no retries left: correct the cause, then launch it{because}"
         if self.state is LaunchState.WAITS_FOR_EARLIER:
             return f"waits until partition {self.earlier} is published, from which it is computed"
+        if self.state is LaunchState.WAITS_FOR_APPROVAL:
+            return approval_text(self.reason.split(","))
         if self.state is LaunchState.DUE:
             return "is launched at the sensor's next tick"
         words = {
@@ -178,6 +184,14 @@ class LaunchDecision:
             LaunchState.SENSOR_NEVER_RAN: "its sensor never ran: start Dagster's daemon",
         }
         return words.get(self.state) or self.reason or str(self.state)
+
+
+def approval_text(names: Sequence[str], *, plural: bool = False) -> str:
+    """A clause for what waits for approval, with the command; `names` are the ids to approve."""
+    waits = agree(2 if plural else 1, "waits", "wait")
+    command = f"branchlake backfill approve {names[0]}" if names else "branchlake backfill approve"
+    more = f" (and {', '.join(names[1:])})" if names[1:] else ""
+    return f"{waits} for approval: {command}{more}"
 
 
 def with_sensor(decision: LaunchDecision, sensor: LaunchState | None) -> LaunchDecision:
@@ -219,13 +233,14 @@ def decide(
     now: datetime,
     *,
     earlier: str = "",
+    held: Sequence[str] = (),
 ) -> LaunchDecision:
     """Decide about one partition, or about an asset without partitions.
 
     `found` is what the consumer as a whole has left, `history` the attempts for the partition's present
     state, `under_way` a run that computes the partition, `earlier` a partition that has to be published
-    before it. The same arguments give the same run key, and each attempt has a key of its own, so a repeated
-    tick launches nothing twice.
+    before it, `held` the ids under which its change has to be approved first. The same arguments give the
+    same run key, and each attempt has a key of its own, so a repeated tick launches nothing twice.
     """
     if found.trouble:
         return LaunchDecision(LaunchState.UNKNOWN, reason=found.trouble)
@@ -236,6 +251,8 @@ def decide(
     if under_way is not None:
         state = LaunchState.AWAITS_VERDICT if under_way.finished else LaunchState.BEING_COMPUTED
         return LaunchDecision(state, run_id=under_way.run_id)
+    if held:
+        return LaunchDecision(LaunchState.WAITS_FOR_APPROVAL, reason=",".join(held))
     if not policy.reached(found, now):
         return LaunchDecision(LaunchState.WAITS_FOR_MORE)
     if earlier:

@@ -8,6 +8,7 @@ from datetime import datetime
 
 from dagster import AssetKey, DagsterInstance
 
+from branchlake_dagster.branching.branch.approval import Approvals
 from branchlake_dagster.branching.consuming.pending import Batch
 from branchlake_dagster.branching.consuming.positions import Consumed
 from branchlake_dagster.incremental.attempts import histories
@@ -38,6 +39,7 @@ def launch_decisions(
     policy: LaunchPolicy,
     now: datetime,
     *,
+    approvals: Approvals,
     most: int | None = None,
 ) -> list[tuple[str | None, LaunchDecision]]:
     """The first `most` partitions that have something left, by key, with the decision about each.
@@ -57,13 +59,19 @@ def launch_decisions(
     together = {one: standing.batch_of(one) for one in partitions if one is not None}
     # A run is launched for the state of its first partition.
     keys = [standing.key(together[one].partitions[0] if one is not None else None) for one in partitions]
+    held = standing.held(
+        [*dict.fromkeys((*partitions, *(key for one in together.values() for key in one.partitions)))],
+        approvals,
+    )
     decided: list[tuple[str | None, LaunchDecision]] = []
     for one, history in zip(partitions, histories(instance, keys, policy.retries), strict=True):
         batch = together[one] if one is not None else Batch(())
         earlier = batch.partitions[-1] if one in batch.waiting else ""
-        computed_with = (one,) if earlier else batch.partitions
+        computed_with: tuple[str | None, ...] = (one,) if earlier or one is None else batch.partitions
         under_way = whole or next((single[key] for key in computed_with if key in single), None)
-        decided.append((one, decide(found, history, under_way, policy, now, earlier=earlier)))
+        names = tuple(dict.fromkeys(name for key in computed_with for name in held.get(key, ())))
+        decision = decide(found, history, under_way, policy, now, earlier=earlier, held=names)
+        decided.append((one, decision))
     return decided
 
 

@@ -26,6 +26,8 @@ from dagster import (
     sensor,
 )
 
+from branchlake_dagster.branching.branch.approval import Approvals
+from branchlake_dagster.branching.branch.run_tags import HELD_TAG
 from branchlake_dagster.branching.consuming.affected import coverage
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import BranchlakeError
@@ -33,7 +35,13 @@ from branchlake_dagster.incremental.attempts import histories
 from branchlake_dagster.incremental.backlog import Standing, Unconsumed
 from branchlake_dagster.incremental.consumers import ConsumingAsset, consumers
 from branchlake_dagster.incremental.in_flight import InFlight
-from branchlake_dagster.incremental.launch_decision import STUCK, LaunchDecision, LaunchPolicy, decide
+from branchlake_dagster.incremental.launch_decision import (
+    STUCK,
+    LaunchDecision,
+    LaunchPolicy,
+    approval_text,
+    decide,
+)
 from branchlake_dagster.incremental.partition_backlog import (
     PartitionBacklog,
     launch_decisions,
@@ -187,6 +195,9 @@ class _Look:
         self._now = now
         self._most = most
         self._in_flight = InFlight(instance, now)
+        self._approvals = Approvals(instance)
+        self._held: set[str] = set()
+        """The ids under which changes that wait for approval are approved."""
         self.requests: list[RunRequest] = []
         self.lines: list[str] = []
         self.found: dict[AssetKey, Unconsumed] = {}
@@ -211,6 +222,7 @@ class _Look:
                 self._in_flight,
                 self._policy,
                 self._now,
+                approvals=self._approvals,
                 most=SHOWN_PARTITIONS,
             )
         except Exception as error:  # noqa: BLE001 - whatever a store or a table's metadata comes up with
@@ -250,26 +262,33 @@ class _Look:
             yield AssetObservation(key, metadata=metadata)
 
     def _wanted(self, asset: ConsumingAsset, standing: Standing, found: Unconsumed) -> Iterator[RunRequest]:
-        """The runs that are due, by partition. One that is not holds up those that are computed from it."""
+        """The runs that are due, by partition. One that is not holds up those that are computed from it.
+
+        What waits for approval is launched once that is given.
+        """
         if not self._policy.reached(found, self._now) or self._in_flight.whole(asset.key):
             return
         busy = self._in_flight.partitions(asset.key)
         runs: list[tuple[str, ...]] = [()]
         if standing.by_partition:
             runs = [one.partitions for one in standing.batches if busy.isdisjoint(one.partitions)]
+        partitions: list[str | None] = [None]
+        if standing.by_partition:
+            partitions = [key for one in runs for key in one]
+        held = standing.held(partitions, self._approvals)
+        self._held.update(name for names in held.values() for name in names)
+        runs = [one for one in runs if held.keys().isdisjoint(one or (None,))]
         keys = (standing.key(one[0] if one else None) for one in runs)
-        for partitions, history in zip(
-            runs, histories(self._instance, keys, self._policy.retries), strict=True
-        ):
+        for run, history in zip(runs, histories(self._instance, keys, self._policy.retries), strict=True):
             decision = decide(found, history, None, self._policy, self._now)
             if decision.run_key is not None:
-                tags = {RETRY_TAG: str(decision.retry)} if decision.retry else {}
-                if len(partitions) > 1:
-                    tags |= {RANGE_START_TAG: partitions[0], RANGE_END_TAG: partitions[-1]}
+                tags = {HELD_TAG: "true"} | ({RETRY_TAG: str(decision.retry)} if decision.retry else {})
+                if len(run) > 1:
+                    tags |= {RANGE_START_TAG: run[0], RANGE_END_TAG: run[-1]}
                 yield RunRequest(
                     decision.run_key,
                     asset_selection=[asset.key],
-                    partition_key=partitions[0] if len(partitions) == 1 else None,
+                    partition_key=run[0] if len(run) == 1 else None,
                     tags=tags,
                 )
 
@@ -279,7 +298,8 @@ class _Look:
         if not left:
             return f"{counted(len(self.found), 'consumer')} looked at, nothing to consume"
         started = f", {counted(len(self.requests), 'run')} launched" if self.requests else ""
-        return f"change for {named('asset', left[:5])}{started}"
+        waits = f"; a part of it {approval_text(sorted(self._held))}" if self._held else ""
+        return f"change for {named('asset', left[:5])}{started}{waits}"
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ import polars as pl
 import pytest
 
 from branchlake_dagster import consumes, incremental_sensor, table_metadata, unconsumed, unconsumed_change
+from branchlake_dagster.branching.branch.run_tags import APPROVAL_TAG, REQUIRED
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.incremental.backfill.approve import approve
 from branchlake_dagster.incremental.backlog import Standing
 from branchlake_dagster.incremental.report import LEFT, ROWS
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -215,6 +217,12 @@ def test_a_condition_is_true_while_there_is_something_left(
         assert requested(p) == 1
         published(p, spent)
         assert requested(p) == 0
+        orders.rows = [("b", 2)]
+        run = p.run(orders.key, tags={APPROVAL_TAG: REQUIRED})
+        p.settle(run)
+        assert requested(p) == 0  # it waits for approval
+        approve(p.instance, run)
+        assert requested(p) == 1
 
 
 def test_a_run_of_something_else_holds_nothing_up(

@@ -189,3 +189,14 @@ def test_a_sensor_that_does_not_tick_is_why_a_due_run_is_not_launched() -> None:
     assert with_sensor(due, None) == due
     computed = decide(LEFT, History("key"), RunUnderWay("r", finished=False), POLICY, T)
     assert with_sensor(computed, LaunchState.NO_SENSOR) == computed
+
+
+def test_what_waits_for_approval_has_no_run_and_names_the_command() -> None:
+    decision = decide(LEFT, History("key"), None, POLICY, T, held=("abcdefgh", "ijklmnop"))
+    assert (decision.state, decision.run_key) == (LaunchState.WAITS_FOR_APPROVAL, None)
+    assert "branchlake backfill approve abcdefgh" in decision.text(POLICY)
+    under_way = decide(LEFT, History("key"), RunUnderWay("run", finished=False), POLICY, T, held=("a",))
+    assert under_way.state is LaunchState.BEING_COMPUTED
+    assert (
+        decide(Unconsumed(), History("key"), None, POLICY, T, held=("a",)).state is LaunchState.NOTHING_LEFT
+    )

@@ -48,6 +48,15 @@ NEXT_ATTEMPT_TAG = f"{_HIDDEN}next_attempt"
 """When it tries again: an ISO time, or `set aside` when it waits for somebody."""
 SET_ASIDE = "set aside"
 
+APPROVAL_TAG = "branchlake/approval"
+"""On a run whose result is consumed only after somebody has approved it: `REQUIRED` or `GIVEN`."""
+FOLLOWS_TAG = "branchlake/follows"
+"""On such a run: the ids of the backfills whose results it was computed from, separated by commas."""
+HELD_TAG = f"{_HIDDEN}held_until_approved"
+"""On a run that was launched because nothing that it consumes waited for approval."""
+REQUIRED = "required"
+GIVEN = "given"
+
 
 class Status(StrEnum):
     """What became of a run, as `STATUS_TAG` shows it."""
@@ -112,6 +121,8 @@ def opened(run_id: str, place: Place, inherited: Mapping[str, str]) -> dict[str,
         NEXT_ATTEMPT_TAG,
         REPORTED_TAG,
     )
+    if inherited.get(APPROVAL_TAG) == GIVEN:  # it was given to the result of the run that this one repeats
+        mine[APPROVAL_TAG] = REQUIRED
     return {name: NONE for name in others if name in inherited} | mine
 
 

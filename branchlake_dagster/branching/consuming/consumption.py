@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from branchlake_dagster.branching.consuming.pending import (
     is_covered,
     pending,
     predecessors,
+    runs_by_partition,
 )
 from branchlake_dagster.branching.consuming.positions import Consumed, Positions, Update
 from branchlake_dagster.branching.consuming.redefinition import extent, fitting, identity
@@ -35,7 +36,7 @@ from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseR
 from branchlake_dagster.branching.table.spec import table_name
 from branchlake_dagster.changes.capture import capture, position_on_branch
 from branchlake_dagster.changes.errors import ChangeLost
-from branchlake_dagster.changes.history import holds, rolled_back
+from branchlake_dagster.changes.history import holds, rolled_back, runs_since
 from branchlake_dagster.changes.model import ChangeSet, Position
 from branchlake_dagster.changes.ranges import Ranges, changed, comparable, union
 from branchlake_dagster.errors import ConfigurationError, all_of
@@ -446,6 +447,38 @@ class Consumption:
     def changes_by_partition(self, partitions: Iterable[str]) -> dict[str, PartitionChange]:
         """What each of these partitions has left, by manifests alone. Raises ChangeLost."""
         return changes_by_partition(self._backlog(), partitions)
+
+    def runs_by_partition(
+        self, partitions: Iterable[str], chosen: Callable[[Collection[str]], Collection[str]]
+    ) -> dict[str, set[str]]:
+        """Those of the runs behind what each of these partitions has left that `chosen` returns.
+
+        Raises ChangeLost.
+        """
+        return runs_by_partition(self._backlog(), partitions, chosen)
+
+    def runs(self, chosen: Callable[[Collection[str]], Collection[str]]) -> set[str]:
+        """Those of the runs behind what is consumed that `chosen` returns. Raises ChangeLost.
+
+        Without partitions they are read from metadata alone; where everything is consumed, they are all that
+        the metadata of the inputs still names.
+        """
+        if self.partitions:
+            found = self.runs_by_partition(self.partitions, chosen)
+            return {run_id for runs in found.values() for run_id in runs}
+        behind = {
+            run_id
+            for one in self.inputs.values()
+            for group in self.groups
+            for run_id in runs_since(one.table.metadata, group.since[one.name], table=one.name).values()
+        }
+        return {*chosen(behind)}
+
+    @property
+    def run_id(self) -> str | None:
+        """The run that consumes; None outside a run."""
+        branch = self._lake.run_branch
+        return branch.run_id if branch is not None else None
 
     def _pending(self) -> set[str] | None:
         try:

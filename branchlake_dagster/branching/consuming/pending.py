@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
@@ -21,6 +21,7 @@ from branchlake_dagster.branching.consuming.positions import Consumed, Positions
 from branchlake_dagster.branching.consuming.redefinition import shares_rows
 from branchlake_dagster.branching.table.selection import select, to_iceberg
 from branchlake_dagster.changes.errors import ChangeLost
+from branchlake_dagster.changes.history import runs_since
 from branchlake_dagster.changes.model import ChangedFile, ChangeSet, Position
 from branchlake_dagster.changes.ranges import Bounds, Ranges, union
 
@@ -169,20 +170,58 @@ class PartitionChange:
 
 def changes_by_partition(backlog: Backlog, partitions: Iterable[str]) -> dict[str, PartitionChange]:
     """What each of these partitions has left, from the manifests that `pending` reads. Raises ChangeLost."""
-    definition, positions = _definition(backlog), backlog.positions
     found: dict[str, PartitionChange] = {}
-    together: dict[str | None, list[str]] = defaultdict(list)
-    for key in partitions:
-        own = positions.partitions.get(key)
-        consumed = own or (positions.floor if is_covered(positions, definition, key) else None)
-        found[key] = PartitionChange(consumed)
-        if consumed is not None:
-            together[None if own is None else key].append(key)
-    for keys in together.values():
-        consumed = found[keys[0]].consumed
-        if consumed is not None:
+    for consumed, keys in _by_position(backlog, partitions):
+        if consumed is None:
+            found |= {key: PartitionChange(None) for key in keys}
+        else:
             found |= _counted(backlog, consumed, keys)
     return found
+
+
+def runs_by_partition(
+    backlog: Backlog,
+    partitions: Iterable[str],
+    chosen: Callable[[Collection[str]], Collection[str]],
+) -> dict[str, set[str]]:
+    """The runs that made what each of these partitions has left, without partitions that have none of them.
+
+    Only runs that `chosen` returns of those that changed an input are counted. A run counts for each
+    partition that any file which it added or removed may have rows of, also when a later change has undone
+    its own. Manifests are read only if there are such runs. Raises ChangeLost.
+    """
+    found: dict[str, set[str]] = defaultdict(set)
+    for consumed, keys in _by_position(backlog, partitions):
+        for one in backlog.inputs:
+            position = consumed.inputs.get(one.name) if consumed is not None else None
+            runs = runs_since(one.table.metadata, position, table=one.name)
+            wanted = {*chosen({*runs.values()})}
+            if not wanted:
+                continue
+            bounds = _bounds(backlog, one)
+            finder = PartitionFinder(_definition(backlog), keys, reach=backlog.consumer.reach_of(one.key))
+            for step in backlog.change_since(one, position).steps:
+                for file in (*step.added, *step.removed, *step.deletes):
+                    if (run_id := runs.get(file.snapshot_id)) in wanted and run_id is not None:
+                        for key in finder.of({name: its.of(file) for name, its in bounds.items()}):
+                            found[key].add(run_id)
+    return dict(found)
+
+
+def _by_position(backlog: Backlog, partitions: Iterable[str]) -> Iterator[tuple[Consumed | None, list[str]]]:
+    """The partitions that stand at the same position, with it; None: nothing was consumed for them."""
+    definition, positions = _definition(backlog), backlog.positions
+    covered: list[str] = []
+    new: list[str] = []
+    for key in partitions:
+        if (own := positions.partitions.get(key)) is not None:
+            yield own, [key]
+        else:
+            (covered if is_covered(positions, definition, key) else new).append(key)
+    if covered:
+        yield positions.floor, covered
+    if new:
+        yield None, new
 
 
 def _counted(backlog: Backlog, consumed: Consumed, keys: list[str]) -> dict[str, PartitionChange]:

@@ -10,6 +10,8 @@ from dagster import MetadataValue
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 
+from branchlake_dagster.branching.branch.approval import Approvals
+from branchlake_dagster.branching.branch.run_tags import GIVEN, REQUIRED
 from branchlake_dagster.branching.consuming.commits import MainCommit
 from branchlake_dagster.branching.consuming.consumption import Consumption
 from branchlake_dagster.branching.delivering.inputs import target_ranges
@@ -57,7 +59,11 @@ def own_rows(frame: Any, consumption: Consumption, chosen: Selection | None, sch
 
 
 def record(consumption: Consumption, table: Table) -> Table:
-    """Note in the table what has been consumed for it, as its properties."""
+    """Note in the table what has been consumed for it, as its properties.
+
+    A run that has consumed a result that waits for approval, or did, waits for approval as well.
+    """
+    _inherit_approval(consumption)
     update = consumption.update(at=table.metadata.current_snapshot_id)
     held = table.metadata.properties
     new = {name: value for name, value in update.set.items() if held.get(name) != value}
@@ -69,6 +75,17 @@ def record(consumption: Consumption, table: Table) -> Table:
             if gone:
                 transaction.remove_properties(*gone)
     return table
+
+
+def _inherit_approval(consumption: Consumption) -> None:
+    run_id = consumption.run_id
+    if consumption.instance is None or run_id is None:
+        return
+    # What is computed from everything was also computed from results that were approved long ago.
+    states = (REQUIRED,) if consumption.whole else (REQUIRED, GIVEN)
+    approvals = Approvals(consumption.instance, states)
+    consumed = consumption.runs(approvals.chosen)
+    approvals.inherit(run_id, consumed, asset=consumption.consumer.asset)
 
 
 CONSUMED_ROWS = "branchlake/consumed_rows"

@@ -88,12 +88,19 @@ def stages(where: Place, what: Asked) -> list[Stage]:
     )
 
 
-def run(where: Place, what: Asked, at: float) -> str:
-    """Launch it; the backfill's id."""
+def run(where: Place, what: Asked, at: float, *, approval: bool = False) -> str:
+    """Launch it; the backfill's id. With `approval`, each stage waits until the one before it is approved."""
     found = stages(where, what)[0]
     head = where.lake.lakehouse.nessie.reference(MAIN).hash
     return launch(
-        where.graph, where.instance, what.key, found.partitions, why=what.why, base_hash=head, at=at
+        where.graph,
+        where.instance,
+        what.key,
+        found.partitions,
+        why=what.why,
+        base_hash=head,
+        approval=approval,
+        at=at,
     )
 
 
@@ -102,6 +109,11 @@ def status(where: Place, backfill_id: str) -> list[Progress]:
     retries = {key: one.policy.retries for key, one in where.sensors.items()}
     now = datetime.now(UTC)
     return progress(where.graph, where.lake, where.instance, backfill_id, now, retries=retries)
+
+
+def is_computed(stage: Stage) -> bool:
+    """Whether the backfill computes the stage, rather than naming it for somebody to launch."""
+    return stage.by_itself or stage.number == 0
 
 
 def compare(where: Place, backfill_id: str, asset: str | None = None) -> list[StageComparison]:
@@ -113,7 +125,7 @@ def compare(where: Place, backfill_id: str, asset: str | None = None) -> list[St
     state = require_backfill(where.instance, where.graph, backfill_id)
     lake = where.lake.lakehouse
     found = plan(where.graph, lake, state.key, state.partitions, why=state.why, instance=where.instance)
-    computed = [one for one in found if one.by_itself or one.number == 0]
+    computed = [one for one in found if is_computed(one)]
     if asset is not None:
         key = AssetKey.from_user_string(asset)
         names = ", ".join(one.asset.to_user_string() for one in computed)
@@ -124,6 +136,15 @@ def compare(where: Place, backfill_id: str, asset: str | None = None) -> list[St
             )
     before = hash_before(lake, state)
     return [compare_stage(where.graph, lake, one, before) for one in computed]
+
+
+def compare_held(where: Place, backfill_id: str, found: Sequence[Progress]) -> list[StageComparison]:
+    """Compare the stages whose results the stages that wait for approval would consume."""
+    parents = {
+        key for one in found if one.held_partitions for key in where.graph.get(one.stage.asset).parent_keys
+    }
+    names = [one.stage.asset for one in found if one.stage.asset in parents and is_computed(one.stage)]
+    return [one for key in names for one in compare(where, backfill_id, key.to_user_string())]
 
 
 def retry(where: Place, backfill_id: str, at: float, *, rebuild_lost: bool) -> RetryPlan:

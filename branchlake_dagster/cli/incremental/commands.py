@@ -56,9 +56,17 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
     @module
     @chosen
     @everything
+    @click.option(
+        "--approval", is_flag=True, help="Hold each stage back until the results before it are approved."
+    )
     @as_json
     def run_command(
-        asset: str, module: str, partitions: tuple[str, ...], everything: bool, as_json: bool
+        asset: str,
+        module: str,
+        partitions: tuple[str, ...],
+        everything: bool,
+        approval: bool,
+        as_json: bool,
     ) -> None:
         """Launch the first stage of a backfill.
 
@@ -69,7 +77,7 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
 
         with backfill.place(module, Settings()) as where:
             what = backfill.asked(where, asset, partitions, everything=everything)
-            number = backfill.run(where, what, now()) if what is not None else None
+            number = backfill.run(where, what, now(), approval=approval) if what is not None else None
         if as_json:
             click.echo(json.dumps({"backfill": number}))
         elif number is None:
@@ -82,15 +90,26 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
     @module
     @as_json
     def status_command(backfill_id: str, module: str, as_json: bool) -> None:
-        """Show the progress of each stage."""
-        from branchlake_dagster.cli.incremental import backfill, shown
+        """Show the progress of each stage.
+
+        With it the changes that wait for approval.
+        """
+        from branchlake_dagster.cli.incremental import backfill, compared, shown
 
         with backfill.place(module, Settings()) as where:
             found = backfill.status(where, backfill_id)
+            comparisons = backfill.compare_held(where, backfill_id, found)
         if as_json:
-            click.echo(json.dumps([shown.progress_dict(one) for one in found], indent=2))
+            by_asset = {one.asset: compared.comparison_dict(one)["total"] for one in comparisons}
+            stages = [
+                shown.progress_dict(one) | {"comparison": by_asset.get(one.stage.asset)} for one in found
+            ]
+            click.echo(json.dumps(stages, indent=2))
         else:
             shown.show_status(found)
+            for one in comparisons:
+                asset = one.asset.to_user_string()
+                click.echo(f"Stage {one.number}, {asset}, to be approved: {compared.total_text(one)}")
 
     @group.command(name="compare")
     @click.argument("backfill_id")
@@ -110,6 +129,23 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
             click.echo(json.dumps([compared.comparison_dict(one) for one in found], indent=2))
         else:
             compared.show_comparisons(found)
+
+    @group.command(name="approve")
+    @click.argument("backfill_id")
+    @click.argument("assets", nargs=-1)
+    @as_json
+    def approve_command(backfill_id: str, assets: tuple[str, ...], as_json: bool) -> None:
+        """Let the stages after what a backfill has published go on; with ASSETS only after these.
+
+        What is published later waits for another approval.
+        """
+        from branchlake_dagster.cli.incremental import approval
+
+        found = approval.approve_backfill(Settings(), backfill_id, assets)
+        if as_json:
+            click.echo(json.dumps(approval.approval_dict(found), indent=2))
+        else:
+            click.echo(found.text())
 
     @group.command(name="retry")
     @click.argument("backfill_id")

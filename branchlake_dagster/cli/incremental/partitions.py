@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from branchlake_dagster.branching.branch.approval import Approvals
 from branchlake_dagster.cli.incremental.backfill import Place
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental.backlog import Standing
@@ -59,14 +60,16 @@ def gather_partitions(where: Place, asset: str | None, now: datetime) -> list[Co
             f"Asset {asset} does not consume changes in this code location.",
             hint="Without an asset, branchlake consumers --partitions lists all that do.",
         )
-    in_flight = InFlight(where.instance, now)
+    in_flight, approvals = InFlight(where.instance, now), Approvals(where.instance)
     found = []
     for one in chosen:
         sensor = where.sensors.get(one.key)
         policy = sensor.policy if sensor is not None else LaunchPolicy()
         standing = Standing(where.lake, one.consumer, instance=where.instance, per_run=one.per_run)
         missing = missing_ticks(sensor, sensor_ticks(where.instance, sensor.name) if sensor else None)
-        decisions = launch_decisions(one.key, standing, where.instance, in_flight, policy, now)
+        decisions = launch_decisions(
+            one.key, standing, where.instance, in_flight, policy, now, approvals=approvals
+        )
         shown = partition_backlogs(
             standing,
             [

@@ -113,6 +113,9 @@ def progress_dict(one: Progress) -> dict[str, Any]:
         "failed": one.failed,
         "lost": one.lost,
         "failed_partitions": [name for name in one.failed_partitions if name is not None],
+        "held": len(one.held_partitions),
+        "held_partitions": [name for name in one.held_partitions if name is not None],
+        "approved_as": list(one.approved_as),
         "told": one.told,
     }
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dagster import AssetKey, DagsterInstance
 
+from branchlake_dagster.branching.branch.run_tags import APPROVAL_TAG, FOLLOWS_TAG, REQUIRED
 from branchlake_dagster.branching.consuming.steps import REBUILD_TAG
 from branchlake_dagster.library_internals.dagster import AssetGraph, add_asset_backfill
 
@@ -25,19 +26,21 @@ def launch(
     *,
     why: str,
     base_hash: str,
+    approval: bool = False,
     at: float,
 ) -> str:
     """Request the backfill and return its id, by which Dagster's page shows it.
 
     Its runs compute everything anew in their partitions, whatever was consumed for them. `base_hash` is the
-    commit of `main` now.
+    commit of `main` now. With `approval`, each stage waits until the results before it are approved.
     """
     return add_asset_backfill(
         graph,
         instance,
         root,
         partitions,
-        tags={REBUILD_TAG: "true", BACKFILL_TAG: why[:200], BASE_TAG: base_hash},
+        tags={REBUILD_TAG: "true", BACKFILL_TAG: why[:200], BASE_TAG: base_hash}
+        | ({APPROVAL_TAG: REQUIRED} if approval else {}),
         title=f"Backfill of {root.to_user_string()}",
         description=why,
         at=at,
@@ -52,11 +55,13 @@ def launch_again(
     *,
     backfill_id: str,
     rebuild: bool,
+    approval: bool = False,
     at: float,
 ) -> str:
     """Request a backfill of partitions of a stage of backfill `backfill_id`, and return its own id.
 
     Its runs consume what is left; with `rebuild` they compute everything anew in their partitions.
+    With `approval`, the stages after them wait until their results are approved.
     """
     why = f"Retry of backfill {backfill_id}"
     return add_asset_backfill(
@@ -64,7 +69,9 @@ def launch_again(
         instance,
         asset,
         partitions,
-        tags={RETRY_OF_TAG: backfill_id, BACKFILL_TAG: why} | ({REBUILD_TAG: "true"} if rebuild else {}),
+        tags={RETRY_OF_TAG: backfill_id, BACKFILL_TAG: why}
+        | ({REBUILD_TAG: "true"} if rebuild else {})
+        | ({APPROVAL_TAG: REQUIRED, FOLLOWS_TAG: backfill_id} if approval else {}),
         title=f"{why}: {asset.to_user_string()}",
         description=why,
         at=at,

@@ -8,6 +8,7 @@ from datetime import datetime
 
 from dagster import AssetKey, DagsterInstance
 
+from branchlake_dagster.branching.branch.approval import Approvals
 from branchlake_dagster.branching.errors import TableMissing
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError
@@ -17,7 +18,7 @@ from branchlake_dagster.incremental.backfill.plan import Stage, plan
 from branchlake_dagster.incremental.backlog import Standing
 from branchlake_dagster.incremental.consumers import consumers
 from branchlake_dagster.incremental.in_flight import InFlight
-from branchlake_dagster.incremental.launch_decision import Attempt, Outcome
+from branchlake_dagster.incremental.launch_decision import Attempt, Outcome, approval_text
 from branchlake_dagster.library_internals.dagster import (
     AssetGraph,
     BackfillState,
@@ -43,7 +44,8 @@ class Progress:
 
     `left` have something to consume and no run. `failed` have had a run for what they have to consume, which
     was not published; `failed_partitions` are these. `lost` cannot be told: their change is no longer known.
-    `told` is the whole of it in words.
+    `held_partitions` are among those that are left: their change waits for approval, which is given under the
+    ids `approved_as`. `told` is the whole of it in words.
     """
 
     stage: Stage
@@ -55,6 +57,8 @@ class Progress:
     told: str
     lost: int = 0
     failed_partitions: tuple[Partition, ...] = ()
+    held_partitions: tuple[Partition, ...] = ()
+    approved_as: tuple[str, ...] = ()
 
 
 def progress(
@@ -174,6 +178,7 @@ def follower(
     try:
         pending = _pending(stage, standing)
         keys = {standing.key(one): one for one in pending}
+        held = standing.held([*pending], Approvals(instance))
     except TableMissing as error:
         return Progress(stage, planned, 0, 0, planned, 0, str(error))
     except BranchlakeError as error:
@@ -186,15 +191,34 @@ def follower(
         running = {one for one in busy if one in stage.partitions}
     waiting = {key: one for key, one in keys.items() if one not in running}
     failed = _failed(instance, waiting, retries)
+    # A person may have launched a partition that waits, and that run may have failed.
+    held = {one: names for one, names in held.items() if one not in running and one not in failed}
     left = len(waiting) - len(failed)
     done = 0 if waits else max(0, planned - len(pending | running))
     told = _told(done, len(running), left, planned)
     if waits and not pending:
         told = "waits for the stage before it"
-    elif failed:
+    if failed:
         told = f"{told}, {len(failed)} failed: {_reasons([*failed.values()])}"
-    names = tuple(sorted(failed, key=lambda one: one or ""))
-    return Progress(stage, planned, done, len(running), left, len(failed), told, failed_partitions=names)
+    ids = tuple(sorted({name for names in held.values() for name in names}))
+    if held:
+        told = f"{told}; {counted(len(held), 'partition')} {approval_text(ids, plural=len(held) > 1)}"
+    return Progress(
+        stage,
+        planned,
+        done,
+        len(running),
+        left,
+        len(failed),
+        told,
+        failed_partitions=_sorted(failed),
+        held_partitions=_sorted(held),
+        approved_as=ids,
+    )
+
+
+def _sorted(partitions: Iterable[Partition]) -> tuple[Partition, ...]:
+    return tuple(sorted(partitions, key=lambda one: one or ""))
 
 
 def _pending(stage: Stage, standing: Standing) -> set[Partition]:

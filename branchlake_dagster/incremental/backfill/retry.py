@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from dagster import AssetKey, DagsterInstance
 
+from branchlake_dagster.branching.branch.run_tags import APPROVAL_TAG
 from branchlake_dagster.branching.consuming.consumption import Consumption
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.incremental.backfill.launch import launch_again
 from branchlake_dagster.incremental.backfill.progress import Partition, Progress
 from branchlake_dagster.incremental.consumers import consumers
-from branchlake_dagster.library_internals.dagster import AssetGraph
+from branchlake_dagster.library_internals.dagster import AssetGraph, backfill_of
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ def launch_retry(
     graph: AssetGraph, instance: DagsterInstance, backfill_id: str, plan: RetryPlan, at: float
 ) -> tuple[StageRetry, ...]:
     """Request a Dagster backfill for each stage of the plan; returns the stages with their backfills."""
+    first = backfill_of(instance, backfill_id, graph)
+    approval = first is not None and APPROVAL_TAG in first.tags
     done: list[StageRetry] = []
     for one in plan.launches:
         names = [name for name in one.partitions if name is not None]
@@ -126,6 +129,7 @@ def launch_retry(
             names or None,
             backfill_id=backfill_id,
             rebuild=one.rebuild,
+            approval=approval,
             at=at,
         )
         done.append(StageRetry(one.number, one.asset, one.partitions, one.rebuild, number))

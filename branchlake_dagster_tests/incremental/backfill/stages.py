@@ -1,7 +1,10 @@
 """The pipeline of the backfill tests: three stages, and an ordinary asset beside them; what is done with it."""
 
+import time
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import polars as pl
@@ -92,3 +95,14 @@ def follow(p: Project) -> list[str]:
 
 def place(p: Project) -> backfill.Place:
     return backfill.Place(p.graph, LakehouseResource.of(p.lake.settings), p.instance)
+
+
+def requested(p: Project, pipeline: Pipeline, *days: str, **options: Any) -> tuple[str, Mapping[str, str]]:
+    """A backfill of the events, with the tags that Dagster's daemon gives its runs."""
+    where = place(p)
+    what = backfill.asked(where, pipeline.events.key.to_user_string(), days, everything=False)
+    assert what is not None
+    number = backfill.run(where, what, time.time(), **options)
+    found = p.instance.get_backfill(number)
+    assert found is not None
+    return number, {**found.tags, "dagster/backfill": number}

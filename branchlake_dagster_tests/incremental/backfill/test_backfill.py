@@ -119,10 +119,17 @@ def test_the_commands(
         return result.output
 
     assert "asked for by hand" in call("plan", f"{namespace}/events", "--all")
-    number = call("run", f"{namespace}/events", "--all").split()[1].rstrip(".")
+    number = call("run", f"{namespace}/events", "--all", "--approval").split()[1].rstrip(".")
     assert "0 of 1 partition" in call("status", number)
     assert json.loads(call("retry", number, "--json")) == {"launched": [], "lost": []}
     assert number in call("retry", number)
+    assert "all of it" in call("compare", number)
+    (compared,) = json.loads(call("compare", number, f"{namespace}/events", "--json"))
+    assert compared["total"]["rows_after"] == 0
+    (stage,) = json.loads(call("status", number, "--json"))
+    assert (stage["held"], stage["comparison"]) == (0, None)
+    approved = CliRunner().invoke(main, ["backfill", "approve", number, "--json"])
+    assert json.loads(approved.output) == {"approved": [], "unpublished": []}
     missing = CliRunner().invoke(main, ["backfill", "plan", "x", "-m", "no_such_module"])
     assert missing.exit_code == 1
     assert "cannot be loaded" in missing.output

@@ -1,28 +1,20 @@
 """Each stage of a backfill compared with what it replaces, on the real Nessie."""
 
 import time
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from branchlake_dagster.cli.incremental import backfill
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.incremental.backfill.compare import EarlierStateLost, compare_stage, hash_before
+from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.library_internals.dagster import backfill_of
 from branchlake_dagster_tests.harness import Project
-from branchlake_dagster_tests.incremental.backfill.stages import Pipeline, follow, place
+from branchlake_dagster_tests.incremental.backfill.stages import Pipeline, follow, place, requested
 
 DAYS = ("2026-08-01", "2026-08-02")
-
-
-def requested(p: Project, pipeline: Pipeline, *days: str, **options: Any) -> tuple[str, Mapping[str, str]]:
-    """A backfill of the events, with the tags that Dagster's daemon gives its runs."""
-    where = place(p)
-    what = backfill.asked(where, pipeline.events.key.to_user_string(), days, everything=False)
-    assert what is not None
-    number = backfill.run(where, what, time.time(), **options)
-    found = p.instance.get_backfill(number)
-    assert found is not None
-    return number, {**found.tags, "dagster/backfill": number}
 
 
 def totals(p: Project, number: str) -> dict[str, tuple[int, int, float, Any]]:
@@ -60,3 +52,21 @@ def test_each_stage_is_compared_with_what_it_was_before(p: Project, pipeline: Pi
     assert total.keys == ("day",)
     with pytest.raises(ConfigurationError):
         backfill.compare(place(p), number, pipeline.report.key.to_user_string())
+
+
+def test_the_state_before_is_found_without_the_command_or_is_lost(p: Project, pipeline: Pipeline) -> None:
+    number, _ = requested(p, pipeline, *DAYS)
+    state = backfill_of(p.instance, number, p.graph)
+    assert state is not None
+    head = p.lake.nessie.reference(MAIN).hash
+    assert hash_before(p.lake, state) == head
+    in_dagster = replace(state, tags={}, requested_at=time.time())
+    assert hash_before(p.lake, in_dagster) == head
+    p.settle(p.run(pipeline.events.key, partition=DAYS[0]))
+    assert hash_before(p.lake, in_dagster) == head
+    assert hash_before(p.lake, replace(in_dagster, requested_at=0.0)) is None
+    stage, *_ = backfill.stages(place(p), backfill.Asked(pipeline.events.key, DAYS, ""))
+    new = compare_stage(p.graph, p.lake, stage, None).total
+    assert (new.before.rows, new.after.rows, new.share) == (0, 4, 1.0)
+    with pytest.raises(EarlierStateLost):
+        compare_stage(p.graph, p.lake, stage, "0123456789abcdef" * 4)

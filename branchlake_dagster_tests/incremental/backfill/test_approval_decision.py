@@ -1,0 +1,90 @@
+"""Which results wait for approval, and what an approval is about: decided from tags alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dagster as dg
+
+from branchlake_dagster.branching.branch.approval import approval_names, inherited_tags
+from branchlake_dagster.branching.branch.run_tags import (
+    APPROVAL_TAG,
+    BRANCH_TAG,
+    FOLLOWS_TAG,
+    GIVEN,
+    OPENED_TAG,
+    PUBLICATION_TAG,
+    REQUIRED,
+    UNBRANCHED_TAG,
+    Place,
+    opened,
+)
+from branchlake_dagster.incremental.backfill.approve import waiting_runs
+from branchlake_dagster.library_internals.dagster import BACKFILL_ID_TAG, PARTITION_TAG
+
+WAITS = {APPROVAL_TAG: REQUIRED}
+DAILY = dg.AssetKey("daily")
+
+
+def run(run_id: str, *, published: bool = True, **options: Any) -> dg.DagsterRun:
+    tags = {BRANCH_TAG: f"run-{run_id}", OPENED_TAG: run_id, **WAITS, **options.pop("tags", {})}
+    if published:
+        tags[PUBLICATION_TAG] = "abc"
+    return dg.DagsterRun("job", run_id, tags=tags, **options)
+
+
+def test_a_result_is_approved_as_its_backfills_or_as_its_run() -> None:
+    assert approval_names("r", WAITS) == ("r",)
+    assert approval_names("r", {**WAITS, BACKFILL_ID_TAG: "b"}) == ("b",)
+    assert approval_names("r", {**WAITS, BACKFILL_ID_TAG: "b", FOLLOWS_TAG: "first,second"}) == (
+        "first",
+        "second",
+    )
+
+
+def test_the_result_of_what_consumes_it_waits_too() -> None:
+    assert inherited_tags({}, []) == {}
+    assert inherited_tags({}, [("r", {BACKFILL_ID_TAG: "b"})]) == {}
+    approved = {APPROVAL_TAG: GIVEN, BACKFILL_ID_TAG: "b"}
+    new = {APPROVAL_TAG: REQUIRED, FOLLOWS_TAG: "b"}
+    assert inherited_tags({}, [("r", approved), ("s", approved)]) == new
+    assert inherited_tags(new, [("r", approved)]) == {}  # a second step of the same run
+    both = [("r", approved), ("s", {**WAITS, BACKFILL_ID_TAG: "c"})]
+    assert inherited_tags({}, both)[FOLLOWS_TAG] == "b,c"
+
+
+def test_a_run_of_two_backfills_belongs_to_both() -> None:
+    own = {**WAITS, BACKFILL_ID_TAG: "c"}
+    assert inherited_tags(own, [("r", {**WAITS, BACKFILL_ID_TAG: "b"})]) == {FOLLOWS_TAG: "c,b"}
+
+
+def test_an_approval_is_not_inherited_by_a_re_execution() -> None:
+    again = opened("two", Place("run-two", "0"), {APPROVAL_TAG: GIVEN, OPENED_TAG: "one"})
+    assert again[APPROVAL_TAG] == REQUIRED
+    assert APPROVAL_TAG not in opened("two", Place("run-two", "0"), {})
+
+
+def test_only_what_is_on_main_is_approved() -> None:
+    of_backfill = {BACKFILL_ID_TAG: "b"}
+    there = run("one", tags=of_backfill)
+    started = run("two", tags=of_backfill, published=False)
+    failed = run("three", tags=of_backfill, published=False, status=dg.DagsterRunStatus.FAILURE)
+    follower = run("four", tags={FOLLOWS_TAG: "a,b"})
+    unbranched = run("five", tags={**of_backfill, UNBRANCHED_TAG: "true"}, published=False)
+    inherited = run("six", tags={**of_backfill, OPENED_TAG: "another"})
+    other = run("seven", tags={BACKFILL_ID_TAG: "c"})
+    found = waiting_runs([there, started, failed, follower, unbranched, inherited, other], "b")
+    assert found.approved == (there, follower, unbranched)
+    assert found.unpublished == (started, inherited)
+    assert waiting_runs([other], "seven").approved == ()
+    alone = run("eight")
+    assert waiting_runs([alone], "eight").approved == (alone,)
+
+
+def test_an_approval_may_be_about_some_assets_alone() -> None:
+    daily = run("one", tags={FOLLOWS_TAG: "b", PARTITION_TAG: "2026-08-01"}, asset_selection={DAILY})
+    total = run("two", tags={FOLLOWS_TAG: "b"}, asset_selection={dg.AssetKey("total")})
+    found = waiting_runs([daily, total], "b", [DAILY])
+    assert found.approved == (daily,)
+    assert "daily 2026-08-01" in found.text()
+    assert waiting_runs([daily], "b", [dg.AssetKey("total")]).text()
