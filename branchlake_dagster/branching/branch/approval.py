@@ -95,11 +95,11 @@ class Approvals:
         Raises NotApproved if the incremental sensor launched the run for `asset`, and a result that was not
         approved was published before the run began to read.
         """
-        found = {one: self._tags[one] for one in self.chosen(consumed)}
-        own = self._instance.get_run_by_id(run_id) if found else None
+        consumed_tags = {one: self._tags[one] for one in self.chosen(consumed)}
+        own = self._instance.get_run_by_id(run_id) if consumed_tags else None
         if own is None:
             return
-        waiting = {one: tags for one, tags in found.items() if tags[APPROVAL_TAG] == REQUIRED}
+        waiting = {one: tags for one, tags in consumed_tags.items() if tags[APPROVAL_TAG] == REQUIRED}
         if waiting and HELD_TAG in own.tags:
             names = sorted({name for one, tags in waiting.items() for name in approval_names(one, tags)})
             raise NotApproved(
@@ -108,7 +108,7 @@ class Approvals:
                 run_id=run_id,
                 hint=f"After `branchlake backfill approve {names[0]}` the sensor launches a new run.",
             )
-        if new := inherited_tags(own.tags, found.items()):
+        if new := inherited_tags(own.tags, consumed_tags.items()):
             self._instance.add_run_tags(run_id, new)
 
 

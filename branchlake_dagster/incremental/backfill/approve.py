@@ -12,46 +12,49 @@ from pydantic import Field
 from branchlake_dagster.branching.branch.approval import approval_names, give_approval, on_main
 from branchlake_dagster.branching.branch.run_tags import APPROVAL_TAG, REQUIRED
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.incremental.launch_decision import Outcome, outcome_of
 from branchlake_dagster.library_internals.dagster import PARTITION_TAG
 from branchlake_dagster.wording import agree, counted
+
+_MAY_BE_PUBLISHED = (Outcome.UNFINISHED, Outcome.AWAITS_VERDICT)
 
 
 @dataclass(frozen=True)
 class Approval:
-    """Runs whose results were approved, and those that wait for it but are not on `main` yet."""
+    """Runs whose results are approved, and runs that may still be published and then wait for approval."""
 
     approved: tuple[dg.DagsterRun, ...]
     unpublished: tuple[dg.DagsterRun, ...]
 
     def text(self) -> str:
         """For people: each asset with its partitions."""
-        if not self.approved:
-            told = "Nothing on main waits for this approval."
-        else:
-            told = f"Approved {counted(len(self.approved), 'run')}: {'; '.join(_by_asset(self.approved))}."
+        text = "Nothing on main waits for this approval."
+        if self.approved:
+            text = f"Approved {counted(len(self.approved), 'run')}: {'; '.join(_by_asset(self.approved))}."
         if self.unpublished:
             number = len(self.unpublished)
-            told += (
-                f" {counted(number, 'run')} {agree(number, 'is', 'are')} not published:"
-                f" {'; '.join(_by_asset(self.unpublished))}. Approve again once"
-                f" {agree(number, 'it is', 'they are')}."
-            )
-        return told
+            runs = f"{counted(number, 'run')} {agree(number, 'is', 'are')} not published yet"
+            then = f"Approve again once {agree(number, 'it is', 'they are')}."
+            text += f" {runs}: {'; '.join(_by_asset(self.unpublished))}. {then}"
+        return text
 
 
 def waiting_runs(
     runs: Iterable[dg.DagsterRun], approval_id: str, assets: Sequence[dg.AssetKey] = ()
 ) -> Approval:
     """Decide which of the runs an approval is about: those under its id, with `assets` only runs of these."""
-    found = [
+    waiting = [
         run
         for run in runs
         if approval_id in approval_names(run.run_id, run.tags)
         and (not assets or run.asset_selection is None or {*assets} & run.asset_selection)
     ]
-    there = tuple(run for run in found if on_main(run))
+    published = tuple(run for run in waiting if on_main(run))
     # What failed or was blocked has no result that could be approved; a run in its place waits by itself.
-    return Approval(there, tuple(run for run in found if run not in there and not run.is_failure))
+    unpublished = tuple(
+        run for run in waiting if run not in published and outcome_of(run) in _MAY_BE_PUBLISHED
+    )
+    return Approval(published, unpublished)
 
 
 def approve(instance: dg.DagsterInstance, approval_id: str, assets: Sequence[dg.AssetKey] = ()) -> Approval:
@@ -66,10 +69,10 @@ def approve(instance: dg.DagsterInstance, approval_id: str, assets: Sequence[dg.
             hint="`branchlake backfill status` and the sensor's last tick name the id to approve.",
         )
     waiting = instance.get_runs(dg.RunsFilter(tags={APPROVAL_TAG: REQUIRED}))
-    found = waiting_runs(waiting, approval_id, assets)
-    for run in found.approved:
+    approval = waiting_runs(waiting, approval_id, assets)
+    for run in approval.approved:
         give_approval(instance, run)
-    return found
+    return approval
 
 
 def _by_asset(runs: Iterable[dg.DagsterRun]) -> list[str]:
@@ -123,13 +126,13 @@ def approve_backfill_job(name: str = "approve_backfill") -> dg.JobDefinition:
     @dg.op(name=f"{name}_op", description="Lets the stages after a backfill's published results go on.")
     def approve_op(context: dg.OpExecutionContext, config: ApproveBackfill) -> None:
         assets = [dg.AssetKey.from_user_string(one) for one in config.assets]
-        found = approve(context.instance, config.backfill, assets)
-        context.log.info(found.text())
+        approval = approve(context.instance, config.backfill, assets)
+        context.log.info(approval.text())
         context.add_output_metadata(
             {
-                "approved": dg.MetadataValue.int(len(found.approved)),
-                "unpublished": dg.MetadataValue.int(len(found.unpublished)),
-                "result": dg.MetadataValue.text(found.text()),
+                "approved": dg.MetadataValue.int(len(approval.approved)),
+                "unpublished": dg.MetadataValue.int(len(approval.unpublished)),
+                "result": dg.MetadataValue.text(approval.text()),
             }
         )
 

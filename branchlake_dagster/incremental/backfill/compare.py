@@ -48,8 +48,8 @@ def hash_before(lake: Lakehouse, backfill: BackfillState) -> str | None:
         return recorded
     requested = datetime.fromtimestamp(backfill.requested_at, UTC).isoformat()
     older = lake.nessie.log(MAIN, filter=f"timestamp(commit.commitTime) < timestamp('{requested}')", limit=1)
-    found = next(iter(older), None)
-    return found.commit.hash if found is not None else None
+    newest = next(iter(older), None)
+    return newest.commit.hash if newest is not None else None
 
 
 def compare_stage(graph: AssetGraph, lake: Lakehouse, stage: Stage, before: str | None) -> StageComparison:

@@ -96,11 +96,11 @@ def add_sums(
     one: Mapping[str, Number | None], other: Mapping[str, Number | None] = _NO_SUMS
 ) -> dict[str, Number | None]:
     """Sums by column, added; None is a column without values."""
-    found = dict(one)
+    sums = dict(one)
     for name, value in other.items():
-        held = found.get(name)
-        found[name] = value if held is None else held if value is None else _added(held, value)
-    return found
+        held = sums.get(name)
+        sums[name] = value if held is None else held if value is None else _added(held, value)
+    return sums
 
 
 def _added(one: Number, other: Number) -> Number:
@@ -116,14 +116,14 @@ def sums_of(frame: pl.DataFrame) -> dict[str, Number | None]:
     numbers = columns.select(cs.float().fill_nan(None), cs.integer().cast(pl.Int128), cs.decimal())
     if not columns.width:
         return {}
-    found = numbers.select(pl.when(pl.all().count() > 0).then(pl.all().sum())).row(0, named=True)
-    return {name: found[name] for name in columns.columns}
+    sums = numbers.select(pl.when(pl.all().count() > 0).then(pl.all().sum())).row(0, named=True)
+    return {name: sums[name] for name in columns.columns}
 
 
 def fingerprints(frame: pl.DataFrame, columns: Sequence[str], keys: Sequence[str]) -> pl.DataFrame:
     """A hash of 64 bits for each row, and with `keys` one of its key: all that is kept of the rows."""
-    found = [frame.select(columns).hash_rows().alias(ROW)]
-    return pl.DataFrame([frame.select(keys).hash_rows().alias(KEY), *found] if keys else found)
+    rows = [frame.select(columns).hash_rows().alias(ROW)]
+    return pl.DataFrame([frame.select(keys).hash_rows().alias(KEY), *rows] if keys else rows)
 
 
 def count_changed(before: pl.DataFrame, after: pl.DataFrame) -> tuple[int, int]:

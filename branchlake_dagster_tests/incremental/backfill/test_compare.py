@@ -2,16 +2,22 @@
 
 import time
 from dataclasses import replace
+from datetime import date
 from typing import Any
 
+import dagster as dg
+import polars as pl
 import pytest
 
+from branchlake_dagster import replaced_check, table_metadata
 from branchlake_dagster.cli.incremental import backfill
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental.backfill.compare import EarlierStateLost, compare_stage, hash_before
-from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.library_internals.dagster import backfill_of
-from branchlake_dagster_tests.harness import Project
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.incremental.backfill.stages import DAYS as DAILY
 from branchlake_dagster_tests.incremental.backfill.stages import Pipeline, follow, place, requested
 
 DAYS = ("2026-08-01", "2026-08-02")
@@ -70,3 +76,33 @@ def test_the_state_before_is_found_without_the_command_or_is_lost(p: Project, pi
     assert (new.before.rows, new.after.rows, new.share) == (0, 4, 1.0)
     with pytest.raises(EarlierStateLost):
         compare_stage(p.graph, p.lake, stage, "0123456789abcdef" * 4)
+
+
+@pytest.mark.filterwarnings("ignore:Parameter `backfill_policy`")
+@pytest.mark.parametrize("most_change", [None, 0.2])
+def test_a_backfill_of_one_run_is_checked_once_and_published_as_a_whole(
+    lakehouse: Lakehouse, namespace: str, most_change: float | None
+) -> None:
+    price = 1
+
+    @dg.asset(
+        key=[namespace, "events"],
+        partitions_def=DAILY,
+        backfill_policy=dg.BackfillPolicy.single_run(),
+        metadata=table_metadata(partition_by="day"),
+    )
+    def events(context: dg.AssetExecutionContext) -> pl.DataFrame:
+        days = [date.fromisoformat(one) for one in context.partition_keys]
+        return pl.DataFrame({"day": days, "price": [price] * len(days)})
+
+    checked = replaced_check(events, sums=["price"], most_change=most_change, severity="error")
+    tags = {"dagster/asset_partition_range_start": DAYS[0], "dagster/asset_partition_range_end": DAYS[1]}
+    with project(lakehouse, events, checked) as p:
+        assert p.settle(p.run(tags=tags)).action is PublicationAction.PUBLISHED
+        price = 9
+        outcome = p.settle(p.run(tags=tags))
+        (evaluation,) = p.last.get_asset_check_evaluations()
+        assert evaluation.metadata["rows_after"].value == 2
+        published = outcome.action is PublicationAction.PUBLISHED
+        assert published is (most_change is None)
+        assert [row["price"] for row in p.rows(namespace, "events")] == [9 if published else 1] * 2
