@@ -11,12 +11,12 @@ from datetime import datetime
 
 from pyiceberg.exceptions import NoSuchTableError
 
-from branchlake_dagster.branching.consuming.positions import Consumed, Positions, read
+from branchlake_dagster.branching.consuming.positions import Consumed, Positions, read, recorded_time
 from branchlake_dagster.branching.errors import PositionUnreadable
 from branchlake_dagster.changes.capture import capture
 from branchlake_dagster.changes.errors import ChangeLost
 from branchlake_dagster.changes.history import holds, rolled_back
-from branchlake_dagster.changes.model import ChangeSet, Position
+from branchlake_dagster.changes.model import ChangeSet, Position, moment
 from branchlake_dagster.errors import Transient
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -38,6 +38,8 @@ class TableStanding:
     ahead: int
     change: ChangeSet | None
     trouble: str | None = None
+    valid_through: datetime | None = None
+    """Up to which time the table has all records, as its runs recorded it; None if that is not known."""
 
     def oldest_s(self, now: datetime) -> float | None:
         """The age of the oldest change that is left, in seconds; None without any."""
@@ -69,13 +71,14 @@ def standings(lake: Lakehouse) -> Iterator[TableStanding | Unreadable]:
             yield Unreadable(entry.key.name, _in_words(error))
             continue
         if consumed := _whole(positions):
+            time = recorded_time(table.metadata, entry.key.name)
             for name, position in sorted(consumed.inputs.items()):
                 found = _standing(
                     catalog, entry.key.name, name, position, consumed, len(positions.partitions)
                 )
                 if not holds(table.metadata, consumed.at):
                     found = replace(found, change=None, trouble=rolled_back(entry.key.name).message)
-                yield found
+                yield replace(found, valid_through=moment(time.ms) if time is not None else None)
 
 
 def _whole(positions: Positions) -> Consumed | None:

@@ -55,6 +55,15 @@ def affected(
     return {str(MultiPartitionKey(dict(zip(parts, combined, strict=True)))) for combined in product(*values)}
 
 
+def time_dimension(
+    definition: PartitionsDefinition[str] | None,
+) -> tuple[str, TimeWindowPartitionsDefinition] | None:
+    """The dimension whose partitions are time windows, with its definition; None if there is not just one."""
+    parts = dimensions(definition) if definition is not None else {}
+    found = [(name, one) for name, one in parts.items() if isinstance(one, TimeWindowPartitionsDefinition)]
+    return found[0] if len(found) == 1 else None
+
+
 class PartitionFinder:
     """Finds which of some partitions rows may belong to, as `affected` does, for one file after another.
 

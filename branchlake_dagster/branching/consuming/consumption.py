@@ -28,12 +28,15 @@ from branchlake_dagster.branching.consuming.pending import (
     pending,
     predecessors,
     runs_by_partition,
+    valid_through,
+    windows_end_ms,
 )
 from branchlake_dagster.branching.consuming.positions import Consumed, Positions, Update
 from branchlake_dagster.branching.consuming.redefinition import extent, fitting, identity
 from branchlake_dagster.branching.errors import PositionUnreadable, TableMissing
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.table.spec import table_name
+from branchlake_dagster.branching.valid_through import ValidThrough
 from branchlake_dagster.changes.capture import capture, position_on_branch
 from branchlake_dagster.changes.errors import ChangeLost
 from branchlake_dagster.changes.history import holds, rolled_back, runs_since
@@ -347,15 +350,19 @@ class Consumption:
             return Update({})  # two runs that find nothing to consume may both be published
         definition = self.consumer.definition
         if not self.consumer.by_partition or definition is None:
+            told = replace(told, valid_through=self._valid_through((), None))
             return records.advance(self.positions, told, (), None)
         # Appended rows stand in nobody's way, and one run may move the floor where the other sets an entry.
         each = self.consumer.spec.write_mode == "append"
         extents = {one: extent(definition, one) for one in self.partitions}
+        end_ms = windows_end_ms(self.consumer)
         left = self._pending()
+        if left is not None and self.consumer.in_order:
+            left |= following(definition, self.partitions, self._every)
+        if left is not None:
+            told = replace(told, valid_through=self._valid_through(left - {*self.partitions}, end_ms))
         if not self.consumer.in_order:
             return records.advance(self.positions, told, self.partitions, left, each=each, extents=extents)
-        if left is not None:
-            left |= following(definition, self.partitions, self._every)
         runs = {one: self._run_before(one, told.run_id) for one in self.partitions}
         return records.advance(
             self.positions, told, self.partitions, left, each=each, extents=extents, follows=runs
@@ -432,6 +439,17 @@ class Consumption:
         known = coverage(definition, instance=self.instance) if by_partition and definition else {}
         parts = identity(self.consumer)
         return Consumed(upto, run.run_id if run else "", self._base_hash, known, definition=parts)
+
+    def _valid_through(self, left: Collection[str], end_ms: int | None) -> ValidThrough | None:
+        """Up to which time the inputs and the table have all records after this run, by their properties.
+
+        `left` are the partitions that still have something to consume after it.
+        """
+        times = {key: records.recorded_time(one.table.metadata, one.name) for key, one in self.inputs.items()}
+        found = valid_through(self._backlog(), times, left, end_ms)
+        if found is not None and left and self.positions.restarts_because:
+            return replace(found, table_ms=None)  # rows of other partitions count for nothing
+        return found
 
     def pending(self) -> set[str]:
         """All partitions of the asset that have something to consume. Raises ChangeLost."""

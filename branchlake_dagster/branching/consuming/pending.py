@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
+from typing import Any
 
 from dagster import (
+    AssetKey,
     DagsterInstance,
     MultiPartitionsDefinition,
     PartitionsDefinition,
     TimeWindowPartitionsDefinition,
 )
 
-from branchlake_dagster.branching.consuming.affected import PartitionFinder, affected, covers, dimensions
+from branchlake_dagster.branching.consuming.affected import (
+    PartitionFinder,
+    affected,
+    covers,
+    dimensions,
+    time_dimension,
+)
 from branchlake_dagster.branching.consuming.consumer import Consumer, Input
 from branchlake_dagster.branching.consuming.positions import Consumed, Positions
 from branchlake_dagster.branching.consuming.redefinition import shares_rows
 from branchlake_dagster.branching.table.selection import select, to_iceberg
+from branchlake_dagster.branching.valid_through import (
+    InputTime,
+    UnconsumedPart,
+    ValidThrough,
+    table_time_ms,
+    to_ms,
+    together,
+)
 from branchlake_dagster.changes.errors import ChangeLost
 from branchlake_dagster.changes.history import runs_since
-from branchlake_dagster.changes.model import ChangedFile, ChangeSet, Position
+from branchlake_dagster.changes.model import ChangedFile, ChangeSet, Position, moment
 from branchlake_dagster.changes.ranges import Bounds, Ranges, union
 
 
@@ -222,6 +238,82 @@ def _by_position(backlog: Backlog, partitions: Iterable[str]) -> Iterator[tuple[
         yield positions.floor, covered
     if new:
         yield None, new
+
+
+def unconsumed_parts(backlog: Backlog) -> set[str] | set[None]:
+    """The partitions that have something left; `{None}` for an asset without partitions that has.
+
+    Raises ChangeLost, unless `lost_is_all`.
+    """
+    if backlog.consumer.by_partition:
+        return pending(backlog)
+    floor = backlog.positions.floor
+    for one in backlog.inputs:
+        if not backlog.change_since(one, floor.inputs.get(one.name) if floor is not None else None).empty:
+            return {None}
+    return set()
+
+
+def windows_end_ms(consumer: Consumer) -> int | None:
+    """The end of the last time window that there is now, ms since 1970; None without time windows.
+
+    Ask for it before the partitions that have something left: these then include a window that begins
+    meanwhile.
+    """
+    if not consumer.by_partition or consumer.definition is None:
+        return None
+    ends = []
+    for part in dimensions(consumer.definition).values():
+        if isinstance(part, TimeWindowPartitionsDefinition):
+            last = part.get_last_partition_window()
+            ends.append(to_ms(part.start if last is None else last.end))
+    return min(ends, default=None)
+
+
+def valid_through(
+    backlog: Backlog,
+    input_times: Mapping[AssetKey, InputTime | None],
+    unconsumed: Iterable[str | None],
+    end_ms: int | None,
+) -> ValidThrough | None:
+    """Up to which time the inputs have all records, and the consumer's table; None if an input has no time.
+
+    `unconsumed` are the partitions that have something left, `{None}` for a table without partitions that
+    has. `end_ms` is `windows_end_ms` of before. Nothing is read: only recorded times are compared.
+    """
+    inputs = together(_complete_inputs(backlog, input_times))
+    if inputs is None:
+        return None
+    parts = [_part(backlog, key, inputs.sources) for key in unconsumed]
+    return ValidThrough(inputs.ms, table_time_ms(inputs.ms, parts, end_ms), inputs.sources)
+
+
+def _complete_inputs(
+    backlog: Backlog, input_times: Mapping[AssetKey, InputTime | None]
+) -> Iterable[InputTime | None]:
+    """The time of each input, less what results need of the rows after their own."""
+    windows = time_dimension(backlog.consumer.definition)
+    definition = windows[1] if windows is not None else None
+    for one in backlog.inputs:
+        time = input_times[one.key]
+        if time is None:
+            yield None
+            continue
+        before = backlog.consumer.reach_of(one.key).complete_before(definition, moment(time.ms))
+        yield InputTime(to_ms(before), time.sources)
+
+
+def _part(backlog: Backlog, key: str | None, sources: frozenset[str]) -> UnconsumedPart:
+    consumer, positions = backlog.consumer, backlog.positions
+    consumed = positions.of(key, lambda: key is not None and is_covered(positions, _definition(backlog), key))
+    names = [one.name for one in backlog.inputs]
+    consumed_ms = consumed.inputs_time_ms(names, sources) if consumed is not None else None
+    windows = time_dimension(consumer.definition)
+    start_ms: int | None = None
+    if key is not None and windows is not None and windows[0] in consumer.spec.columns_by_dimension:
+        definition: Any = consumer.definition
+        start_ms = to_ms(definition.time_window_for_partition_key(key).start)
+    return UnconsumedPart(start_ms, consumed_ms)
 
 
 def _counted(backlog: Backlog, consumed: Consumed, keys: list[str]) -> dict[str, PartitionChange]:

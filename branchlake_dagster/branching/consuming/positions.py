@@ -13,9 +13,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pyiceberg.table.metadata import TableMetadata
+
 from branchlake_dagster.branching.errors import PositionUnreadable
+from branchlake_dagster.branching.valid_through import InputTime, ValidThrough, ingested_time, together
+from branchlake_dagster.changes.history import holds
 from branchlake_dagster.changes.model import Position
-from branchlake_dagster.changes.summary import PREFIX
+from branchlake_dagster.changes.summary import OFFSETS, PREFIX
 
 CONSUMED = f"{PREFIX}consumed"
 _PARTITION = f"{CONSUMED}."
@@ -43,6 +47,19 @@ class Consumed:
     """Of one partition that is computed from the one before it: the run that had computed that one then."""
     turned: bool = False
     """Says nothing, and is the other way round after each run that left the floor: see `advance`."""
+    valid_through: ValidThrough | None = None
+    """Up to which time the inputs had all records then, and the table after the run; None: not known."""
+
+    def inputs_time_ms(self, inputs: Iterable[str], sources: frozenset[str]) -> int | None:
+        """Up to which time these inputs had all records when they were consumed, ms since 1970.
+
+        None if that is not known, if one of them was not consumed, or if they came from other sources than
+        `sources`: then rows may be older that were not consumed.
+        """
+        recorded = self.valid_through
+        if recorded is None or recorded.sources != sources or not self.inputs.keys() >= {*inputs}:
+            return None
+        return recorded.inputs_ms
 
     def text(self) -> str:
         """As a property's value."""
@@ -57,6 +74,7 @@ class Consumed:
                 **({"extent": dict(self.extent)} if self.extent else {}),
                 **({"follows": self.follows} if self.follows else {}),
                 **({"turned": True} if self.turned else {}),
+                **({"valid_through": self.valid_through.as_dict()} if self.valid_through else {}),
             },
             separators=(",", ":"),
         )
@@ -76,6 +94,7 @@ class Consumed:
             told.get("extent", {}),
             told.get("follows", ""),
             told.get("turned", False),
+            ValidThrough.from_dict(told["valid_through"]) if "valid_through" in told else None,
         )
 
 
@@ -149,6 +168,40 @@ def read(properties: Mapping[str, str], *, table: str) -> Positions:
         else:
             partitions[name.removeprefix(_PARTITION)] = found
     return Positions(floor, partitions)
+
+
+def recorded_time(metadata: TableMetadata, name: str) -> InputTime | None:
+    """Up to which time a table has all records by its own properties; None if they do not tell.
+
+    For a consumer's table that is the latest time that one of its runs has recorded, if the table holds the
+    results of all of them. It may be further: what its inputs have since then is not read.
+    """
+    times = (
+        [ingested_time(metadata, name)] if any(key.startswith(OFFSETS) for key in metadata.properties) else []
+    )
+    try:
+        positions = read(metadata.properties, table=name)
+    except PositionUnreadable:
+        return None
+    every = [*positions.partitions.values(), *([positions.floor] if positions.floor else [])]
+    if every:
+        times.append(_latest(every, name) if all(holds(metadata, one.at) for one in every) else None)
+    return together(times)
+
+
+def _latest(every: Iterable[Consumed], name: str) -> InputTime | None:
+    """The latest time; None if a run recorded none, or the inputs or the partitions were declared anew.
+
+    A run without a time may have consumed an input that had lost rows, whatever an earlier run recorded.
+    """
+    times: list[InputTime] = []
+    for one in every:
+        recorded = one.valid_through
+        if recorded is None or recorded.table_ms is None:
+            return None
+        times.append(InputTime(recorded.table_ms, recorded.sources).partitioned(name, one.covers))
+    latest = max(times, key=lambda one: one.ms)
+    return latest if all(one.sources == latest.sources for one in times) else None
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,16 @@ class Reach:
             _border(definition, low, -self.end_offset), _border(definition, high, -self.start_offset)
         )
 
+    def complete_before(
+        self, definition: TimeWindowPartitionsDefinition | None, through: datetime
+    ) -> datetime:
+        """The time before which no result depends on rows of `through` or later, at most `through`."""
+        if definition is None or self.end_offset <= 0:
+            return through - self.after
+        return min(
+            _border(definition, _outer(definition, through - self.after, -1), -self.end_offset), through
+        )
+
     def around(self, ranges: Ranges, *, rows: bool) -> Ranges:
         """The values whose results a change of these values affects; `rows`: that results of these need.
 

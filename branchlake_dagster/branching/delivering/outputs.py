@@ -14,10 +14,13 @@ from branchlake_dagster.branching.branch.approval import Approvals
 from branchlake_dagster.branching.branch.run_tags import GIVEN, REQUIRED
 from branchlake_dagster.branching.consuming.commits import MainCommit
 from branchlake_dagster.branching.consuming.consumption import Consumption
+from branchlake_dagster.branching.consuming.positions import recorded_time
 from branchlake_dagster.branching.delivering.inputs import target_ranges
 from branchlake_dagster.branching.delivering.range_selection import selection
 from branchlake_dagster.branching.table.selection import Selection, inside, to_sql
 from branchlake_dagster.branching.table.spec import TableSpec
+from branchlake_dagster.branching.valid_through import VALID_THROUGH
+from branchlake_dagster.changes.model import moment
 from branchlake_dagster.library_internals.pyiceberg import transaction_on
 
 
@@ -98,8 +101,17 @@ _MOST_COMMITS = 100
 """Rows of a table on an asset's page."""
 
 
-def consumed_metadata(consumption: Consumption) -> dict[str, Any]:
-    """What a materialisation says of the changes it was computed from: a table, and numbers to plot."""
+def consumed_metadata(consumption: Consumption, table: Table) -> dict[str, Any]:
+    """What a materialisation says of the changes it was computed from: a table, and numbers to plot.
+
+    `table` is the asset's own, after `record`. Its valid-through time is among them, if it has one.
+    """
+    time = recorded_time(table.metadata, consumption.consumer.spec.name)
+    valid = {} if time is None else {VALID_THROUGH: MetadataValue.timestamp(moment(time.ms))}
+    return valid | _consumed(consumption)
+
+
+def _consumed(consumption: Consumption) -> dict[str, Any]:
     early = _too_early(consumption)
     if consumption.whole:
         because = consumption.positions.restarts_because

@@ -129,7 +129,7 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
                 if obj is not None and (shown := preview(table, rows=self._preview_rows(context))):
                     metadata[provenance.PREVIEW] = MetadataValue.md(shown)
                 if consumption is not None:
-                    metadata |= outputs.consumed_metadata(consumption)
+                    metadata |= outputs.consumed_metadata(consumption, table)
                 context.add_output_metadata(metadata)
 
     def load_input(self, context: InputContext) -> Any:

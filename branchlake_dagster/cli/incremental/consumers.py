@@ -44,6 +44,7 @@ def _told(one: TableStanding, now: datetime) -> dict[str, Any]:
         "unconsumed_files": change.files_changed if change else None,
         "unconsumed_rows": change.rows_changed if change else None,
         "unconsumed_age_s": None if age is None else round(age, 1),
+        "valid_through": None if one.valid_through is None else one.valid_through.isoformat(),
         "trouble": one.trouble,
     }
 
@@ -54,7 +55,8 @@ def show(found: dict[str, Any], console: Console | None = None) -> None:
     if not found["consumers"] and not found["unreadable"]:
         console.print("No table on main was computed from changes.")
     else:
-        table = Table("table", "input", "left", "since", "ahead", "by run", show_edge=False, pad_edge=False)
+        columns = ("table", "input", "left", "since", "ahead", "valid through", "by run")
+        table = Table(*columns, show_edge=False, pad_edge=False)
         for one in found["consumers"]:
             age = one["unconsumed_age_s"]
             table.add_row(
@@ -63,10 +65,11 @@ def show(found: dict[str, Any], console: Console | None = None) -> None:
                 escape(one["trouble"] or _left(one)),
                 "" if age is None else f"{age:,.0f} s",
                 str(one["partitions_ahead"] or ""),
+                one["valid_through"] or "",
                 one["run_id"],
             )
         for one in found["unreadable"]:
-            table.add_row(one["table"], "?", escape(one["trouble"]), "", "", "")
+            table.add_row(one["table"], "?", escape(one["trouble"]), "", "", "", "")
         console.print(table)
 
 

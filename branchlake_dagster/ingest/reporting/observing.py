@@ -9,6 +9,7 @@ from typing import Any
 
 import dagster as dg
 
+from branchlake_dagster.branching.valid_through import VALID_THROUGH
 from branchlake_dagster.changes.summary import OFFSETS
 from branchlake_dagster.ingest.batch.before import Before
 from branchlake_dagster.ingest.declaring.declaration import Ingest
@@ -18,7 +19,7 @@ from branchlake_dagster.ingest.positions.recorded import Recorded
 from branchlake_dagster.ingest.positions.topic import Topic
 from branchlake_dagster.ingest.receiving.scrape import Monitored, TopicCounts, together
 from branchlake_dagster.ingest.reporting.receivers import counted, receiver_observations
-from branchlake_dagster.ingest.reporting.report import LAG, VALID_THROUGH, moment
+from branchlake_dagster.ingest.reporting.report import LAG, moment
 from branchlake_dagster.ingest.reporting.topics import topic_key
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import dagster as dg
 from dagster import MetadataValue
 
+from branchlake_dagster.branching.valid_through import VALID_THROUGH
 from branchlake_dagster.ingest.batch.ingest_batch import BatchResult
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.declaring.families import Expanded
@@ -22,7 +23,6 @@ CONVERTED = "converted"
 TOLERATED = "tolerated"
 """The check on the dead letters: not more than the ingestion tolerates."""
 LAG = "branchlake/lag"
-VALID_THROUGH = "branchlake/valid_through"
 RECORDS = "branchlake/records"
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import dagster as dg
 
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.branching.valid_through import VALID_THROUGH
 from branchlake_dagster.checks.asset_checks.specs import (
     CheckedAsset,
     asset_key,
@@ -16,7 +17,6 @@ from branchlake_dagster.checks.asset_checks.specs import (
     checked_partitions,
 )
 from branchlake_dagster.checks.constraints.model import ContractError
-from branchlake_dagster.ingest.reporting.report import VALID_THROUGH
 from branchlake_dagster.ingest.valid_through.condition import require_time_partitions
 from branchlake_dagster.ingest.valid_through.published_time import (
     PublishedTime,
