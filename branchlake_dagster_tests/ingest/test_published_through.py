@@ -43,7 +43,7 @@ class Table:
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Table:
     found = Table()
-    monkeypatch.setattr(PublishedThrough, "_published", lambda condition: found.read(condition))
+    monkeypatch.setattr(PublishedThrough, "_published", lambda condition, _: found.read(condition))
     return found
 
 

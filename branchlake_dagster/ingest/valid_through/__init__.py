@@ -1,1 +1,1 @@
-"""Waiting for the valid-through time of ingested tables: an automation condition and an asset check."""
+"""Waiting for the valid-through time of ingested tables and of consumers of their changes."""

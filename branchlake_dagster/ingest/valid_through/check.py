@@ -1,4 +1,4 @@
-"""An asset check that an ingested table is published through a time, as the run sees it.
+"""An asset check that a table is published through a time, as the run sees it.
 
 No postponed annotations here: Dagster compares those of `context` with the class itself.
 """
@@ -19,6 +19,7 @@ from branchlake_dagster.checks.asset_checks.specs import (
 from branchlake_dagster.checks.constraints.model import ContractError
 from branchlake_dagster.ingest.valid_through.condition import require_time_partitions
 from branchlake_dagster.ingest.valid_through.published_time import (
+    DeclaredConsumers,
     PublishedTime,
     TableName,
     format_table,
@@ -26,6 +27,7 @@ from branchlake_dagster.ingest.valid_through.published_time import (
     parse_time,
     published_time,
 )
+from branchlake_dagster.library_internals.dagster import asset_graph_of
 
 
 def published_through_check(
@@ -39,17 +41,19 @@ def published_through_check(
     partitions_def: dg.PartitionsDefinition[str] | None = None,
     lakehouse_key: str = "lakehouse",
 ) -> dg.AssetChecksDefinition:
-    """An asset check that passes when an ingested table has all records that are older than a time.
+    """An asset check that passes when a table has all records that are older than a time.
 
+    The table is filled by an ingestion, or consumes the changes of such tables, over any number of stages.
     Attach it to an asset that reads the table: a run that read too early is then not published. Without
     `time` the table must reach the end of the run's partitions. The check reads the table's metadata where
     the run reads its rows: on the run's branch, which has `main` as it was when the branch was made. No data
-    is read, and Spark is not needed.
+    is read, and Spark is not needed. For a consumer the metadata of the tables before it is read too, and the
+    manifests of what it has not consumed.
 
     Args:
         asset (AssetKey | str | Sequence[str] | AssetsDefinition): The asset that is checked; a definition
             brings its partitioning.
-        table (str | AssetKey): The ingested table, `raw.orders`, or its asset, `raw/orders`.
+        table (str | AssetKey): The table, `raw.orders`, or its asset, `raw/orders`.
         time (datetime | str | None): A time with its zone, also as ISO 8601 text: `2026-11-24T06:00Z`.
             (default: the end of the run's last partition)
         allowed_lateness (timedelta): The table must reach so much more than the time. (default: 0)
@@ -61,7 +65,8 @@ def published_through_check(
 
     Returns:
         AssetChecksDefinition: One step with one check. It fails also while the table does not exist, has no
-            valid-through time, or has to be filled again after a rollback; its description says which.
+            valid-through time, or has to be filled or computed again after a rollback; its description says
+            which.
 
     Raises:
         ContractError: The severity is not allowed.
@@ -99,7 +104,10 @@ def published_through_check(
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
         lake, catalog = resource.lakehouse, resource.own_catalog()
         namespace = lake.settings.default_namespace
-        found = published_time(lake.nessie, catalog, identifier_of_table(table, namespace), namespace)
+        graph = asset_graph_of(context.get_step_execution_context().job)
+        declared = DeclaredConsumers(graph, namespace, context.instance)
+        identifier = identifier_of_table(table, namespace)
+        found = published_time(lake.nessie, catalog, identifier, namespace, declared)
         wanted = (context.partition_time_window.end if at is None else at) + allowed_lateness
         return _result(name, found, wanted, warn=severity == "warn")
 

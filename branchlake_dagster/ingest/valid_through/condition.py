@@ -1,4 +1,4 @@
-"""An automation condition that waits until an ingested table is published through a time.
+"""An automation condition that waits until a table is published through a time.
 
 Like the conditions that follow publications it is a class of this package, which only a sensor that evaluates
 in the code server sees: `publication_automation_sensor()`.
@@ -22,6 +22,7 @@ from dagster import (
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.valid_through.published_time import (
+    DeclaredConsumers,
     PublishedTime,
     TableName,
     format_table,
@@ -41,18 +42,23 @@ def published_through(
     allowed_lateness: timedelta = timedelta(0),
     settings: Settings | None = None,
 ) -> PublishedThrough:
-    """True when `main` has all records of an ingested table that are older than a time.
+    """True when `main` has all records of a table that are older than a time.
 
+    The table is filled by an ingestion, or consumes the changes of such tables, over any number of stages.
     Without `time` each partition of the asset waits for its own end: the partition of a day is true when the
     ingestion is published through midnight. Compared is the valid-through time that the ingestion records
-    with each batch; no data is read. False while the table does not exist, has no such time yet, or has to be
-    filled again after a rollback. It stays true, so combine it with what makes a request happen once, and put
-    it last: it then looks only at the partitions that the conditions before it have left.
+    with each batch. A consumer has the earliest one of its inputs, as far as it has consumed them: a time
+    window with something left ends it at the window's start, or where it was last consumed if that is later.
+    No data is read, but for a consumer the manifests of what it has not consumed. False while the table does
+    not exist, has no such time yet, or has to be filled or computed again after a rollback. Combine it with
+    what makes a request happen once, and put it last: it then looks only at the partitions that the
+    conditions before it have left.
 
     Only `publication_automation_sensor()` evaluates it.
 
     Args:
-        table (str | AssetKey): The ingested table, `raw.orders`, or its asset, `raw/orders`.
+        table (str | AssetKey): The table, `raw.orders`, or its asset, `raw/orders`. A consumer that this code
+            location does not declare is as far as its last run recorded.
         time (datetime | str | None): A time with its zone, also as ISO 8601 text: `2026-11-24T06:00Z`.
             (default: the end of the partition)
         allowed_lateness (timedelta): Wait until the table is published through so much more than the time,
@@ -129,16 +135,18 @@ class PublishedThrough(AutomationCondition[Any]):
             return AutomationResult(context, candidates)
         if self.time is None:
             require_time_partitions(candidates.partitions_def, context.key.to_user_string())
-        published = self._published()
+        published = self._published(context)
         if not published.ingested:
             context.log.warning("%s: %s.", self.name, published.reason)
         return AutomationResult(context, self._reached(context, candidates, published))
 
-    def _published(self) -> PublishedTime:
+    def _published(self, context: AutomationContext[Any]) -> PublishedTime:
         lake = self.lake.lakehouse
         namespace = lake.settings.default_namespace
         identifier = identifier_of_table(self.table, namespace)
-        return published_time(lake.nessie, lake.catalog(MAIN), identifier, namespace)
+        declared = DeclaredConsumers(context.asset_graph, namespace, context.asset_graph_view.instance)
+        catalog = lake.catalog(f"{MAIN}@{lake.nessie.reference(MAIN).hash}")
+        return published_time(lake.nessie, catalog, identifier, namespace, declared)
 
     def _reached(
         self, context: AutomationContext[Any], candidates: EntitySubset[Any], published: PublishedTime

@@ -1,16 +1,33 @@
-"""Up to which time an ingested table is published, from the metadata that a reference has of it."""
+"""Up to which time an ingested table, or a consumer of its changes, is published, by its metadata."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 
-from dagster import AssetKey
+from dagster import AssetKey, DagsterInstance
 from pyiceberg.table import Table
 
+from branchlake_dagster.branching.consuming.affected import coverage
+from branchlake_dagster.branching.consuming.consumer import Consumer, Input, require_columns
+from branchlake_dagster.branching.consuming.pending import (
+    Backlog,
+    unconsumed_parts,
+    valid_through,
+    windows_end_ms,
+)
+from branchlake_dagster.branching.consuming.positions import CONSUMED, read, recorded_time
+from branchlake_dagster.branching.consuming.redefinition import fitting
+from branchlake_dagster.branching.errors import InputColumnGone, PositionUnreadable
 from branchlake_dagster.branching.table.spec import identifier_of, table_name
+from branchlake_dagster.branching.valid_through import InputTime, to_ms
+from branchlake_dagster.changes.capture import capture, position_of
+from branchlake_dagster.changes.errors import ChangeLost
+from branchlake_dagster.changes.history import holds
+from branchlake_dagster.changes.model import ChangeSet, Position
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.incremental.consumers import consumers
 from branchlake_dagster.ingest.errors import PositionLost
 from branchlake_dagster.ingest.positions.recorded import Recorded, ingestions_in
 from branchlake_dagster.ingest.positions.standing import standing
@@ -20,6 +37,7 @@ from branchlake_dagster.ingest.scanning.targets import Identifier, load
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import ContentKey
+from branchlake_dagster.library_internals.dagster import AssetGraph
 from branchlake_dagster.publication.rebase.replay import IcebergTables
 
 TableName = str | AssetKey
@@ -28,16 +46,45 @@ TableName = str | AssetKey
 
 @dataclass(frozen=True)
 class PublishedTime:
-    """Up to which time a table has all records of its ingestions; None if `reason` says why it has not."""
+    """Up to which time a table has all records of its ingestions, or of those of the tables that it consumes.
+
+    `at` is None if there is no such time; `reason` says why.
+    """
 
     at: datetime | None
     reason: str
     ingested: bool = True
-    """Whether any ingestion is known to fill the table."""
+    """Whether any ingestion is known to fill the table, or all inputs of the consumer that computes it."""
+    sources: frozenset[str] = frozenset()
+    """What its records come from, see `InputTime`; empty if `at` is None."""
+
+    @property
+    def input_time(self) -> InputTime | None:
+        """The same for a table that consumes this one."""
+        return None if self.at is None else InputTime(to_ms(self.at), self.sources)
 
     def reaches(self, wanted: datetime) -> bool:
         """Whether all records of before `wanted` are in the table."""
         return self.at is not None and self.at >= wanted
+
+
+@dataclass(frozen=True)
+class DeclaredConsumers:
+    """The consumers that a code location declares, by their tables. `instance` knows dynamic partitions."""
+
+    graph: AssetGraph
+    default_namespace: str
+    instance: DagsterInstance | None = None
+
+    def of(self, identifier: Identifier) -> Consumer | None:
+        """The consumer that computes a table; None if this code location declares none.
+
+        Raises ConfigurationError for one that contradicts itself.
+        """
+        keys = [AssetKey(list(identifier))]
+        if identifier[:-1] == (self.default_namespace,):
+            keys.append(AssetKey(identifier[-1:]))
+        return next((one.consumer for one in consumers(self.graph, self.default_namespace, keys)), None)
 
 
 def identifier_of_table(table: TableName, default_namespace: str) -> Identifier:
@@ -60,36 +107,163 @@ def format_table(table: TableName) -> str:
 
 
 def published_time(
-    client: NessieClient, catalog: NessieCatalog, identifier: Identifier, default_namespace: str
+    client: NessieClient,
+    catalog: NessieCatalog,
+    identifier: Identifier,
+    default_namespace: str,
+    declared_consumers: DeclaredConsumers | None = None,
 ) -> PublishedTime:
     """Up to which time the table is published at the catalog's reference. Reads metadata, no data files.
 
     Several ingestions may fill the table: the earliest of their times counts. The dead letters' table of an
-    ingestion has the newest time, because it takes part in each batch. Nessie's errors pass through.
+    ingestion has the newest time, because it takes part in each batch. For a table that is computed from
+    changes the time is that of its inputs, as far as it has consumed them. If `declared_consumers` lacks it,
+    the time that its runs recorded counts.
+
+    Cost: each table in the chain of consumers is loaded once. What a consumer has left is found as its sensor
+    finds it, from the manifests of the change. Give a catalog at one commit, so that all tables are of the
+    same time. Nessie's errors pass through.
     """
-    opened, name = IcebergTables(catalog), table_name(identifier)
-    table = load(client, catalog, {name: identifier}, opened)[name]
-    if table is None:
-        return PublishedTime(None, f"Table {name} does not exist yet")
-    times: list[datetime] = []
-    for ingestion, dead_letters in _ingestions(identifier, table.metadata.properties, default_namespace):
-        tables: dict[str, Table | None] = {name: table}
-        if dead_letters is not None and dead_letters != identifier:
-            tables |= load(client, catalog, {table_name(dead_letters): dead_letters}, opened)
+    opened = IcebergTables(catalog)
+    reader = TimeReader(
+        lambda wanted: load(client, catalog, wanted, opened),
+        default_namespace,
+        declared_consumers.of if declared_consumers is not None else lambda _: None,
+        declared_consumers.instance if declared_consumers is not None else None,
+    )
+    return reader.time_of(identifier)
+
+
+@dataclass
+class TimeReader:
+    """Finds the valid-through times of tables at one commit, and reads each table of a chain once.
+
+    `load_tables` loads tables by name, None for one that does not exist. `consumer_of` returns the declared
+    consumer that computes a table.
+    """
+
+    load_tables: Callable[[Mapping[str, Identifier]], Mapping[str, Table | None]]
+    default_namespace: str
+    consumer_of: Callable[[Identifier], Consumer | None]
+    instance: DagsterInstance | None = None
+    _times: dict[Identifier, PublishedTime] = field(default_factory=dict, init=False)
+
+    def time_of(self, identifier: Identifier) -> PublishedTime:
+        """Up to which time a table is published, or why up to none."""
+        if identifier not in self._times:
+            name = table_name(identifier)
+            # Tables of other code locations might be computed from each other.
+            self._times[identifier] = PublishedTime(None, f"Table {name} is computed from itself")
+            self._times[identifier] = self._read(identifier, name)
+        return self._times[identifier]
+
+    def _read(self, identifier: Identifier, name: str) -> PublishedTime:
+        table = self.load_tables({name: identifier})[name]
+        if table is None:
+            return PublishedTime(None, f"Table {name} does not exist yet")
+        ingested = self._ingested(identifier, name, table)
+        if ingested is not None:
+            return ingested
+        consumer = self.consumer_of(identifier)
+        return self._recorded(name, table) if consumer is None else self._consumed(consumer, name, table)
+
+    def _ingested(self, identifier: Identifier, name: str, table: Table) -> PublishedTime | None:
+        """The time by the ingestions that fill the table; None if none does."""
+        times: list[datetime] = []
+        properties = table.metadata.properties
+        for ingestion, dead_letters in _ingestions(identifier, properties, self.default_namespace):
+            tables: dict[str, Table | None] = {name: table}
+            if dead_letters is not None and dead_letters != identifier:
+                tables |= self.load_tables({table_name(dead_letters): dead_letters})
+            try:
+                known = standing(ingestion, tables, on_rollback="replay")
+            except PositionLost as lost:
+                return PublishedTime(None, f"The position of ingestion {ingestion} is lost: {lost.message}")
+            if known.replayed:
+                back = ", ".join(sorted(known.replayed))
+                return PublishedTime(None, f"Ingestion {ingestion} has to fill {back} again after a rollback")
+            if known.valid_through_ms is None:
+                return PublishedTime(None, f"Ingestion {ingestion} has not recorded a valid-through time yet")
+            times.append(moment(known.valid_through_ms))
+        return _published(name, min(times), frozenset({name})) if times else None
+
+    def _recorded(self, name: str, table: Table) -> PublishedTime:
+        """The time that the runs of a consumer of another code location recorded."""
+        properties = table.metadata.properties
+        if not any(key == CONSUMED or key.startswith(f"{CONSUMED}.") for key in properties):
+            reason = f"No ingestion has recorded a position in table {name}, nor has a consumer"
+            return PublishedTime(None, reason, ingested=False)
+        found = recorded_time(table.metadata, name)
+        if found is None:
+            reason = f"The runs of table {name} have not recorded a valid-through time, or it was rolled back"
+            return PublishedTime(None, reason)
+        return _published(name, moment(found.ms), found.sources)
+
+    def _consumed(self, consumer: Consumer, name: str, table: Table) -> PublishedTime:
+        """The time of a consumer that this code location declares."""
+        times = {key: self.time_of(identifier) for key, identifier in consumer.inputs.items()}
+        for key, time in times.items():
+            if time.at is None:
+                reason = f"Table {name} consumes {key.to_user_string()}: {time.reason}"
+                return PublishedTime(None, reason, time.ingested)
+        tables = self.load_tables({table_name(one): one for one in consumer.inputs.values()})
         try:
-            known = standing(ingestion, tables, on_rollback="replay")
-        except PositionLost as lost:
-            return PublishedTime(None, f"The position of ingestion {ingestion} is lost: {lost.message}")
-        if known.replayed:
-            back = ", ".join(sorted(known.replayed))
-            return PublishedTime(None, f"Ingestion {ingestion} has to fill {back} again after a rollback")
-        if known.valid_through_ms is None:
-            return PublishedTime(None, f"Ingestion {ingestion} has not recorded a valid-through time yet")
-        times.append(moment(known.valid_through_ms))
-    if not times:
-        return PublishedTime(None, f"No ingestion has recorded a position in table {name}", ingested=False)
-    at = min(times)
-    return PublishedTime(at, f"Table {name} is published through {at.isoformat()}")
+            found = _consumer_time(consumer, table, tables, times, self.instance)
+        except (ChangeLost, InputColumnGone, PositionUnreadable) as error:
+            return PublishedTime(None, f"What table {name} has consumed is not known: {error.message}")
+        if isinstance(found, str):
+            return PublishedTime(None, f"Table {name} {found}")
+        return _published(name, moment(found.ms), found.sources)
+
+
+def _consumer_time(
+    consumer: Consumer,
+    table: Table,
+    input_tables: Mapping[str, Table | None],
+    times: Mapping[AssetKey, PublishedTime],
+    instance: DagsterInstance | None,
+) -> InputTime | str:
+    """The valid-through time of a consumer, or why it has none, as the rest of a sentence.
+
+    Raises ChangeLost, InputColumnGone or PositionUnreadable.
+    """
+    recorded = read(table.metadata.properties, table=consumer.spec.name)
+    positions = fitting(recorded, consumer).without_lost(lambda at: holds(table.metadata, at))
+    if positions.restarts_because:
+        return f"has to be computed anew: {positions.restarts_because}"
+    if positions.floor is None and not positions.partitions:
+        return "has not recorded yet what it has consumed"
+    inputs = [
+        _input(consumer, key, input_tables[table_name(identifier)])
+        for key, identifier in consumer.inputs.items()
+    ]
+    changes: dict[tuple[str, Position | None], ChangeSet] = {}
+
+    def change_since(one: Input, since: Position | None) -> ChangeSet:
+        if (one.name, since) not in changes:
+            changes[one.name, since] = capture(one.table, since, name=one.name)
+        return changes[one.name, since]
+
+    backlog = Backlog(consumer, positions, inputs, change_since, instance)
+    end_ms = windows_end_ms(consumer)
+    input_times = {key: time.input_time for key, time in times.items()}
+    found = valid_through(backlog, input_times, unconsumed_parts(backlog), end_ms)
+    if found is None or found.table_ms is None:
+        return "has not consumed everything yet, and it is not recorded up to which time it has"
+    parts = consumer.definition if consumer.by_partition else None
+    covers = coverage(parts, instance=instance) if parts is not None else {}
+    return InputTime(found.table_ms, found.sources).partitioned(consumer.spec.name, covers)
+
+
+def _input(consumer: Consumer, key: AssetKey, table: Table | None) -> Input:
+    assert table is not None  # noqa: S101 - its time is known
+    require_columns(consumer, key, table)
+    pattern = consumer.declaration.inputs[key]
+    return Input(key, table_name(consumer.inputs[key]), pattern, table, position_of(table))
+
+
+def _published(name: str, at: datetime, sources: frozenset[str]) -> PublishedTime:
+    return PublishedTime(at, f"Table {name} is published through {at.isoformat()}", sources=sources)
 
 
 def parse_time(time: datetime | str) -> datetime:
