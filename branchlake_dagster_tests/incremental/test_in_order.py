@@ -8,6 +8,8 @@ import polars as pl
 import pytest
 
 from branchlake_dagster import consumes, table_metadata
+from branchlake_dagster.branching.branch.approval import Approvals, give_approval
+from branchlake_dagster.branching.branch.run_tags import APPROVAL_TAG, REQUIRED
 from branchlake_dagster.branching.consuming.steps import REBUILD_TAG
 from branchlake_dagster.branching.delivering.outputs import WAITS_FOR
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
@@ -107,7 +109,13 @@ def test_each_day_waits_for_the_one_before_it(lakehouse: Lakehouse, namespace: s
         standing = Standing(LakehouseResource.of(lakehouse.settings), asset.consumer, instance=p.instance)
         now = datetime.now(UTC)
         found = launch_decisions(
-            totals.key, standing, p.instance, InFlight(p.instance, now), LaunchPolicy(), now
+            totals.key,
+            standing,
+            p.instance,
+            InFlight(p.instance, now),
+            LaunchPolicy(),
+            now,
+            approvals=Approvals(p.instance),
         )
         assert [(one, its.state, its.earlier) for one, its in found] == [
             ("2026-08-01", LaunchState.DUE, ""),
@@ -157,3 +165,24 @@ def test_a_day_that_is_computed_too_early_is_computed_again(
         published(p, totals, partition="2026-08-02", tags={REBUILD_TAG: "true"})
         assert launched(p, totals, ticks) == ["2026-08-03"]
         assert by_day(p, totals) == [11, 13, 17]
+
+
+def test_a_day_whose_change_waits_for_approval_holds_up_those_after_it(
+    lakehouse: Lakehouse, namespace: str, events: Source
+) -> None:
+    totals = totals_of(namespace, events)
+    with project(lakehouse, events.asset, totals) as p:
+        ticks = Ticks(p, target=[totals])
+        events.publish(p, (at(1), 1), (at(2), 2), (at(3), 4))
+        assert launched(p, totals, ticks) == ["2026-08-01", "2026-08-02", "2026-08-03"]
+        events.rows = [(at(2), 10)]
+        run_id = p.run(events.key, tags={APPROVAL_TAG: REQUIRED})
+        p.settle(run_id)
+        events.publish(p, (at(1), 100))
+        assert launched(p, totals, ticks) == ["2026-08-01"]
+        assert by_day(p, totals) == [101, 3, 7]
+        run = p.instance.get_run_by_id(run_id)
+        assert run is not None
+        give_approval(p.instance, run)
+        assert launched(p, totals, ticks) == ["2026-08-02", "2026-08-03"]
+        assert by_day(p, totals) == [101, 113, 117]
