@@ -117,9 +117,10 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
     @module
     @as_json
     def compare_command(backfill_id: str, asset: str | None, module: str, as_json: bool) -> None:
-        """Compare the rows of each stage on main with those before the backfill; with ASSET only that stage.
+        """Compare each stage with what it replaced.
 
-        Shows the rows, the sums of numeric columns and the share of changed rows, by partition and in total.
+        The rows on main now with those before the backfill; with ASSET only of that stage. Shows
+        the rows, the sums of numeric columns and the share of changed rows, by partition and in total.
         """
         from branchlake_dagster.cli.incremental import backfill, compared
 
@@ -135,9 +136,10 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
     @click.argument("assets", nargs=-1)
     @as_json
     def approve_command(backfill_id: str, assets: tuple[str, ...], as_json: bool) -> None:
-        """Let the stages after what a backfill has published go on; with ASSETS only after these.
+        """Approve what a backfill has published.
 
-        What is published later waits for another approval.
+        The stages after it are then launched; with ASSETS only those after these. What is published
+        later waits for another approval.
         """
         from branchlake_dagster.cli.incremental import approval
 
