@@ -40,7 +40,7 @@ def histories(instance: DagsterInstance, keys: Iterable[str], retries: int) -> I
                 if published:
                     following[key] = f"{now}-{published[:16]}"
                 else:
-                    found[key] = History(now, tuple(_attempt(*one) for one in attempts))
+                    found[key] = History(now, tuple(attempt_of(*one) for one in attempts))
             current = following
         yield from (found[key] for key in part)
 
@@ -68,7 +68,8 @@ def _publication(record: RunRecord) -> str | None:
     return publication_of(run.tags, place.branch) if place is not None else None
 
 
-def _attempt(number: int, record: RunRecord) -> Attempt:
+def attempt_of(number: int, record: RunRecord) -> Attempt:
+    """What became of a run that was launched as attempt `number`, counted from 0."""
     outcome = outcome_of(record.dagster_run)
     ended = record.update_timestamp
     if record.end_time is not None and outcome is not Outcome.UNFINISHED:

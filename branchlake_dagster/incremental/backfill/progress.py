@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from dagster import AssetKey, DagsterInstance
+from dagster import AssetKey, DagsterInstance, RunsFilter
 
 from branchlake_dagster.branching.branch.approval import Approvals
 from branchlake_dagster.branching.errors import TableMissing
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError
-from branchlake_dagster.incremental.attempts import histories
+from branchlake_dagster.incremental.attempts import attempt_of, histories
 from branchlake_dagster.incremental.backfill.launch import RETRY_OF_TAG
 from branchlake_dagster.incremental.backfill.plan import Stage, plan
 from branchlake_dagster.incremental.backlog import Standing
@@ -20,6 +20,7 @@ from branchlake_dagster.incremental.consumers import consumers
 from branchlake_dagster.incremental.in_flight import InFlight
 from branchlake_dagster.incremental.launch_decision import Attempt, Outcome, approval_text
 from branchlake_dagster.library_internals.dagster import (
+    PARTITION_TAG,
     AssetGraph,
     BackfillState,
     backfill_of,
@@ -86,7 +87,7 @@ def progress(
             for one in found
             if one.stage.number < stage.number
         )
-        requested = requested_partitions(one for one in again if one.key == stage.asset)
+        states = [one for one in again if one.key == stage.asset]
         found.append(
             follower(
                 stage,
@@ -95,7 +96,8 @@ def progress(
                 instance,
                 in_flight,
                 waits=waits,
-                requested=requested,
+                requested=requested_partitions(states),
+                launched_again=_launched_again(instance, backfill_id, stage.asset) if states else {},
                 retries=(retries or {}).get(stage.asset, 0),
             )
         )
@@ -163,12 +165,14 @@ def follower(
     *,
     waits: bool,
     requested: Collection[Partition] = (),
+    launched_again: Mapping[Partition, Attempt] | None = None,
     retries: int = 0,
 ) -> Progress:
     """A stage that launches itself: done is what has nothing left to consume, once those before it are.
 
     `waits`: a stage before it is not done yet. `requested` are partitions that were launched again and may
-    not have a run yet. `retries` is how often the sensor launches a failed run again.
+    not have a run yet, `launched_again` the newest run of each that has one. `retries` is how often the
+    sensor launches a failed run again.
     """
     planned = len(stage.partitions) if stage.partitions is not None else 1
     if not stage.by_itself:
@@ -190,7 +194,7 @@ def follower(
         busy = {*in_flight.partitions(stage.asset), *requested}
         running = {one for one in busy if one in stage.partitions}
     waiting = {key: one for key, one in keys.items() if one not in running}
-    failed = _failed(instance, waiting, retries)
+    failed = _failed(instance, waiting, retries, launched_again or {})
     # A person may have launched a partition that waits, and that run may have failed.
     held = {one: names for one, names in held.items() if one not in running and one not in failed}
     left = len(waiting) - len(failed)
@@ -231,17 +235,33 @@ def _pending(stage: Stage, standing: Standing) -> set[Partition]:
     return {None} if standing.require_unconsumed().any else set()
 
 
+def _launched_again(instance: DagsterInstance, backfill_id: str, asset: AssetKey) -> dict[Partition, Attempt]:
+    """By partition the newest run of the retries of a backfill; one query."""
+    found: dict[Partition, Attempt] = {}
+    for record in instance.get_run_records(RunsFilter(tags={RETRY_OF_TAG: backfill_id})):  # the newest first
+        run = record.dagster_run
+        if asset in (run.asset_selection or ()):
+            found.setdefault(run.tags.get(PARTITION_TAG), attempt_of(0, record))
+    return found
+
+
 def _failed(
-    instance: DagsterInstance, keys: Mapping[str, Partition], retries: int
+    instance: DagsterInstance,
+    keys: Mapping[str, Partition],
+    retries: int,
+    launched_again: Mapping[Partition, Attempt],
 ) -> dict[Partition, Attempt]:
     """The newest attempt for what each partition has to consume, where it ended without a publication."""
     found: dict[Partition, Attempt] = {}
     for partition, history in zip(keys.values(), histories(instance, keys, retries), strict=True):
-        if history.attempts and history.attempts[-1].outcome not in (
-            Outcome.UNFINISHED,
-            Outcome.AWAITS_VERDICT,
-        ):
-            found[partition] = history.attempts[-1]
+        if not history.attempts:
+            continue
+        attempts = [history.attempts[-1]]
+        if partition in launched_again:
+            attempts.append(launched_again[partition])
+        newest = max(attempts, key=lambda one: one.ended)
+        if newest.outcome not in (Outcome.UNFINISHED, Outcome.AWAITS_VERDICT):
+            found[partition] = newest
     return found
 
 

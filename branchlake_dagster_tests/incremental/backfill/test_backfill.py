@@ -237,7 +237,10 @@ def test_a_retry_that_fails_can_be_retried(p: Project, pipeline: Pipeline) -> No
     (launched,) = retried(p, number).launches
     assert launched.partitions == (first.partition_key,)
     tags = closed(p, launched.backfill)
-    p.settle(p.run(pipeline.daily.key, partition=first.partition_key, tags=dict(tags), ok=False))
+    second = p.run(pipeline.daily.key, partition=first.partition_key, tags=dict(tags), ok=False)
+    p.settle(second)
+    status = {one.stage.asset: one for one in backfill.status(place(p), number)}
+    assert f"run {second[:8]}" in status[pipeline.daily.key].told
     (again,) = retried(p, number).launches
     assert again.partitions == launched.partitions
     assert again.backfill != launched.backfill
