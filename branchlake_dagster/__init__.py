@@ -47,6 +47,12 @@ if TYPE_CHECKING:
         published,
     )
     from branchlake_dagster.publication.automation.published_sensor import PublishedAssets, published_sensor
+    from branchlake_dagster.publication.automation.unpublished_runs import (
+        AlertFailed,
+        UnpublishedRun,
+        on_blocked,
+        webhook_alert,
+    )
     from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
     from branchlake_dagster.publication.runtime.publish import RunOutcome, publish
     from branchlake_dagster.publication.runtime.publish_at_end import NotPublished, publish_at_end
@@ -55,6 +61,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.settings import Settings
 
 __all__ = [
+    "AlertFailed",
     "Avro",
     "BranchSparkResource",
     "BranchlakeError",
@@ -77,6 +84,7 @@ __all__ = [
     "StartingOffsets",
     "Terminal",
     "Transient",
+    "UnpublishedRun",
     "WarmRunLauncher",
     "approve_backfill_job",
     "awaiting_verdict",
@@ -89,6 +97,7 @@ __all__ = [
     "ingest_definitions",
     "join_checks",
     "keys",
+    "on_blocked",
     "on_publication",
     "pandera_checks",
     "protobuf",
@@ -107,6 +116,7 @@ __all__ = [
     "table_metadata",
     "unconsumed",
     "unconsumed_change",
+    "webhook_alert",
 ]
 
 _HOMES = {
@@ -144,6 +154,12 @@ _HOMES = {
         "published",
     ),
     "publication.automation.published_sensor": ("PublishedAssets", "published_sensor"),
+    "publication.automation.unpublished_runs": (
+        "AlertFailed",
+        "UnpublishedRun",
+        "on_blocked",
+        "webhook_alert",
+    ),
     "publication.runtime.definitions": ("branchlake_definitions",),
     "publication.runtime.publish": ("RunOutcome", "publish"),
     "publication.runtime.publish_at_end": ("NotPublished", "publish_at_end"),
