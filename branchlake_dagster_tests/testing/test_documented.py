@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import psutil
@@ -17,7 +15,7 @@ import pytest
 import branchlake_dagster as root
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.testing import ThrowawayLake
-from branchlake_dagster_tests.testing.documented import files
+from branchlake_dagster_tests.testing.documented import files, load_file
 
 ROOT = Path(root.__file__).parents[1]
 
@@ -52,17 +50,6 @@ def test_the_example_passes_and_leaves_nothing(tmp_path: Path, lakehouse: Lakeho
     assert not (project / ".branchlake").exists()
 
 
-def loaded(name: str, folder: Path) -> ModuleType:
-    path = folder / name
-    path.write_text(files()[name])
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.spark
 class TestContract:
     @pytest.fixture
@@ -72,5 +59,5 @@ class TestContract:
         return {"spark_remote": found.spark_remote, "spark_token": found.spark_token}
 
     def test_a_contract_is_tested_the_same_way(self, lake: ThrowawayLake, tmp_path: Path) -> None:
-        loaded("contract.py", tmp_path).test_a_negative_price_blocks(lake)
+        load_file("contract.py", tmp_path).test_a_negative_price_blocks(lake)
         assert lake.lakehouse.servers.status()["spark"] is None

@@ -272,7 +272,9 @@ class CommitPlan:
             raise _Stop(key, why, (), runs)
         mine = mapped(mine, theirs)
         if found := overlap(mine, theirs):
-            raise _Stop(key, found.why, found.partitions, found.runs or runs, only_expired=found.only_expired)
+            # The files of a table without partitions have the partition "".
+            named = tuple(filter(None, found.partitions))
+            raise _Stop(key, found.why, named, found.runs or runs, only_expired=found.only_expired)
         onto = now if isinstance(now, Staged) else self.tables.open(key, now)
         try:
             return self.tables.replay(key, mine, after, onto)
