@@ -26,6 +26,7 @@ from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite import schedule, soak, tiers
 from branchlake_dagster_tests.suite.guard import guarding
 from branchlake_dagster_tests.suite.instances import without_waiting_for_the_disk
+from branchlake_dagster_tests.suite.json_contract import check_every_output
 from branchlake_dagster_tests.suite.kafka import Broker
 from branchlake_dagster_tests.suite.lakes import Lakes, kept_folder
 
@@ -48,6 +49,7 @@ _SHARED, _KEPT = "branchlake_shared", "branchlake_kept"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    check_every_output()
     remember_revisions()
     remember_engines(without_waiting_for_the_disk)
     handed: dict[str, Any] | None = getattr(config, "workerinput", None)
