@@ -236,10 +236,11 @@ def test_descriptions_say_what_is_promised_and_what_a_failure_does() -> None:
         for spec in checks.check_specs
     }
     assert told["not_null__v"] == (
-        "v is not null. ERROR: a failure blocks the publication of the run's branch, and main keeps what it has."
+        "Blocks the publication when it fails; non-blocking means that the run's other steps go on."
+        " Promise: v is not null."
     )
-    assert told["ge__v"] == "v >= 0. WARN: a failure is published with a warning."
-    assert told["rare"] == "Few rows. WARN: a failure is published with a warning."
+    assert told["ge__v"] == "A failure is published with a warning. Promise: v >= 0."
+    assert told["rare"] == "A failure is published with a warning. Promise: Few rows."
 
 
 PARTITIONED = {"schema", "not_null__v", "ge__v", "isin__w", "in_pairs", "none_bad"}

@@ -43,9 +43,10 @@ def checked_partitions(
 
 
 _CONSEQUENCES = {
-    False: "ERROR: a failure blocks the publication of the run's branch, and main keeps what it has.",
-    True: "WARN: a failure is published with a warning.",
+    False: "Blocks the publication when it fails; non-blocking means that the run's other steps go on.",
+    True: "A failure is published with a warning.",
 }
+"""The begin of a description: Dagster's page says "This is a non-blocking asset check" just above it."""
 
 
 def check_specs(
@@ -67,7 +68,7 @@ def check_specs(
             dg.AssetCheckSpec(
                 name,
                 asset=asset_key(asset),
-                description=f"{promise.rstrip('.')}. {_CONSEQUENCES[name in warned]}",
+                description=f"{_CONSEQUENCES[name in warned]} Promise: {promise.rstrip('.')}.",
                 partitions_def=partitions_def,
                 metadata={CHECK_SCOPE: "table" if partitions_def is None else "rows"},
             )
