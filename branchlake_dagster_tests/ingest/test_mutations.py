@@ -18,8 +18,13 @@ from branchlake_dagster.ingest.batch.ingest_batch import ingest_batch
 from branchlake_dagster.ingest.batch.merge import merge, staging_table, staging_tables
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.running.earlier_attempts import take_back
+from branchlake_dagster.ingest.scanning.scan import Scanned
 from branchlake_dagster.ingest.scanning.targets import Target
-from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, NessieOutcomeUnknown
+from branchlake_dagster.lakehouse.nessie.errors import (
+    NessieConflict,
+    NessieOutcomeUnknown,
+    NessieUnavailable,
+)
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.suite.kafka import Broker, Message
@@ -263,6 +268,36 @@ def test_a_batch_that_failed_leaves_data_files_only_where_its_commit_may_have_ha
     with pytest.raises(type(error)):
         drive.batch()
     assert bool(parquet_files(drive, namespace)) is not certain
+
+
+def test_a_scan_that_failed_leaves_no_file_in_any_table(
+    driving: Driving, kafka: Broker, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tasks of a scan that failed may have written files that they could not report. Other files stay."""
+    topic = kafka.topic()
+    properties = {"write.data.path": tmp_path.as_uri(), "write.object-storage.enabled": "true"}
+    tables = [
+        IngestTable(key=[namespace, "merged"], columns=COLUMNS, mode="upsert", keys=["id"]),
+        IngestTable(key=[namespace, "divided"], columns=COLUMNS, layout=["region"]),
+        IngestTable(key=[namespace, "elsewhere"], columns=COLUMNS, properties=properties),
+    ]
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=tables))
+    kafka.send(topic, [_json({"id": 1, "region": "a", "v": "x"}), b"no JSON"])
+    drive.batch()
+    real, failed_scans = batches.scan, []
+
+    def scan_without_report(*given: Any) -> Scanned:
+        failed_scans.append(real(*given))
+        raise NessieUnavailable("gone")
+
+    monkeypatch.setattr(batches, "scan", scan_without_report)
+    kafka.send(topic, [_json({"id": 2, "region": "b", "v": "x"}), b"no JSON"])
+    with pytest.raises(NessieUnavailable):
+        drive.batch()
+    assert sum(len(files) for one in failed_scans for files in one.files.values()) == 4
+    outside = {str(path) for path in tmp_path.rglob("*.parquet")}
+    assert parquet_files(drive, namespace) | outside == named_files(drive)
+    assert len(outside) == 1
 
 
 def test_an_update_that_changes_the_key_takes_the_old_row_away(

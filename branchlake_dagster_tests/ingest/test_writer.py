@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyiceberg.catalog.memory import InMemoryCatalog
 
-from branchlake_dagster.ingest.scanning import writer
+from branchlake_dagster.ingest.scanning import unpublished_files, writer
 from branchlake_dagster.ingest.scanning.targets import DEAD_LETTERS
+from branchlake_dagster.ingest.scanning.unpublished_files import FailedScans
 from branchlake_dagster.ingest.scanning.writer import Work, WorkerTarget, writing
 from branchlake_dagster_tests.changes.tables import catalogue
 
@@ -212,3 +213,27 @@ def test_what_a_table_cannot_take_yet_is_not_written(catalog: InMemoryCatalog) -
     (sent,) = writing(_work(catalog))([whole])
     told = json.loads(sent.to_pylist()[-1]["payload"])["counts"]
     assert (told["rows/0"], told["evolve/0/widen/id"], told["evolve/0/relax/text"]) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("searched", [True, False])
+def test_the_files_of_failed_scans_and_no_others_are_deleted(
+    catalog: InMemoryCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, searched: bool
+) -> None:
+    """Tables with very many files are not searched."""
+    if not searched:
+        monkeypatch.setattr(unpublished_files, "LISTED_UP_TO", -1)
+    records, files, works = [[_record(0, "both"), _record(1, "bad")]], [set[Path]()], []
+    for _ in range(3):
+        works.append(_work(catalog))
+        _written(works[-1], records)
+        files.append({*tmp_path.rglob("*.parquet")})
+    failed = FailedScans()
+    io = catalog.load_table(("shop", "first")).io
+    for work in (works[0], works[2]):
+        with pytest.raises(RuntimeError), failed.remembering(work, io):
+            raise RuntimeError("lost")
+    with failed.remembering(works[1], io):
+        pass
+    failed.delete_files()
+    assert len(files[1]) == 3
+    assert {*tmp_path.rglob("*.parquet")} == (files[2] - files[1] if searched else files[3])

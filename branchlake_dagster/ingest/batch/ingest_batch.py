@@ -41,6 +41,7 @@ from branchlake_dagster.ingest.positions.valid_through import latest_times, vali
 from branchlake_dagster.ingest.scanning.scan import Scanned, scan, worker_targets
 from branchlake_dagster.ingest.scanning.targets import Identifier, Target
 from branchlake_dagster.ingest.scanning.unpublished_files import (
+    FailedScans,
     delete_files,
     delete_staging_metadata,
     deleted_on_failure,
@@ -96,8 +97,8 @@ def ingest_batch(
     `main`. Where records want other columns, or tables that are not known, those are made and the batch is
     read again. Records that fail it become dead letters: it is divided until each stands alone, in at most
     `MOST_PASSES` passes, and perhaps only its first part is written. Files that no table keeps are deleted:
-    data files of earlier passes, of rows that were merged, and of a batch that has certainly failed; the
-    metadata of the tables in which rows were staged, once the branch has dropped them.
+    data files of earlier passes, of rows that were merged, of scans that failed, and of a batch that has
+    certainly failed; the metadata of the tables in which rows were staged, once the branch has dropped them.
 
     Raises what `settle` raises; LandingDamaged where files had other records than their names say;
     TopicReplaced and EarlierAttemptLate where the world has changed meanwhile.
@@ -119,6 +120,8 @@ def ingest_batch(
         if not is_caused_by_records(error):
             raise
         before, passed = _divided(before, passes, start, error)
+    finally:
+        passes.failed_scans.delete_files()
     settled = passed.settled
     scanned, written = settled.scanned, settled.targets
     with deleted_on_failure(scanned, written):
@@ -176,6 +179,7 @@ class _Passes:
         self._tables = tables
         self.staging: list[Table] = []
         """The staging tables that all passes created, as they were then, and with what was appended since."""
+        self.failed_scans = FailedScans()
 
     def over(self, pieces: Sequence[Ranges], known: KnownTables) -> _Passed:
         """Write the records of these ranges into the tables. Nothing is committed but tables and columns."""
@@ -213,7 +217,8 @@ class _Passes:
             }
             work = self._work(targets, beside_rows)
             floors = self.floors([one.name for one in targets])
-            return scan(frame, known.ingest, self._reading, targets, floors, work)
+            with self.failed_scans.remembering(work, targets[-1].table.io):
+                return scan(frame, known.ingest, self._reading, targets, floors, work)
 
         topics = self._before.topics
         incarnations = {name: topic_id(topic.incarnation) for name, topic in topics.items()}
@@ -328,7 +333,9 @@ def _divided(before: Before, passes: _Passes, start: str, error: Exception) -> t
             if not is_caused_by_records(failure):
                 raise
             continue
-        return replace(before, plan=narrowed(before.plan, ranges)), passes.with_letters(passed, unwritable)
+        before = replace(before, plan=narrowed(before.plan, ranges))
+        with deleted_on_failure(passed.settled.scanned, passed.settled.targets):
+            return before, passes.with_letters(passed, unwritable)
     raise error
 
 

@@ -38,6 +38,7 @@ from branchlake_dagster.ingest.positions.topic import topic_id
 from branchlake_dagster.ingest.scanning.prepared import FOR
 from branchlake_dagster.ingest.scanning.scan import Scanned, scan, worker_targets
 from branchlake_dagster.ingest.scanning.targets import Target
+from branchlake_dagster.ingest.scanning.unpublished_files import FailedScans
 from branchlake_dagster.ingest.scanning.writer import Work
 from branchlake_dagster.lakehouse.spark.quoting import dotted
 from branchlake_dagster.publication.rebase.replay import IcebergTables
@@ -168,6 +169,7 @@ def reprocess_batch(
     if not pairs:
         return None
     reading = ingest.format.fresh() if isinstance(ingest.format, RegistryAvro) else ingest.format
+    failed_scans = FailedScans()
 
     def read(known: KnownTables, targets: Sequence[Target]) -> Scanned:
         work = Work(
@@ -182,10 +184,14 @@ def reprocess_batch(
             ingest.most_columns,
             letters=True,
         )
-        return scan(frame, known.ingest, reading, targets, {}, work)
+        with failed_scans.remembering(work, targets[-1].table.io):
+            return scan(frame, known.ingest, reading, targets, {}, work)
 
     ids = {topic: topic_id(incarnation) for topic, incarnation in pairs}
-    settled = settle(known, place, frame, reading, read, ids, tables)
+    try:
+        settled = settle(known, place, frame, reading, read, ids, tables)
+    finally:
+        failed_scans.delete_files()
     if left_out := settled.scanned.counts["left_out"]:
         raise LettersLeftOut(
             f"Of {settled.scanned.counts['records']} dead letters {left_out} would give neither a row nor a"

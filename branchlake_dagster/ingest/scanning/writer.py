@@ -2,7 +2,8 @@
 
 The records come as Arrow batches, already converted; they are divided by table, and written by PyIceberg
 with the tables' own layout. Nothing is committed here: a task that dies, is repeated or is a zombie leaves
-files that no table names. What is sent back are the files and what was counted.
+files that no table names. Their names show the scan that wrote them. What is sent back are the files and what
+was counted.
 """
 
 from __future__ import annotations
@@ -75,6 +76,13 @@ class Work:
     """Of new fields so many are told, whatever records have."""
     letters: bool = False
     """The records are dead letters that are put back: each must give something."""
+    scan_id: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
+    """Begins the UUID in the names of all data files of one scan."""
+
+    @property
+    def file_name_part(self) -> str:
+        """The part of the names that only the data files of this scan have."""
+        return f"-{self.scan_id[:8]}-{self.scan_id[8:12]}-{self.scan_id[12:]}-"
 
 
 def writing(work: Work) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
@@ -337,7 +345,7 @@ class _TableWriter:
         self._io: FileIO | None = None
         self._kept: list[pa.RecordBatch] = []
         self._numbers = itertools.count(0)
-        self._commit = uuid.uuid4()
+        self._commit = uuid.UUID(work.scan_id + uuid.uuid4().hex[16:])
         self.bytes = 0
 
     @property
