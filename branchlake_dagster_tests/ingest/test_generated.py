@@ -75,7 +75,8 @@ def _holds_each_record_once(
             seen.update((offset, name) for offset in table["o"].to_pylist())
     twice = [one for one, count in seen.items() if count > 1]
     assert twice == []
-    missing = [offset for offset in range(len(sent)) if offset not in {at for at, _ in seen}]
+    offsets = {offset for offset, _ in seen}
+    missing = [offset for offset in range(len(sent)) if offset not in offsets]
     # A deletion's tombstone says nothing where rows are merged; here no table merges.
     assert missing == []
     if not families:
