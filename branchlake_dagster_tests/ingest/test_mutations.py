@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from branchlake_dagster.branching.sweeping.plan import SweepPlanner
-from branchlake_dagster.branching.table.files import TableFiles
+from branchlake_dagster.branching.table.files import TableFiles, plain
 from branchlake_dagster.ingest.batch import ingest_batch as batches
 from branchlake_dagster.ingest.batch.ingest_batch import ingest_batch
 from branchlake_dagster.ingest.batch.merge import merge, staging_table, staging_tables
@@ -20,6 +20,7 @@ from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.running.earlier_attempts import take_back
 from branchlake_dagster.ingest.scanning.scan import Scanned
 from branchlake_dagster.ingest.scanning.targets import Target
+from branchlake_dagster.lakehouse.catalog.written_prefixes import recorded_prefixes
 from branchlake_dagster.lakehouse.nessie.errors import (
     NessieConflict,
     NessieOutcomeUnknown,
@@ -298,6 +299,12 @@ def test_a_scan_that_failed_leaves_no_file_in_any_table(
     outside = {str(path) for path in tmp_path.rglob("*.parquet")}
     assert parquet_files(drive, namespace) | outside == named_files(drive)
     assert len(outside) == 1
+    # All of it was written where writers had recorded that they would.
+    io, settings = drive.table(0).io, drive.lake.settings
+    prefixes = tuple(map(plain, recorded_prefixes(io, settings.warehouse_uri)))
+    folder = Path(settings.warehouse_uri.removeprefix("file://")) / namespace
+    files = [path for parent in (folder, tmp_path) for path in parent.rglob("*.*") if path.is_file()]
+    assert [path for path in files if not plain(path.as_uri()).startswith(prefixes)] == []
 
 
 def test_an_update_that_changes_the_key_takes_the_old_row_away(

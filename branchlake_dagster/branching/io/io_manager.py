@@ -264,6 +264,7 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             except TableAlreadyExistsError:  # another step of this run was first
                 return self._write(context, obj, spec, definition, branch, catalog, consumption)
         else:
+            catalog.record_prefixes(found.metadata)
             table = long_keys.make_room(self._evolve(found, wanted, spec), selection)
         properties = self._properties(context, spec, selection, table.schema())
         table = earlier_attempts.undo_earlier(table, spec, properties)

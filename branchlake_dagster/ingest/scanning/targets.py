@@ -119,6 +119,7 @@ def prepare(
         if table is None:
             table = _made(catalog, identifier, name, declared, found.get(name))
         require_parquet(table.metadata.properties, table=name)
+        catalog.record_prefixes(table.metadata)
         targets.append(Target(declared, identifier, table, _columns(table, name, declared)))
     return targets
 

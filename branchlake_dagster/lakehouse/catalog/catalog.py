@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pyiceberg.catalog import LOCATION, WAREHOUSE_LOCATION, Catalog
@@ -40,6 +41,7 @@ from branchlake_dagster.lakehouse.catalog.namespaces import (
 from branchlake_dagster.lakehouse.catalog.store import ReferenceStore
 from branchlake_dagster.lakehouse.catalog.stored_files import read_metadata
 from branchlake_dagster.lakehouse.catalog.views import NoViews
+from branchlake_dagster.lakehouse.catalog.written_prefixes import record_prefixes
 from branchlake_dagster.lakehouse.nessie import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import (
@@ -261,6 +263,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
             iceberg_schema, partition_spec, sort_order, place, values, table_uuid=table_uuid
         )
         io = self._load_file_io(metadata.properties, metadata_location)
+        self.record_prefixes(metadata)
         return StagedTable(key.elements, metadata, metadata_location, io, self)
 
     def create_table_transaction(
@@ -351,6 +354,19 @@ class NessieCatalog(NoViews, NamespaceOperations):
 
     # -- tables: changing ------------------------------------------------------------------------------
 
+    def record_prefixes(self, metadata: TableMetadata) -> None:
+        """Record in the warehouse where files of a table are written (see `written_prefixes`).
+
+        Who writes files of a table that this catalog has only loaded calls this before. Raises OSError.
+        """
+        warehouse = self.properties.get(WAREHOUSE_LOCATION)
+        if warehouse:
+            record_prefixes(self._warehouse_io, warehouse, metadata)
+
+    @cached_property
+    def _warehouse_io(self) -> FileIO:
+        return self._load_file_io(location=self.properties[WAREHOUSE_LOCATION])
+
     def commit_table(
         self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
     ) -> CommitTableResponse:
@@ -401,6 +417,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
         staged = self._update_and_stage_table(current, key.elements, requirements, updates)
         if staged.metadata == current.metadata:
             return _response(current)
+        self.record_prefixes(staged.metadata)
         self._write_metadata(staged.metadata, staged.io, staged.metadata_location)
         content = table_content(found.content_id, staged.metadata_location, staged.metadata)
         try:

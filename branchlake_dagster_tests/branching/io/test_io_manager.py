@@ -1,6 +1,7 @@
 """The IO manager on the real Nessie, without Spark: types, partitions, write modes, schema, fences."""
 
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -8,6 +9,7 @@ import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pytest
+from pyiceberg.io import load_file_io
 
 from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.branch.run_tags import BASE_TAG
@@ -18,9 +20,12 @@ from branchlake_dagster.branching.errors import (
     TableMissing,
     UnsupportedType,
 )
+from branchlake_dagster.branching.frames import arrow_frames
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError
+from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.catalog.options import NAMESPACE_CREATE
+from branchlake_dagster.lakehouse.catalog.written_prefixes import prefixes_of, recorded_prefixes
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import Project, project
 
@@ -404,3 +409,33 @@ def test_a_run_sees_main_at_its_base_and_its_own_writes(lakehouse: Lakehouse, na
         assert [row["n"] for row in on_branch] == [1]
         assert len(p.rows(namespace, "source")) == 2
         p.settle(opened)
+
+
+def test_where_files_of_a_table_of_others_go_is_recorded_before_they_are_written(
+    lakehouse: Lakehouse, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that dies while it writes leaves files in a folder that no table may name any more."""
+    fast = (tmp_path / "fast").as_uri()
+    others = NessieCatalog.from_client(
+        lakehouse.nessie, "main", (tmp_path / "others").as_uri(), **{NAMESPACE_CREATE: "true"}
+    )
+    schema = pa.schema([("n", pa.int64())])
+    table = others.create_table((namespace, "t"), schema, properties={"write.data.path": fast})
+    settings = lakehouse.settings
+
+    def recorded() -> frozenset[str]:
+        io = load_file_io(settings.file_io_properties(), settings.warehouse_uri)
+        return recorded_prefixes(io, settings.warehouse_uri)
+
+    seen = []
+    monkeypatch.setattr(arrow_frames, "write", lambda *_: seen.append(recorded()))
+
+    @dg.asset(key=[namespace, "t"])
+    def t() -> pl.DataFrame:
+        return pl.DataFrame({"n": [1]})
+
+    with project(lakehouse, t) as p:
+        p.run()
+    (before,) = seen
+    assert before >= {*prefixes_of(table.location(), table.properties)}
+    assert f"{fast}/" in before
