@@ -16,7 +16,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.converting.avro import Avro, RegistryAvro
-from branchlake_dagster.ingest.converting.formats import Decoded
+from branchlake_dagster.ingest.converting.formats import Decoded, decoded
 from branchlake_dagster.ingest.converting.protobuf import protobuf
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import KafkaUnavailable
@@ -165,6 +165,18 @@ def _descriptors() -> bytes:
         name="lines", number=4, type=field.TYPE_MESSAGE, type_name=".shop.Line", label=field.LABEL_REPEATED
     )
     return descriptor_pb2.FileDescriptorSet(file=[file]).SerializeToString()
+
+
+def test_a_length_that_overflows_fails_its_own_value_alone() -> None:
+    """The native code panics, which is no Exception in Python: it failed the batch, for each such record."""
+    reading = protobuf(_descriptors(), "shop.Order")
+    assert isinstance(reading.schema, pa.Schema)
+    kind = pa.struct(list(reading.schema))
+    overflowing = b"\x1a" + b"\xff" * 9 + b"\x01"
+    values = pa.array([b"\x08\x01", overflowing, b"\x08\x02"], pa.binary())
+    rows, reasons = decoded(reading.decode, values, kind)
+    assert [row and row["id"] for row in rows.to_pylist()] == [1, None, 2]
+    assert [reason is not None for reason in reasons.to_pylist()] == [False, True, False]
 
 
 def test_protobuf_and_functions_of_batches(driving: Driving, kafka: Broker, namespace: str) -> None:

@@ -448,14 +448,14 @@ def _decoding(
     def decoding(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
             values = batch.column(batch.schema.get_field_index("__value"))
-            rows, reasons = _decoded(decode, values, kind)
+            rows, reasons = decoded(decode, values, kind)
             columns = [*batch.columns, rows, reasons]
             yield pa.RecordBatch.from_arrays(columns, [*batch.schema.names, "__decoded", "__undecoded"])
 
     return decoding
 
 
-def _decoded(
+def decoded(
     decode: Decode, values: pa.BinaryArray, kind: pa.StructType
 ) -> tuple[pa.StructArray, pa.StringArray]:
     """What `decode` returns; where it raises, that of halves of the batch until the value stands alone."""
@@ -465,10 +465,20 @@ def _decoded(
             raise ValueError(f"{len(values)} values gave {len(rows)} rows and {len(reasons)} reasons")
         # Halves are put together below, and have to be of one type.
         return (rows if rows.type == kind else rows.cast(kind)), reasons.cast(pa.string())
-    except Exception as error:  # noqa: BLE001 - whatever a user's function raises is about its values
+    except BaseException as error:  # whatever a user's function raises is about its values
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
         if len(values) == 1:
             text = f"The value cannot be decoded: {type(error).__name__}: {error}"[:_LONGEST_REASON]
             return pa.nulls(1, kind), pa.array([text], pa.string())
         half = len(values) // 2
-        parts = [_decoded(decode, part, kind) for part in (values[:half], values[half:])]
+        parts = [decoded(decode, part, kind) for part in (values[:half], values[half:])]
     return pa.concat_arrays([rows for rows, _ in parts]), pa.concat_arrays([why for _, why in parts])
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether native code in Rust has panicked, as `ptars` does for a Protobuf length that overflows.
+
+    PyO3 derives that from BaseException, in each library anew.
+    """
+    return type(error).__module__ == "pyo3_runtime"
