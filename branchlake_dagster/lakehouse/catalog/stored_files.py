@@ -7,7 +7,6 @@ a table can be read asks here: every call goes to the storage.
 from __future__ import annotations
 
 import errno
-import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from io import BytesIO
 from typing import Any, TypeVar
 
 from pyarrow.fs import FileSelector
+from pydantic_core import from_json
 from pyiceberg.io import FileIO, InputFile, InputStream
 from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.manifest import ManifestEntry, ManifestFile
@@ -81,12 +81,13 @@ def read_metadata(io: FileIO, location: str) -> TableMetadata:
 def read_metadata_fields(io: FileIO, location: str) -> dict[str, Any]:
     """The fields of table metadata as they are in the file. Raises as `read_metadata`.
 
-    PyIceberg makes objects of all snapshots, which takes four times as long.
+    PyIceberg makes objects of all snapshots, which takes four times as long. Pydantic's parser takes half the
+    time of Python's.
     """
     content = read_content(io, location)
     with _parsing(location):
         decompressed = Compressor.get_compressor(location).stream_decompressor(BytesIO(content))
-        fields = json.loads(decompressed.read())
+        fields = from_json(decompressed.read())
         if fields["format-version"] < 1:
             raise ValueError("This is not table metadata.")
         return dict(fields)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -35,7 +37,7 @@ from pyiceberg.table.update import (
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.catalog.catalog import NO_SNAPSHOT, table_content
-from branchlake_dagster.lakehouse.catalog.durable_files import synchronize
+from branchlake_dagster.lakehouse.catalog.durable_files import is_local, synchronize
 from branchlake_dagster.lakehouse.catalog.stored_files import (
     REQUESTS_AT_ONCE,
     StoredFile,
@@ -84,25 +86,29 @@ class _AddedFiles:
     """What a change adds to a table; its metadata files have been read."""
 
     unsynchronized: tuple[str, ...] = ()
-    """Files whose writer may have left them to the kernel."""
+    """Files whose writer may have left them to the kernel, the metadata file apart."""
     data: tuple[StoredFile, ...] = ()
     error: Exception | None = None
 
-    def synchronized(self) -> OSError | None:
-        """Make the files durable."""
-        try:
-            synchronize(self.unsynchronized)
-        except OSError as error:
-            return error
-        return None
+
+def _synchronizing(pool: Executor | None, locations: Sequence[str]) -> Callable[[], OSError | None]:
+    """Make files durable in the pool. The result waits for that, and returns the error of the disk.
+
+    Without a pool it does so when it is called: for one table a thread costs more than it saves.
+    """
+    if not any(map(is_local, locations)):
+        return lambda: None
+    if pool is None:
+        return partial(_synchronize_error, locations)
+    return pool.submit(_synchronize_error, locations).result
 
 
-def _synchronized(files: Sequence[_AddedFiles]) -> list[OSError | None]:
-    """The disk flushes once for requests that come together."""
-    if len(files) < 2:
-        return [one.synchronized() for one in files]
-    with ThreadPoolExecutor(min(REQUESTS_AT_ONCE, len(files))) as pool:
-        return list(pool.map(_AddedFiles.synchronized, files))
+def _synchronize_error(locations: Sequence[str]) -> OSError | None:
+    try:
+        synchronize(locations)
+    except OSError as error:
+        return error
+    return None
 
 
 def _number(snapshot_id: int | None) -> int | None:
@@ -202,23 +208,29 @@ class IcebergTables:
         Reads the metadata file of each table and, for each snapshot that the change adds, the manifest list
         and the manifests that it added; sends a request for each file of these (see `file_errors`).
         """
-        added = each_at_once(self._added_files, states, lambda state: state[2].metadata_location)
-        answers = iter(file_errors([file for files in added for file in files.data]))
-        errors: list[Exception | None] = []
-        for files in added:
-            data = [error for error in islice(answers, len(files.data)) if error is not None]
-            errors.append(files.error or next(iter(data), None))
-        readable = [number for number, error in enumerate(errors) if error is None]
-        for number, failure in zip(
-            readable, _synchronized([added[number] for number in readable]), strict=True
-        ):
-            errors[number] = failure
-        return errors
+        several = len(states) > 1
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE) if several else nullcontext() as pool:
+            # The disk flushes while files are parsed, and once for requests that come together.
+            metadata_files = [_synchronizing(pool, [state[2].metadata_location]) for state in states]
+            added = each_at_once(self._added_files, states, lambda state: state[2].metadata_location)
+            answers = iter(file_errors([file for files in added for file in files.data]))
+            errors: list[Exception | None] = []
+            for files in added:
+                data = [error for error in islice(answers, len(files.data)) if error is not None]
+                errors.append(files.error or next(iter(data), None))
+            other_files = [
+                _synchronizing(pool, files.unsynchronized if error is None else ())
+                for files, error in zip(added, errors, strict=True)
+            ]
+            return [
+                error or metadata_file() or others()
+                for error, metadata_file, others in zip(errors, metadata_files, other_files, strict=True)
+            ]
 
     def _added_files(self, state: TableStates) -> _AddedFiles:
         """The files that a change adds to a table; the metadata files among them have been read."""
         key, before, after = state
-        unsynchronized, data = [after.metadata_location], dict[str, StoredFile]()
+        unsynchronized, data = list[str](), dict[str, StoredFile]()
         java_files: set[str] = set()
         try:
             fields = read_metadata_fields(self._io, after.metadata_location)
