@@ -77,7 +77,8 @@ class Reaper:
     `fenced` is the filter for the tags of discarded branches, which come back when their run has passed,
     `claims` for those of the publishers' claims. `makers` tells whose a branch is of which Dagster knows no
     run; `instance` is the id of this Dagster instance. What another one made is left to it, unless
-    `anyones`: a person has named it. With `only` nothing but these branches is looked at.
+    `anyones`: a person has named it. `limits` hold for runs that recorded none themselves, and for what a
+    person has named. With `only` nothing but these branches is looked at.
 
     `now` is the wall clock, `monotonic` and `sleep` are for watching silent writers. `is_on_main` returns
     whether `main`'s history holds a commit.
@@ -195,10 +196,10 @@ class Reaper:
 
     def _with_ages(self, seen: Seen) -> dict[str, Reference]:
         """The branches whose last commit matters, with metadata: asking for that of all takes long."""
-        oldest = seen.moment - self._limits.max_age
 
         def matters(name: str) -> bool:
             owner = seen.owner(name)
+            oldest = seen.moment - self._limits_of(owner).max_age
             young = owner.started is not None and owner.started >= oldest
             return owner.state is RunState.MISSING or (owner.state is RunState.ACTIVE and not young)
 
@@ -241,7 +242,7 @@ class Reaper:
             made=made,
             on_main=owner.state is RunState.PUBLISHED and self._is_on_main(owner.publication),
         )
-        action, reason = decide(facts, self._limits)
+        action, reason = decide(facts, self._limits_of(owner))
         heartbeat = ", ".join(sorted(set(here.values()))) or "none"
         other = self._other(made)
         return Reaping(branch.name, owner.run_id, action, reason, owner.state, age, heartbeat, other)
@@ -261,10 +262,14 @@ class Reaper:
             reports=self._reports(live, seen.dead(home)),
             made=made,
         )
-        action, reason = decide(facts, self._limits)
+        action, reason = decide(facts, self._limits_of(live))
         heartbeat = ", ".join(sorted(set(here.values()))) or "none"
         other = self._other(made)
         return Reaping(branch.name, live.run_id, action, reason, state, facts.age, heartbeat, other)
+
+    def _limits_of(self, owner: Owner) -> Limits:
+        """The limits that hold for the branch of this run: its own, unless a person has named the branch."""
+        return self._limits if self._anyones else self._limits.for_run(owner.retention)
 
     def _mine(self, beat: Heartbeat) -> bool:
         """Whether the beat may be of this instance; one that names none may be anybody's."""

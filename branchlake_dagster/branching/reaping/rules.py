@@ -5,10 +5,11 @@ Why these: docs/adr/0007-closed-gate-and-reaping.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 
+from branchlake_dagster.branching.branch.retention import Retention
 from branchlake_dagster.branching.liveness.failure_detector import Liveness
 from branchlake_dagster.branching.reaping.origin import UNKNOWN, Maker, Origin
 
@@ -33,6 +34,12 @@ class Limits:
     max_age: timedelta
     orphan_grace: timedelta
     keep_failed: timedelta = timedelta(0)
+
+    def for_run(self, recorded: Retention | None) -> Limits:
+        """These limits, with those that the run itself has recorded in their place."""
+        if recorded is None:
+            return self
+        return replace(self, max_age=recorded.max_age, keep_failed=recorded.keep_failed)
 
 
 class ReapingAction(StrEnum):
@@ -87,6 +94,8 @@ class Owner:
     """Whether a retry took its work over, of a run that waits for the publisher."""
     base_hash: str = ""
     """The commit of `main` that its branch started from, by the run's tags; empty if they name none."""
+    retention: Retention | None = None
+    """How long its branch stays, by the run's tags; None if they do not record it."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pydantic import PrivateAttr
 
 from branchlake_dagster.branching.branch.check_run import checked_reference
 from branchlake_dagster.branching.branch.owner import is_retry
+from branchlake_dagster.branching.branch.retention import Retention
 from branchlake_dagster.branching.branch.run_branch import RunBranch, branch_name
 from branchlake_dagster.branching.branch.run_tags import BRANCH_TAG, LAKE_TAG, Place, opened_by
 from branchlake_dagster.branching.errors import OneLakeOnly, RetryNeedsFullRun
@@ -128,6 +129,7 @@ class LakehouseResource(LakeConfig):
 
     def _bound(self, run: DagsterRun, instance: DagsterInstance, log: logging.Logger | None) -> RunBranch:
         run_id, lake = run.run_id, self.lakehouse.settings.lake_id
+        retention = Retention.of(self.lakehouse.settings).tags()
 
         def tags() -> Mapping[str, str]:
             found = instance.get_run_by_id(run_id)
@@ -142,7 +144,7 @@ class LakehouseResource(LakeConfig):
             return held
 
         def remember(new: Mapping[str, str]) -> None:
-            instance.add_run_tags(run_id, {**new, LAKE_TAG: lake})
+            instance.add_run_tags(run_id, {**new, **retention, LAKE_TAG: lake})
 
         def report_head(branch: str, hash_: str) -> None:
             metadata = {BRANCH_HEAD: MetadataValue.text(hash_)}

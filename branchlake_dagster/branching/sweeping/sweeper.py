@@ -76,8 +76,9 @@ class _Due:
 
 
 class Sweeper:
-    """Sweeps the tags of the Nessie filter `listing` that are older than `grace`.
+    """Sweeps the tags of the Nessie filter `listing` that are older than their grace.
 
+    `grace` holds for runs that recorded none themselves, and for what a person has named.
     `owners(branches)` tells whose state it was, as for the reaper. What none of them holds is swept only if
     Dagster instance `instance` made it, or `anyones`: a person has said so.
     """
@@ -164,7 +165,9 @@ class Sweeper:
         signs = [moment for moment in (head.commit_time if head else None, owner and owner.ended) if moment]
         if not signs:
             return "its age is unknown"
-        left = self._grace - (self._now() - max(signs))
+        recorded = None if self._anyones or owner is None else owner.retention
+        grace = self._grace if recorded is None else recorded.discard_grace
+        left = grace - (self._now() - max(signs))
         if left > timedelta(0):
             return f"a retry may continue it for another {left.total_seconds() / 3600:.1f} h"
         return None

@@ -30,6 +30,7 @@ from branchlake_dagster.branching.branch.reference_names import (
     SWEEPING_PREFIX,
     is_ours,
 )
+from branchlake_dagster.branching.branch.retention import Retention
 from branchlake_dagster.branching.branch.run_tags import (
     BRANCH_TAG,
     FENCED,
@@ -131,7 +132,14 @@ def _owner_of(branch: str, record: RunRecord) -> Owner:
     ended = datetime.fromtimestamp(record.end_time, UTC) if record.end_time else None
     publication = publication_of(run.tags, branch) or "" if own else ""
     return Owner(
-        run.run_id, state, record.create_timestamp, ended, told, publication, base_hash=_base_of(run, branch)
+        run.run_id,
+        state,
+        record.create_timestamp,
+        ended,
+        told,
+        publication,
+        base_hash=_base_of(run, branch),
+        retention=Retention.of_run(run.tags, run.run_id),
     )
 
 

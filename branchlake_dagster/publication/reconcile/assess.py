@@ -10,6 +10,7 @@ from dagster import DagsterInstance, DagsterRun
 from branchlake_dagster.branching.branch.added_snapshots import ReadMetadata
 from branchlake_dagster.branching.branch.claim import claim, is_claimed
 from branchlake_dagster.branching.branch.owner import runs_on
+from branchlake_dagster.branching.branch.retention import keep_failed_hours
 from branchlake_dagster.branching.branch.run_tags import (
     REASON_TAG,
     STATUS_TAG,
@@ -143,8 +144,7 @@ class Assessor:
         if run.tags.get(STATUS_TAG) in FAILS:
             # It was told so from inside the run, which could not hear it any more and ended well.
             fail_unpublished(self._instance, run.run_id, run.tags.get(REASON_TAG, ""))
-        if self._settings.keep_failed_hours:
-            hours = self._settings.keep_failed_hours
+        if hours := keep_failed_hours(run.tags, run.run_id, self._settings):
             detail = f"not published, kept for debugging for {hours:g} h after its end"
             return Outcome(branch.name, run.run_id, PublicationAction.KEPT, detail)
         finish_branch(self._client, branch, keep_data=False)

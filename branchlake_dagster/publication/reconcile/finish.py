@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable
 from datetime import datetime
 
-from dagster import DagsterInstance
+from dagster import DagsterInstance, DagsterRun
 
+from branchlake_dagster.branching.branch.retention import keep_failed_hours
 from branchlake_dagster.branching.branch.run_tags import Status
 from branchlake_dagster.branching.fencing.finish_branch import drop_branch, finish_branch
 from branchlake_dagster.branching.fencing.taken_back import FAILS, fail_unpublished
@@ -19,6 +20,7 @@ from branchlake_dagster.publication.reconcile.assess import NO_TABLE, Assessed
 from branchlake_dagster.publication.reconcile.main_view import MainView
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.report import RunReport, report_outcome
+from branchlake_dagster.settings import Settings
 from branchlake_dagster.wording import agree, counted
 
 _SET_BACK = "it was on main, and main was set back meanwhile"
@@ -33,8 +35,9 @@ _STATUS = {
 class Finisher:
     """Tells and cleans up. Every step can be repeated; telling many partitions goes on where it stopped.
 
-    `view` is what the reports say of `main` (None: nothing); `keep_hours`: how long the branch of a run that
-    was not published stays for debugging. `clock` counts seconds, `now` is the wall clock.
+    `view` is what the reports say of `main` (None: nothing); `settings` say how long the branch of a run that
+    was not published stays for debugging, if the run has not recorded it. `clock` counts seconds, `now` is
+    the wall clock.
     """
 
     def __init__(
@@ -43,8 +46,8 @@ class Finisher:
         publisher: Publisher,
         instance: DagsterInstance,
         view: MainView | None,
+        settings: Settings,
         *,
-        keep_hours: float,
         clock: Callable[[], float],
         now: Callable[[], datetime],
     ) -> None:
@@ -52,14 +55,14 @@ class Finisher:
         self._publisher = publisher
         self._instance = instance
         self._view = view
-        self._keep_hours = keep_hours
+        self._settings = settings
         self._clock = clock
         self._now = now
 
     def finish(self, one: Assessed, result: Published | Refused | None, *, until: float) -> Outcome:
         """The outcome of a judged run. None as `result`: it is no candidate. `until` is the clock's end."""
         refused = result if isinstance(result, Refused) else None
-        if (refused or (result is None and one.claimed)) and not self._keep_hours:
+        if (refused or (result is None and one.claimed)) and not self._keep_hours(one.run):
             # Another publisher, perhaps inside the run, may still be at it: only of a branch that is gone it
             # is certain that it was not published.
             drop_branch(self._client, one.branch, keep_data=False)
@@ -118,7 +121,7 @@ class Finisher:
             fail_unpublished(self._instance, one.run.run_id, reason, next_step)
         # A few examples are told, and always all of them: the branch goes now, and nobody comes again.
         self._announce(one, math.inf, status, why=why, on_main=on_main, next_step=next_step)
-        if not self._keep_hours:
+        if not self._keep_hours(one.run):
             finish_branch(self._client, one.branch, keep_data=False)
         return self._outcome(one, action, why or one.verdict.summary(), None, (), next_step)
 
@@ -145,11 +148,14 @@ class Finisher:
             by_hand=publication.by_hand if publication else False,
             rebased=publication.rebased if publication else (),
             why=why,
-            kept_hours=0.0 if publication else self._keep_hours,
+            kept_hours=0.0 if publication else self._keep_hours(one.run),
             on_main=on_main,
             next_step=next_step,
         )
         return report_outcome(self._instance, report, self._view, more=lambda: self._clock() < until)
+
+    def _keep_hours(self, run: DagsterRun) -> float:
+        return keep_failed_hours(run.tags, run.run_id, self._settings)
 
     @staticmethod
     def _outcome(

@@ -113,7 +113,7 @@ class Reconciler:
             publisher,
             instance,
             view,
-            keep_hours=settings.keep_failed_hours,
+            settings,
             clock=clock,
             now=now,
         )
