@@ -49,6 +49,18 @@ def say(text: str) -> None:
     click.echo(text, err=True)
 
 
+_location = click.option("-m", "--module", help="The module with your Definitions: use its lake's settings.")
+
+
+def _settings(module: str | None) -> Settings:
+    """The settings of the code location in `module`; without one the environment's, and no slow import."""
+    if module is None:
+        return Settings()
+    from branchlake_dagster.cli.local.location import settings_of
+
+    return settings_of(module)
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="branchlake_dagster")
 def main() -> None:
@@ -147,15 +159,16 @@ def down() -> None:
 
 
 @main.command()
+@_location
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
-def status(as_json: bool) -> None:
+def status(module: str | None, as_json: bool) -> None:
     """Show servers, run branches and publications.
 
     Each run branch is shown with its run, the run's state and its age. Starts nothing.
     """
     from branchlake_dagster.cli.status import gather, show
 
-    found = gather(Settings())
+    found = gather(_settings(module))
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)
 
 
@@ -184,28 +197,31 @@ def consumers(asset: str | None, partitions: bool, module: str | None, as_json: 
     from branchlake_dagster.cli.incremental.partitions import as_dicts, gather_partitions, show_partitions
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 
-    settings, at = Settings(), datetime.now(UTC)
-    Lakehouse(settings, start=False).endpoints(spark=False)  # nothing is started to look at it
-    with place(module, settings) as where:
+    at = datetime.now(UTC)
+    with place(module) as where:
+        settings = where.lake.effective()
+        Lakehouse(settings, start=False).endpoints(spark=False)  # nothing is started to look at it
         listed = gather_partitions(where, asset, at)
     click.echo(json.dumps(as_dicts(listed, at), indent=2)) if as_json else show_partitions(listed, at)
 
 
 @main.command()
+@_location
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
-def doctor(as_json: bool) -> None:
+def doctor(module: str | None, as_json: bool) -> None:
     """Check addresses, versions and permissions.
 
     Says what to do about each thing that is wrong. Starts nothing; the exit code is 1 if something is wrong.
     """
     from branchlake_dagster.cli.doctor.command import as_dict, examine, show
 
-    found = examine(Settings())
+    found = examine(_settings(module))
     click.echo(json.dumps(as_dict(found), indent=2)) if as_json else show(found)
     sys.exit(0 if found.healthy else 1)
 
 
 @main.command()
+@_location
 @click.option("--dry-run", is_flag=True, help="Only say what would be done, and why.")
 @click.option(
     "--branch",
@@ -213,24 +229,30 @@ def doctor(as_json: bool) -> None:
     multiple=True,
     help="End this branch, or sweep this discarded- tag, although another Dagster instance made it.",
 )
-def reap(dry_run: bool, names: tuple[str, ...]) -> None:
+def reap(module: str | None, dry_run: bool, names: tuple[str, ...]) -> None:
     """Discard run branches that nobody will publish.
 
     Files of branches that were discarded long ago are deleted. Says why for each branch.
+
+    A branch stays for as long as the settings of its run's code location say. The settings of this command
+    hold for a branch that you name, and for runs of older versions, which have not recorded theirs.
 
     Waits for half a minute when a writer is silent, to tell whether it is dead; with --dry-run it does not.
     """
     from dagster import DagsterInstance
 
     from branchlake_dagster.cli.local.home import dagster_home
+    from branchlake_dagster.cli.local.location import format_settings
     from branchlake_dagster.cli.reaping import show
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.publication.cleanup.reaping import end_named, reap_branches, sweep_discarded
 
-    settings = Settings()
+    settings = _settings(module)
     lake = Lakehouse(settings, say=say, start=False)
     lake.endpoints(spark=False)
     dagster_home(settings)
+    shown = format_settings(settings, ("keep_failed_hours", "discard_grace_h", "orphan_max_age_h"), module)
+    say(f"Settings for {'these branches' if names else 'runs that recorded none of their own'}: {shown}.")
     with DagsterInstance.get() as instance:
         if names:
             reaped, swept = end_named(lake, instance, names, dry_run=dry_run)
@@ -241,36 +263,40 @@ def reap(dry_run: bool, names: tuple[str, ...]) -> None:
 
 
 @main.group(name="set-aside", invoke_without_command=True)
+@_location
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.pass_context
-def set_aside(ctx: click.Context, as_json: bool) -> None:
+def set_aside(ctx: click.Context, module: str | None, as_json: bool) -> None:
     """List runs that could not be judged or published.
 
     They are set aside after several attempts; each is shown with what to do.
     """
+    ctx.obj = module
     if ctx.invoked_subcommand is None:
         from branchlake_dagster.cli.set_aside import gather, show
 
-        found = gather(Settings())
+        found = gather(_settings(module))
         click.echo(json.dumps(found, indent=2)) if as_json else show(found)
 
 
 @set_aside.command()
 @click.argument("run_id")
-def retry(run_id: str) -> None:
+@click.pass_obj
+def retry(module: str | None, run_id: str) -> None:
     """Let the publication sensor try the run again."""
     from branchlake_dagster.cli.set_aside import retry_run
 
-    click.echo(retry_run(Settings(), run_id))
+    click.echo(retry_run(_settings(module), run_id))
 
 
 @set_aside.command()
 @click.argument("run_id")
-def end(run_id: str) -> None:
+@click.pass_obj
+def end(module: str | None, run_id: str) -> None:
     """Discard the run's branch and publish nothing."""
     from branchlake_dagster.cli.set_aside import end_run
 
-    click.echo(end_run(Settings(), run_id))
+    click.echo(end_run(_settings(module), run_id))
 
 
 @main.command()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.settings import Settings
 
 if TYPE_CHECKING:
     from branchlake_dagster.ingest.batch.reprocess import Chosen
@@ -71,26 +69,20 @@ def _put_back(
     from dagster import DagsterInstance
 
     from branchlake_dagster.cli.local.home import dagster_home
+    from branchlake_dagster.cli.local.location import code_location, location_settings
     from branchlake_dagster.ingest.batch.before import known_tables
     from branchlake_dagster.ingest.batch.reprocess import waiting_letters
     from branchlake_dagster.ingest.running.batch_assets import INGESTION_TAG, REPROCESS_TAG, declared
     from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-    from branchlake_dagster.library_internals.dagster import repository_in
 
-    try:
-        repository = repository_in(module, str(Path.cwd()))
-    except (ImportError, ValueError) as error:
-        raise ConfigurationError(
-            f"{module} cannot be loaded as a code location: {error}",
-            hint="Name the module with your Definitions: -m my_project.definitions.",
-        ) from error
+    repository = code_location(module)
     name = f"ingest_{ingestion}_job"
     if ingestion not in declared or not repository.has_job(name):
         raise ConfigurationError(
             f"{module} has no ingestion {ingestion}.",
             hint=f"It has {', '.join(sorted(declared)) or 'none'}.",
         )
-    ingest, settings = declared[ingestion], Settings()
+    ingest, settings = declared[ingestion], location_settings(repository)
     lake = Lakehouse(settings)
     known = known_tables(ingest, lake.nessie, lake.catalog(MAIN), settings.default_namespace)
     session = lake.spark_session()

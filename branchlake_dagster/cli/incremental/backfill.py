@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 
 from dagster import AssetKey, DagsterInstance
 
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.cli.local.home import dagster_home
+from branchlake_dagster.cli.local.location import code_location, location_settings
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental.backfill.compare import compare_stage, hash_before
 from branchlake_dagster.incremental.backfill.comparison import StageComparison
@@ -27,8 +27,7 @@ from branchlake_dagster.incremental.backfill.retry import RetryPlan, launch_retr
 from branchlake_dagster.incremental.backfill.stale import stale_partitions
 from branchlake_dagster.incremental.sensor import DeclaredSensor, declared_sensors
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.library_internals.dagster import AssetGraph, backfills_tagged, repository_in
-from branchlake_dagster.settings import Settings
+from branchlake_dagster.library_internals.dagster import AssetGraph, backfills_tagged
 
 
 @dataclass(frozen=True)
@@ -43,15 +42,10 @@ class Place:
 
 
 @contextmanager
-def place(module: str, settings: Settings) -> Iterator[Place]:
-    """From a module with `Definitions`. Raises ConfigurationError."""
-    try:
-        repository = repository_in(module, str(Path.cwd()))
-    except (ImportError, ValueError) as error:
-        raise ConfigurationError(
-            f"{module} cannot be loaded as a code location: {error}",
-            hint="Name the module with your Definitions: -m my_project.definitions.",
-        ) from error
+def place(module: str) -> Iterator[Place]:
+    """From a module with `Definitions`, with the settings of its lake. Raises ConfigurationError."""
+    repository = code_location(module)
+    settings = location_settings(repository)
     dagster_home(settings)
     with DagsterInstance.get() as instance:
         sensors = declared_sensors(repository)

@@ -41,7 +41,7 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
         """
         from branchlake_dagster.cli.incremental import backfill, shown
 
-        with backfill.place(module, Settings()) as where:
+        with backfill.place(module) as where:
             what = backfill.asked(where, asset, partitions, everything=everything)
             found = backfill.stages(where, what) if what is not None else []
         if as_json:
@@ -75,7 +75,7 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
         """
         from branchlake_dagster.cli.incremental import backfill
 
-        with backfill.place(module, Settings()) as where:
+        with backfill.place(module) as where:
             what = backfill.asked(where, asset, partitions, everything=everything)
             number = backfill.run(where, what, now(), approval=approval) if what is not None else None
         if as_json:
@@ -96,7 +96,7 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
         """
         from branchlake_dagster.cli.incremental import backfill, compared, shown
 
-        with backfill.place(module, Settings()) as where:
+        with backfill.place(module) as where:
             found = backfill.status(where, backfill_id)
             comparisons = backfill.compare_held(where, backfill_id, found)
         if as_json:
@@ -124,7 +124,7 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
         """
         from branchlake_dagster.cli.incremental import backfill, compared
 
-        with backfill.place(module, Settings()) as where:
+        with backfill.place(module) as where:
             found = backfill.compare(where, backfill_id, asset)
         if as_json:
             click.echo(json.dumps([compared.comparison_dict(one) for one in found], indent=2))
@@ -163,7 +163,7 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
         """
         from branchlake_dagster.cli.incremental import backfill, shown
 
-        with backfill.place(module, Settings()) as where:
+        with backfill.place(module) as where:
             done = backfill.retry(where, backfill_id, now(), rebuild_lost=rebuild_lost)
         if as_json:
             click.echo(json.dumps(shown.retry_dict(done), indent=2))
