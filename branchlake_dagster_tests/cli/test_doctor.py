@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,10 +23,15 @@ from branchlake_dagster.branching.branch.run_tags import (
     Status,
     opened,
 )
+from branchlake_dagster.branching.liveness.failure_detector import Liveness
+from branchlake_dagster.branching.reaping.origin import INSTANCE
+from branchlake_dagster.branching.reaping.rules import Reaping, ReapingAction, RunState
 from branchlake_dagster.cli import main
+from branchlake_dagster.cli.doctor.dagster import ownerless_branches
 from branchlake_dagster.cli.doctor.examination import Examination
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.kafka import topics
+from branchlake_dagster.lakehouse.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.lakehouse.embedded.process import ProcessRecord
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.conftest import LAKES
@@ -167,6 +173,47 @@ def test_a_publication_that_main_does_not_hold(lakehouse: Lakehouse, tmp_path: P
     code, found = doctor(**state)
     assert (code, found["Dagster", "newest publication"]["state"]) == (1, "wrong")
     assert run_id in found["Dagster", "newest publication"]["told"]
+
+
+def test_branches_of_an_instance_that_no_longer_exists(
+    lakehouse: Lakehouse, namespace: str, tmp_path: Path
+) -> None:
+    home = tmp_path / "dagster"
+    home.mkdir()
+    (home / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
+    state = {"state_dir": str(lakehouse.settings.state_dir)}
+    nessie, looked = lakehouse.nessie, ("Dagster", "branches of other instances")
+    branch = branch_name(str(uuid4()))
+    nessie.create_branch(branch, from_ref="main", from_hash=nessie.reference("main").hash)
+    made_by = {f"{COMMIT_PROPERTY}{INSTANCE}": f"temporary-{namespace}"}
+    lakehouse.catalog(branch, properties=made_by).create_namespace(f"{namespace}_left")
+    try:
+        code, found = doctor(**state, orphan_grace_min="0.0001")
+        assert (code, found[looked]["state"]) == (0, "off")
+        assert f"temporary-{namespace}" in found[looked]["told"]
+        assert "branchlake reap --branch" in found[looked]["remedy"]
+        young = doctor(**state)[1][looked]
+        assert f"temporary-{namespace}" not in young["told"]
+    finally:
+        nessie.delete_branch(branch, expected_hash=nessie.reference(branch).hash)
+
+
+@pytest.mark.parametrize(
+    ("state", "heartbeat", "age", "is_listed"),
+    [
+        (RunState.MISSING, "none", timedelta(hours=2), True),
+        (RunState.MISSING, "dead", None, True),
+        (RunState.MISSING, "none", timedelta(minutes=5), False),
+        (RunState.MISSING, Liveness.SUSPECT, timedelta(hours=2), True),
+        (RunState.MISSING, f"{Liveness.ALIVE}, {Liveness.DEAD}", timedelta(hours=2), False),
+        (RunState.ACTIVE, "none", timedelta(hours=2), False),
+    ],
+)
+def test_only_branches_that_nobody_works_on_are_listed(
+    state: RunState, heartbeat: str, age: timedelta | None, is_listed: bool
+) -> None:
+    one = Reaping("run-1", "1", ReapingAction.KEEP, "", state, age, heartbeat)
+    assert ownerless_branches([one], timedelta(hours=1)) == ([one] if is_listed else [])
 
 
 def test_postgres_without_its_extra(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:

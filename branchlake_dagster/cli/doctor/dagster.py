@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -20,14 +21,19 @@ from branchlake_dagster.branching.branch.run_tags import (
     Status,
     publication_of,
 )
+from branchlake_dagster.branching.liveness.failure_detector import Liveness
+from branchlake_dagster.branching.reaping.rules import Reaping, ReapingAction, RunState
 from branchlake_dagster.cli.doctor.examination import Examination
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
 from branchlake_dagster.extras import require
 from branchlake_dagster.lakehouse.embedded.place import LakeNotRunning
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.cleanup.reaping import limits_of, reap_branches
 from branchlake_dagster.publication.commit.publisher import publisher_of
-from branchlake_dagster.settings import Settings
-from branchlake_dagster.wording import counted
+from branchlake_dagster.settings import RUN_BRANCH_PREFIX, Settings
+from branchlake_dagster.wording import agree, counted, named
+
+_NAMED = 5
 
 
 class PublicationLost(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -44,17 +50,20 @@ def dagster(found: Examination, settings: Settings) -> None:
         found.note(
             "Dagster", "home", "off", told, "`branchlake up` writes one; docs/deployment.md has others."
         )
-    elif look("home", lambda: _writable(home), remedy="Make the folder writable or set DAGSTER_HOME."):
+    elif look(
+        "home", lambda: _writable(home), remedy="Make the folder writable or set DAGSTER_HOME."
+    ) and look(
+        "storage",
+        lambda: _storage(home),
+        remedy=f"Check {home / 'dagster.yaml'}, the variables it names and the database's address.",
+    ):
         look(
-            "storage",
-            lambda: _storage(home),
-            remedy=f"Check {home / 'dagster.yaml'}, the variables it names and the database's address.",
-        ) and look(
             "newest publication",
             lambda: _newest_publication(home, settings),
             remedy="Check whether main was set back, or Nessie restored from an older copy. Runs whose branch"
             " still exists are published again; launch the others again.",
         )
+        _note_ownerless_branches(found, home, settings)
     if find_spec("dagster_webserver") is None:
         remedy = "pip install 'branchlake_dagster[ui]', where the UI is to run."
         found.note("Dagster", "web server", "off", "dagster-webserver is not installed here", remedy)
@@ -103,6 +112,50 @@ def _newest_publication(home: Path, settings: Settings) -> str:
             run_id=run.run_id,
         )
     return f"of run {run.run_id}, on main"
+
+
+def _note_ownerless_branches(found: Examination, home: Path, settings: Settings) -> None:
+    """Add a finding for branches of runs that this Dagster instance does not know and nobody works on.
+
+    Their instance may be gone for good, as a temporary `DAGSTER_HOME` is. Branches that were written to
+    within `orphan_grace_min` are left out.
+    """
+    try:
+        lake = Lakehouse(settings, start=False)
+        with DagsterInstance.from_config(str(home)) as instance:
+            decisions = list(reap_branches(lake, instance, dry_run=True))
+    except (BranchlakeError, OSError):
+        return  # it does not run, or the findings on Nessie and the warehouse say what is wrong
+    branches = ownerless_branches(decisions, limits_of(settings).orphan_grace)
+    if not branches:
+        found.note("Dagster", "branches of other instances", "right", "none that nobody works on")
+        return
+    names = " ".join(f"--branch {one.branch}" for one in branches[:_NAMED])
+    more = f" {len(branches) - _NAMED} more: `branchlake reap --dry-run`." if len(branches) > _NAMED else ""
+    instances = sorted({one.instance for one in branches if one.instance})
+    of = f", of {named('Dagster instance', instances)}" if instances else ""
+    verb = agree(len(branches), "has a run", "have runs")
+    found.note(
+        "Dagster",
+        "branches of other instances",
+        "off",
+        f"{counted(len(branches), 'branch', 'branches')} {verb} that this instance does not know{of}",
+        f"If no other Dagster instance works on this lake any more, end them: branchlake reap {names}.{more}",
+    )
+
+
+def ownerless_branches(decisions: Sequence[Reaping], grace: timedelta) -> list[Reaping]:
+    """The branches that the reaper keeps although nobody works on them, because their run is unknown here."""
+    return [
+        one
+        for one in decisions
+        if one.state is RunState.MISSING
+        and one.action is ReapingAction.KEEP
+        and one.branch.startswith(RUN_BRANCH_PREFIX)
+        # A silent writer too: the heartbeat of a killed one stays, and `reap --branch` watches it first.
+        and Liveness.ALIVE not in one.heartbeat
+        and (one.age is None or one.age > grace)
+    ]
 
 
 @contextmanager
