@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,23 @@ def main() -> None:
     """Run Dagster assets on their own branches of an Iceberg lake."""
 
 
+@main.group()
+def sda() -> None:
+    """Work with the space pipeline.
+
+    Close approaches, ephemerides, and the sensors that feed it, real or simulated.
+    """
+
+
 sql.add_to(main)
-conjunctions.add_to(main)
+conjunctions.add_to(sda)
 reprocess.add_to(main)
 commands.add_to(main, time.time)
-receiving.add_to(main, ending_cleanly)
+receiving.add_to(sda, ending_cleanly)
+for moved in sda.commands.values():
+    alias = copy(moved)  # as it was called before there was the group
+    alias.hidden = True
+    main.add_command(alias)
 
 
 @main.command()

@@ -50,6 +50,14 @@ def test_every_command_is_described() -> None:
         assert call(command, "--help").exit_code == 0
 
 
+@pytest.mark.parametrize("name", ["conjunctions", "screen-ephemeris", "receive", "simulate"])
+def test_the_commands_for_space_keep_their_earlier_names(name: str) -> None:
+    assert f"\n  {name} " in call("sda", "--help").output
+    assert f"\n  {name} " not in call("--help").output
+    options = [call(*path, name, "--help").output.partition("\n")[2] for path in ((), ("sda",))]
+    assert options[0] == options[1]
+
+
 def test_a_size_that_the_benchmark_does_not_have_is_named() -> None:
     done = call("bench", "incremental", "--sizes", "small,huge")
     assert done.exit_code == 2

@@ -13,9 +13,11 @@ from branchlake_dagster.cli import main
 
 
 def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The command line of each command, groups included."""
+    """The command line of each command, groups included; not the hidden names of earlier versions."""
     yield path
     for name, command in sorted(group.commands.items()):
+        if command.hidden:
+            continue
         if isinstance(command, click.Group):
             yield from commands(command, (*path, name))
         else:

@@ -1,1 +1,1 @@
-"""`branchlake conjunctions`."""
+"""`branchlake sda conjunctions`."""

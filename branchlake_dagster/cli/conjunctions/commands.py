@@ -1,9 +1,8 @@
-"""`branchlake conjunctions`: what is ahead of an object, now or as it was published at some moment."""
+"""`branchlake sda conjunctions`: what is ahead of an object, now or as it was published at some moment."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,10 +32,10 @@ class _Moment(click.ParamType[datetime]):
         return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
-def add_to(main: click.Group) -> Callable[..., Any]:
-    """The commands, as some of `main`."""
-    main.command(name="screen-ephemeris")(_screen_ephemeris)
-    return main.command(name="conjunctions")(_conjunctions)
+def add_to(group: click.Group) -> None:
+    """Both, as commands of `group`."""
+    group.command(name="screen-ephemeris")(_screen_ephemeris)
+    group.command(name="conjunctions")(_conjunctions)
 
 
 @click.option("--object", "objects", type=int, multiple=True, help="Catalogue number; may be repeated.")
@@ -81,10 +80,10 @@ def _conjunctions(
     Starts nothing and changes nothing.
 
     \b
-    branchlake conjunctions --object 25544 --since 2026-08-11T12:00
-    branchlake conjunctions --within 0.5 --kind encounter --csv > near.csv
-    branchlake conjunctions --object 25544 --changes-since 2026-08-11T06:00
-    branchlake conjunctions --object 25544 --kind encounter --cdm messages --originator ABC
+    branchlake sda conjunctions --object 25544 --since 2026-08-11T12:00
+    branchlake sda conjunctions --within 0.5 --kind encounter --csv > near.csv
+    branchlake sda conjunctions --object 25544 --changes-since 2026-08-11T06:00
+    branchlake sda conjunctions --object 25544 --kind encounter --cdm messages --originator ABC
     """
     if cdm_folder is not None and (as_csv or changes_since is not None):
         raise click.UsageError("--cdm writes messages of a list: not with --csv or --changes-since.")
@@ -182,7 +181,7 @@ def _screen_ephemeris(
     nothing and changes nothing. Nothing is extrapolated: gaps between segments are not screened.
 
     \b
-    branchlake screen-ephemeris station.oem --exclude 25544 --within 10
+    branchlake sda screen-ephemeris station.oem --exclude 25544 --within 10
     """
     from branchlake_dagster.cli.conjunctions.ephemerides import screen
     from branchlake_dagster.query import connect

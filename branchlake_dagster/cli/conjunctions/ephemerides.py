@@ -1,4 +1,4 @@
-"""`branchlake screen-ephemeris`: own ephemerides against the published catalogue."""
+"""`branchlake sda screen-ephemeris`: own ephemerides against the published catalogue."""
 
 from __future__ import annotations
 

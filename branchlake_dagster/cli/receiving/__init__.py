@@ -1,1 +1,1 @@
-"""`branchlake receive` and `branchlake simulate`."""
+"""`branchlake sda receive` and `branchlake sda simulate`."""

@@ -49,15 +49,15 @@ class _Rate(click.ParamType[tuple[str, float]]):
         return kind, rate
 
 
-def add_to(main: click.Group, ending: Callable[[], AbstractContextManager[None]]) -> None:
-    """Both, as commands of `main`; within `ending` signals leave through the `finally` clauses."""
-    main.command()(receive)
+def add_to(group: click.Group, ending: Callable[[], AbstractContextManager[None]]) -> None:
+    """Both, as commands of `group`; within `ending` signals leave through the `finally` clauses."""
+    group.command()(receive)
 
     def ended_cleanly(**options: Any) -> None:
         with ending():
             simulate(**options)
 
-    main.command(name="simulate")(update_wrapper(ended_cleanly, simulate))
+    group.command(name="simulate")(update_wrapper(ended_cleanly, simulate))
 
 
 def _one_sink(landing: Path | None, kafka: str | None) -> None:

@@ -1,4 +1,4 @@
-"""`branchlake receive`: the receivers of one process."""
+"""`branchlake sda receive`: the receivers of one process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Done:
 
 def run(wanted: Wanted, *, as_json: bool, say: Callable[[str], None]) -> Done:
     """Receive until a signal, and drain."""
-    require("receive", "aiohttp", "prometheus_client", wanted_by="branchlake receive")
+    require("receive", "aiohttp", "prometheus_client", wanted_by="branchlake sda receive")
     return asyncio.run(_run(wanted, as_json, say))
 
 

@@ -1,4 +1,4 @@
-"""`branchlake simulate`: a feed of simulated sensors."""
+"""`branchlake sda simulate`: a feed of simulated sensors."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def live_sensors(source: Where, receivers: Sequence[str] = ()) -> dg.Definitions
 
 
 def raw_ingests(source: Where) -> list[Ingest]:
-    """Their declarations, of the topics as `branchlake receive` names them."""
+    """Their declarations, of the topics as `branchlake sda receive` names them."""
     return [
         _ingest("radar", "sda.radar", decode_radar, RawRadar, "raw_radar", source),
         _ingest("optical", "sda.optical", decode_optical, RawOptical, "raw_optical", source),

@@ -36,7 +36,7 @@ class LandingTopics:
             # A folder that is not mounted looks the same as a topic that nobody has received yet.
             raise LandingUnavailable(
                 f"Landing folder {self._landing.folder} has no topic {name}.",
-                hint="Start its receiver (branchlake receive --landing …), or correct BRANCHLAKE_LANDING."
+                hint="Start its receiver (branchlake sda receive --landing …), or correct BRANCHLAKE_LANDING."
                 f" There are: {', '.join(self._landing.topics()) or 'none'}.",
             ) from error
         begins = {number: span[0] for number, span in spans.items()}

@@ -25,7 +25,7 @@ _ANYWHERE = "127.0.0.1:0"
 
 
 class Receiver:
-    """A running `branchlake receive` with one source."""
+    """A running `branchlake sda receive` with one source."""
 
     def __init__(
         self, process: subprocess.Popen[str], ready: dict[str, Any], landing: Path, quiet_s: float
