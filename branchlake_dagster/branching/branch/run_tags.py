@@ -34,6 +34,9 @@ VERDICT_TAG = f"{_HIDDEN}verdict"
 PUBLICATION_TAG = f"{_HIDDEN}publication"
 """The commit on `main`."""
 REASON_TAG = f"{_HIDDEN}reason"
+FAILED_BY_TAG = f"{_HIDDEN}failed_by"
+"""`PUBLISHER`: the run's steps have succeeded, and the publisher let it fail."""
+PUBLISHER = "publisher"
 
 CHECK_REF_TAG = f"{_HIDDEN}check_ref"
 """On a run that repeats checks for the publisher: the branch on which it stands."""
@@ -67,7 +70,13 @@ class Status(StrEnum):
     PUBLISHED = "published"
     BLOCKED = "blocked"
     REFUSED = "refused"
+    FAILED = "failed"
+    """A step or a check of it crashed, or its process could not start."""
+    CANCELED = "canceled"
+    INTERRUPTED = "interrupted"
+    """Its process was killed, or died."""
     DISCARDED = "discarded"
+    """Its branch was ended while Dagster took the run for running or for done."""
     UNCHANGED = "nothing to publish"
     UNBRANCHED = "unbranched"
     CONTINUED = "continued by a retry"
@@ -117,6 +126,7 @@ def opened(run_id: str, place: Place, inherited: Mapping[str, str]) -> dict[str,
     others = (
         PUBLICATION_TAG,
         REASON_TAG,
+        FAILED_BY_TAG,
         CONTINUES_TAG,
         UNBRANCHED_TAG,
         ATTEMPTS_TAG,

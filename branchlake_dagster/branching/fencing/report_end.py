@@ -16,7 +16,7 @@ from branchlake_dagster.branching.branch.run_tags import (
     place_of,
     shortened,
 )
-from branchlake_dagster.branching.fencing.taken_back import take_back
+from branchlake_dagster.branching.fencing.taken_back import status_without_verdict, take_back
 
 
 def report_end(
@@ -26,11 +26,12 @@ def report_end(
     *,
     verdict: str,
     reason: str,
-    status: Status = Status.DISCARDED,
+    status: Status | None = None,
 ) -> bool:
     """Show `verdict` and `reason` on a run that opened `branch` and has no verdict; whether it was shown.
 
-    It is no publisher's word: should the run pass after all, it is judged as though nothing had been said.
+    `status` is the word in the run list, by default how the run ended. It is no publisher's word: should the
+    run pass after all, it is judged as though nothing had been said.
     """
     run = instance.get_run_by_id(run_id)
     place = place_of(run.tags, run_id) if run else None
@@ -41,7 +42,7 @@ def report_end(
         return False
     instance.report_engine_event(f"Not published: {reason.rstrip('.')}.", run)
     aside = {NEXT_ATTEMPT_TAG: NONE} if NEXT_ATTEMPT_TAG in run.tags else {}
-    status = Status.CONTINUED if verdict == CONTINUED else status
+    status = Status.CONTINUED if verdict == CONTINUED else status or status_without_verdict(run)
     shown = {STATUS_TAG: str(status), VERDICT_TAG: verdict, REASON_TAG: shortened(reason)}
     instance.add_run_tags(run_id, {**shown, **aside})
     if status is not Status.CONTINUED:

@@ -8,13 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from dagster import AssetKey, AssetRecordsFilter, DagsterEventType, DagsterInstance, DagsterRun
+from dagster import (
+    AssetKey,
+    AssetRecordsFilter,
+    DagsterEventType,
+    DagsterInstance,
+    DagsterRun,
+    DagsterRunStatus,
+)
 
-from branchlake_dagster.branching.branch.run_tags import Status
+from branchlake_dagster.branching.branch.run_tags import FAILED_BY_TAG, PUBLISHER, Status
 from branchlake_dagster.library_internals.dagster import report_planned_again
 
 FAILS = (Status.BLOCKED, Status.REFUSED)
 """What makes a run fail whose steps have all succeeded."""
+
+FAILURE_REASON_TAG = "dagster/failure_reason"
+FAILS_BY_ITSELF = {"STEP_FAILURE", "RUN_EXCEPTION", "JOB_INITIALIZATION_FAILURE", "START_TIMEOUT"}
+"""What Dagster says there of runs that would fail again; of one that was interrupted it says another, of one
+whose process was gone none."""
 
 _PAGE = 1_000
 
@@ -28,7 +40,22 @@ def fail_unpublished(instance: DagsterInstance, run_id: str, reason: str, next_s
     """Let a run that succeeded and is not published fail with `reason`. Doing it twice does it once."""
     run = instance.get_run_by_id(run_id)
     if run is not None and run.is_success:
+        instance.add_run_tags(run_id, {FAILED_BY_TAG: PUBLISHER})
         instance.report_run_failed(run, failure(reason, next_step))
+
+
+def status_without_verdict(run: DagsterRun) -> Status:
+    """The word for a run that is not published and that the gate has not judged: how it ended.
+
+    A run that Dagster takes for running, or that succeeded, is `discarded`: only its branch was ended.
+    """
+    if run.status is DagsterRunStatus.CANCELED:
+        return Status.CANCELED
+    if run.status is not DagsterRunStatus.FAILURE:
+        return Status.DISCARDED
+    by_publisher = run.tags.get(FAILED_BY_TAG) == PUBLISHER
+    by_itself = run.tags.get(FAILURE_REASON_TAG) in FAILS_BY_ITSELF
+    return Status.FAILED if by_publisher or by_itself else Status.INTERRUPTED
 
 
 def take_back(instance: DagsterInstance, run: DagsterRun, run_ids: Iterable[str]) -> None:

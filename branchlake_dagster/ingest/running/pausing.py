@@ -12,7 +12,8 @@ from itertools import takewhile
 
 import dagster as dg
 
-from branchlake_dagster.branching.branch.run_tags import STATUS_TAG, Status
+from branchlake_dagster.branching.branch.run_tags import STATUS_TAG
+from branchlake_dagster.branching.fencing.taken_back import FAILS, FAILS_BY_ITSELF, FAILURE_REASON_TAG
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.running.batch_assets import INGESTION_TAG
 
@@ -20,11 +21,6 @@ _WAITS_S = (10.0, 30.0, 90.0, 270.0, 600.0)
 """After the second failure in a row (none after the first), the third, …; then always the last of them."""
 _SOON_S = 600.0
 """A run that worked for longer has failed for something new."""
-_REASON_TAG = "dagster/failure_reason"
-_BY_ITSELF = {"STEP_FAILURE", "RUN_EXCEPTION", "JOB_INITIALIZATION_FAILURE", "START_TIMEOUT"}
-"""What Dagster says there of runs that would fail again; of one that was interrupted it says another, of one
-whose process was gone none."""
-_UNPUBLISHED = {Status.BLOCKED, Status.REFUSED}
 
 
 def pause(instance: dg.DagsterInstance, ingest: Ingest, job: str, now: float) -> str | None:
@@ -61,4 +57,4 @@ def _failed_soon(record: dg.RunRecord) -> bool:
 
 def _by_itself(run: dg.DagsterRun) -> bool:
     """Whether it has failed by what it did, or by what its publication found."""
-    return run.tags.get(_REASON_TAG) in _BY_ITSELF or run.tags.get(STATUS_TAG) in _UNPUBLISHED
+    return run.tags.get(FAILURE_REASON_TAG) in FAILS_BY_ITSELF or run.tags.get(STATUS_TAG) in FAILS

@@ -11,7 +11,7 @@ from dagster import DagsterInstance, DagsterRun
 from branchlake_dagster.branching.branch.retention import keep_failed_hours
 from branchlake_dagster.branching.branch.run_tags import Status
 from branchlake_dagster.branching.fencing.finish_branch import drop_branch, finish_branch
-from branchlake_dagster.branching.fencing.taken_back import FAILS, fail_unpublished
+from branchlake_dagster.branching.fencing.taken_back import FAILS, fail_unpublished, status_without_verdict
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.publication.commit.publisher import Publisher
 from branchlake_dagster.publication.gate.next_step import LAUNCH_AGAIN, look_at_rows
@@ -28,7 +28,6 @@ _SET_BACK = "it was on main, and main was set back meanwhile"
 _STATUS = {
     PublicationAction.BLOCKED: Status.BLOCKED,
     PublicationAction.REFUSED: Status.REFUSED,
-    PublicationAction.DISCARDED: Status.DISCARDED,
 }
 
 
@@ -114,7 +113,8 @@ class Finisher:
         on_main: bool = False,
         next_step: str = "",
     ) -> Outcome:
-        status = Status.UNCHANGED if why == NO_TABLE else _STATUS[action]
+        ended = status_without_verdict(one.run)
+        status = Status.UNCHANGED if why == NO_TABLE else _STATUS.get(action, ended)
         if status in FAILS:
             # First of all: whoever comes after a publisher that died here must not find a green run.
             reason = why or "; ".join(one.verdict.reasons)

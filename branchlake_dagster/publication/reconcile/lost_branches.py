@@ -19,7 +19,7 @@ from branchlake_dagster.branching.branch.run_tags import (
 )
 from branchlake_dagster.branching.fencing.discard import discarded_name
 from branchlake_dagster.branching.fencing.report_end import report_end
-from branchlake_dagster.branching.fencing.taken_back import fail_unpublished
+from branchlake_dagster.branching.fencing.taken_back import fail_unpublished, status_without_verdict
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.publication.commit.publisher import Publisher
 from branchlake_dagster.publication.gate.verdict import Decision
@@ -90,7 +90,7 @@ class LostBranches:
             self._instance.add_run_tags(run.run_id, {**published, PUBLICATION_TAG: done.hash})
             action, detail = PublicationAction.PUBLISHED, "by a publisher that died before it could report it"
             return Outcome(place.branch, run.run_id, action, detail, None, done.hash)
-        action, status = PublicationAction.DISCARDED, Status.DISCARDED
+        action, status = PublicationAction.DISCARDED, status_without_verdict(run)
         if run.is_success:
             action, status = PublicationAction.REFUSED, Status.REFUSED
             fail_unpublished(self._instance, run.run_id, _REASON)

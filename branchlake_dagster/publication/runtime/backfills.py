@@ -27,7 +27,17 @@ from branchlake_dagster.wording import agree, counted
 _EVERY = timedelta(seconds=30)
 _LONGEST = timedelta(days=14)
 _NEWEST = 20
-_UNPUBLISHED = [str(one) for one in (Status.BLOCKED, Status.REFUSED, Status.DISCARDED)]
+_UNPUBLISHED = [
+    str(one)
+    for one in (
+        Status.BLOCKED,
+        Status.REFUSED,
+        Status.FAILED,
+        Status.CANCELED,
+        Status.INTERRUPTED,
+        Status.DISCARDED,
+    )
+]
 
 
 class BackfillWatch:

@@ -173,7 +173,7 @@ def test_a_run_whose_other_step_failed_has_filled_nothing(lakehouse: Lakehouse, 
         run_id = p.run(partition="mon", ok=False)
         assert p.settle(run_id).action == PublicationAction.DISCARDED
         assert states(p, namespace)["mon"] == "failed"
-        assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, Status.DISCARDED)
+        assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, Status.FAILED)
 
 
 def test_a_run_that_changed_no_table_stays_green(lakehouse: Lakehouse, namespace: str) -> None:
@@ -210,5 +210,5 @@ def test_a_publisher_that_dies_before_it_has_told_leaves_no_green_run(
                 p.settle(run_id)
         assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, Status.PENDING)
         assert p.settle(run_id).action == PublicationAction.DISCARDED
-        assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, Status.DISCARDED)
+        assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, Status.FAILED)
         assert states(p, namespace)["mon"] == "failed"

@@ -80,7 +80,7 @@ def test_without_time_left_a_failed_run_is_told_before_its_branch_goes(
         late = p.reconciler()
         late._clock, late._finisher._clock = (lambda: 0.0), (lambda: 100.0)
         ours(p, late.run(budget_s=30))
-        assert tags(p, run_id)[VERDICT_TAG] == "blocked"
+        assert tags(p, run_id)[VERDICT_TAG] == "failed"
         assert not [name for name in p.branches() if name == f"run-{run_id}"]
 
 

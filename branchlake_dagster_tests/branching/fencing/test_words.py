@@ -1,0 +1,62 @@
+"""The word that a run shows, and that the runbook explains each word."""
+
+import dagster as dg
+import pytest
+
+from branchlake_dagster.branching.branch.run_tags import (
+    FAILED_BY_TAG,
+    PUBLISHER,
+    UNJUDGED,
+    Place,
+    Status,
+    opened,
+)
+from branchlake_dagster.branching.fencing.taken_back import (
+    FAILURE_REASON_TAG,
+    fail_unpublished,
+    status_without_verdict,
+)
+from branchlake_dagster.publication.gate.verdict import Decision
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster_tests.dagster_internals import create_run_for_test
+from branchlake_dagster_tests.suite.instances import new_instance
+from branchlake_dagster_tests.test_documents import ROOT
+
+FAILURE, CANCELED = dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED
+STARTED, SUCCESS = dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.SUCCESS
+
+
+@pytest.mark.parametrize(
+    ("status", "tags", "word"),
+    [
+        (FAILURE, {FAILURE_REASON_TAG: "STEP_FAILURE"}, Status.FAILED),
+        (FAILURE, {FAILURE_REASON_TAG: "JOB_INITIALIZATION_FAILURE"}, Status.FAILED),
+        (FAILURE, {FAILURE_REASON_TAG: "RUN_WORKER_RESTART"}, Status.INTERRUPTED),
+        (FAILURE, {}, Status.INTERRUPTED),
+        (CANCELED, {}, Status.CANCELED),
+        (STARTED, {}, Status.DISCARDED),
+        (SUCCESS, {}, Status.DISCARDED),
+    ],
+)
+def test_a_run_without_verdict_shows_how_it_ended(
+    status: dg.DagsterRunStatus, tags: dict[str, str], word: Status
+) -> None:
+    assert status_without_verdict(dg.DagsterRun("job", status=status, tags=tags)) is word
+
+
+def test_a_run_that_its_publisher_let_fail_was_not_interrupted() -> None:
+    with new_instance() as instance:
+        run = create_run_for_test(instance, status=SUCCESS)
+        fail_unpublished(instance, run.run_id, "a check failed")
+        failed = instance.get_run_by_id(run.run_id)
+        assert failed is not None
+        assert status_without_verdict(failed) is Status.FAILED
+        again = opened("retry", Place("run-retry", ""), failed.tags)
+        assert again[FAILED_BY_TAG] != PUBLISHER
+
+
+@pytest.mark.parametrize(
+    "word", sorted({*map(str, (*Status, *Decision, *PublicationAction)), *UNJUDGED}), ids=str
+)
+def test_the_runbook_explains_each_word(word: str) -> None:
+    assert f"`{word}`" in (ROOT / "docs" / "runbook-blocked-run.md").read_text()
