@@ -193,6 +193,9 @@ def status(module: str | None, as_json: bool) -> None:
 def consumers(asset: str | None, partitions: bool, module: str | None, as_json: bool) -> None:
     """Show what incremental tables have left to consume.
 
+    Files are counted, and no row is read: a file that was rewritten for one deleted row counts all its rows,
+    before and after. Such a number is shown as "at most".
+
     With ASSET, or with --partitions for all assets: each partition that has something left, its position, and
     why no run is launched for it.
     """

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import io
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import dagster as dg
 import polars as pl
 import pyarrow as pa
+import pytest
+from pyiceberg.manifest import DataFile, DataFileContent
 from rich.console import Console
 
 from branchlake_dagster import consumes, table_metadata
-from branchlake_dagster.cli.incremental.consumers import gather, show
+from branchlake_dagster.changes.model import ChangedFile, ChangeSet, Position
+from branchlake_dagster.cli.incremental.consumers import _left, _told, gather, show
+from branchlake_dagster.incremental.standings import TableStanding
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published
@@ -57,6 +63,38 @@ def test_consumers_are_shown_with_what_they_have_left(lakehouse: Lakehouse, name
         assert "2 rows in 1 file" in shown
         assert "x.odd" in shown
         assert "lost [table x.odd]" in shown
+
+
+def changed_file(rows: int, content: DataFileContent = DataFileContent.DATA) -> ChangedFile:
+    file = DataFile.from_args(file_path=str(uuid4()), content=content, record_count=rows)
+    return ChangedFile(file, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("added", "removed", "deletes", "shown"),
+    [
+        ([2], [], [], "2 rows in 1 file"),
+        # One row was deleted from three files, or rewritten in one.
+        ([5], [6], [], "at most 11 rows in 2 files"),
+        ([], [], [DataFileContent.POSITION_DELETES], "at most 1 row in 1 file"),
+        ([], [], [DataFileContent.EQUALITY_DELETES], "1 row and deleted values in 1 file"),
+        ([], [], [], "nothing"),
+    ],
+)
+def test_the_number_of_rows_says_what_it_is(
+    added: list[int], removed: list[int], deletes: list[DataFileContent], shown: str
+) -> None:
+    change = ChangeSet(
+        "t",
+        Position("u", 1),
+        Position("u", 2),
+        (),
+        tuple(map(changed_file, added)),
+        tuple(map(changed_file, removed)),
+        tuple(changed_file(1, content) for content in deletes),
+    )
+    told = _told(TableStanding("t", "input", "run", Position("u", 1), 0, change), datetime.now(UTC))
+    assert _left(told) == shown
 
 
 def test_a_table_whose_metadata_is_gone_stops_no_other(lakehouse: Lakehouse, namespace: str) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from branchlake_dagster.changes.model import ChangeSet
 from branchlake_dagster.incremental.standings import TableStanding, Unreadable, standings
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
@@ -17,6 +18,12 @@ from branchlake_dagster.wording import counted
 
 _WIDE = 200
 """Columns when nobody watches: a line each, for grep."""
+_LEGEND = """
+left: published change of the input that the table has not consumed. Files are counted, no row is read: a file
+that was rewritten for one row counts all its rows, before and after ("at most").
+since: the age of the oldest change that is left. ahead: partitions that have consumed more than the others.
+valid through: the table has all records up to this time. by run: the run that consumed last.
+Why no run is launched: branchlake consumers --partitions -m MODULE""".lstrip()
 
 
 def gather(settings: Settings) -> dict[str, Any]:
@@ -43,6 +50,7 @@ def _told(one: TableStanding, now: datetime) -> dict[str, Any]:
         "partitions_ahead": one.ahead,
         "unconsumed_files": change.files_changed if change else None,
         "unconsumed_rows": change.rows_changed if change else None,
+        "unconsumed_rows_are": _meaning_of_rows(change) if change else None,
         "unconsumed_age_s": None if age is None else round(age, 1),
         "valid_through": None if one.valid_through is None else one.valid_through.isoformat(),
         "trouble": one.trouble,
@@ -71,8 +79,24 @@ def show(found: dict[str, Any], console: Console | None = None) -> None:
         for one in found["unreadable"]:
             table.add_row(one["table"], "?", escape(one["trouble"]), "", "", "", "")
         console.print(table)
+        console.print(_LEGEND, soft_wrap=True, highlight=False)
+
+
+def _meaning_of_rows(change: ChangeSet) -> str:
+    """What the number of rows counts: no row is read, so it comes from the files that were added and removed.
+
+    `exact` of files that were only added. `at most`: a rewritten file counts its rows twice, as removed and
+    as added. `with deleted values`: a value may have deleted any number of rows.
+    """
+    if change.only_appends:
+        return "exact"
+    return "with deleted values" if change.equality_deletes else "at most"
 
 
 def _left(one: dict[str, Any]) -> str:
-    rows, files = one["unconsumed_rows"], one["unconsumed_files"]
-    return f"{counted(rows, 'row')} in {counted(files, 'file')}" if files else "nothing"
+    rows, files = counted(one["unconsumed_rows"], "row"), counted(one["unconsumed_files"], "file")
+    if not one["unconsumed_files"]:
+        return "nothing"
+    if one["unconsumed_rows_are"] == "with deleted values":
+        return f"{rows} and deleted values in {files}"
+    return f"{'' if one['unconsumed_rows_are'] == 'exact' else 'at most '}{rows} in {files}"
