@@ -17,6 +17,7 @@ from queue import Empty, Queue
 from threading import Thread
 from typing import Any
 
+import click
 import dagster as dg
 from dagster import DagsterEvent, Executor
 
@@ -33,6 +34,7 @@ from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster.publication.reconcile.trouble import said
 from branchlake_dagster.publication.runtime.pass_lock import longest_pass_s, one_pass
 
+_SEE_STATUS = "See: branchlake status"
 _PATIENCE_S = 2.0
 """For the runs that publish themselves at this moment, each in some tenths of a second.
 
@@ -103,6 +105,25 @@ def publish_at_end(
     )
 
 
+def format_fate(outcome: Outcome) -> str:
+    """What became of a run, in one line, with the command that shows more."""
+    run, why = f"Run {outcome.run_id}", " ".join(_reasons(outcome).split()).rstrip(".")
+    if outcome.action is PublicationAction.PUBLISHED:
+        return f"{run} is published as {(outcome.publication or '')[:16]}. {_SEE_STATUS}"
+    if outcome.action in (PublicationAction.BLOCKED, PublicationAction.REFUSED):
+        return f"{run} is {outcome.action}: {why}. {outcome.next_step or _SEE_STATUS}"
+    if outcome.action is PublicationAction.DISCARDED:
+        return f"{run} has nothing to publish: {why}."
+    return f"{run} waits for the publication sensor of dagster-daemon or dg dev: {why}. {_SEE_STATUS}"
+
+
+def _say_on_command_line(text: str) -> None:
+    """Print the line if a person runs assets by Dagster's own command; run workers print nothing."""
+    command = click.get_current_context(silent=True)
+    if command is not None and command.info_name == "materialize":
+        click.echo(text, err=True)
+
+
 class _Publishing(Executor):
     def __init__(self, inner: Executor, lakehouse_key: str) -> None:
         self._inner = inner
@@ -125,10 +146,14 @@ class _Publishing(Executor):
                 record_branch_heads(plan_context.run_id)
             yield event
         if failed:
+            _say_on_command_line(
+                f"Run {plan_context.run_id} failed. Nothing of it is published. {_SEE_STATUS}"
+            )
             return
         outcome = self._publish(plan_context)
         if outcome is None:
             return
+        _say_on_command_line(format_fate(outcome))
         if outcome.action in (PublicationAction.BLOCKED, PublicationAction.REFUSED):
             raise NotPublished(
                 failure(_reasons(outcome)),

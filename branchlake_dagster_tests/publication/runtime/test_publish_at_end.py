@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import click
 import dagster as dg
 import pytest
 
@@ -16,7 +17,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.errors import NessieUnavailable
 from branchlake_dagster.publication.commit.publisher import Publisher
 from branchlake_dagster.publication.ledger.publications import publications
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster.publication.runtime import publish_at_end
 from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
@@ -54,6 +55,13 @@ def run(instance: dg.DagsterInstance) -> dg.JobExecutionResult:
     return dg.execute_job(job, instance=instance, raise_on_error=False)
 
 
+@contextmanager
+def dagsters_command(name: str) -> Iterator[None]:
+    """As inside a command of Dagster's own."""
+    with click.Context(click.Command(name), info_name=name).scope():
+        yield
+
+
 def reconciler(lakehouse: Lakehouse, instance: dg.DagsterInstance) -> Reconciler:
     graph = publish_at_end_project.defs.get_repository_def().asset_graph
     return Reconciler.of(lakehouse, instance, graph)
@@ -69,15 +77,43 @@ def times(lakehouse: Lakehouse, token: int) -> int:
     return found.count(token)
 
 
-def test_a_run_publishes_itself(lakehouse: Lakehouse, environment: pytest.MonkeyPatch, token: int) -> None:
-    with instance() as store, run(store) as result:
+def test_a_run_publishes_itself(
+    lakehouse: Lakehouse,
+    environment: pytest.MonkeyPatch,
+    token: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with dagsters_command("execute_run"):
+        publish_at_end._say_on_command_line("a run worker says nothing")
+    with dagsters_command("materialize"), instance() as store, run(store) as result:
         assert result.success
+        said = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("Run ", "a run"))]
+        assert said == [publish_at_end.format_fate(outcome_of(store, result.run_id))]
         assert times(lakehouse, token) == 1
         found = store.get_run_by_id(result.run_id)
         assert found is not None
         (entry,) = [p for p in publications(lakehouse.nessie, limit=5) if p.run_id == result.run_id]
         assert found.tags[PUBLICATION_TAG] == entry.hash
         assert reconciler(lakehouse, store).run_one(result.run_id) is None
+
+
+def outcome_of(store: dg.DagsterInstance, run_id: str) -> Outcome:
+    found = store.get_run_by_id(run_id)
+    assert found is not None
+    action, publication = PublicationAction.PUBLISHED, found.tags[PUBLICATION_TAG]
+    return Outcome(branch_name(run_id), run_id, action, "", None, publication)
+
+
+@pytest.mark.parametrize("action", [*PublicationAction])
+def test_the_line_names_the_run_and_what_to_look_at(action: PublicationAction) -> None:
+    reasons = "check positive on t failed.\nMore lines"
+    told = publish_at_end.format_fate(Outcome("run-1", "1234", action, reasons, next_step=""))
+    assert "1234" in told
+    assert "\n" not in told
+    assert "branchlake status" in told or action is PublicationAction.DISCARDED
+    if action is PublicationAction.BLOCKED:
+        rows = Outcome("run-1", "1234", action, reasons, next_step="Look at the rows: branchlake sql.")
+        assert publish_at_end.format_fate(rows).endswith("branchlake sql.")
 
 
 def test_a_blocked_run_fails_and_says_why(
