@@ -70,10 +70,11 @@ def consumer(tmp_path: Path, namespace: str, monkeypatch: pytest.MonkeyPatch) ->
         "BRANCHLAKE_STATE_DIR": str(tmp_path / "state"),
         "BRANCHLAKE_SESSION_KIND": "classic",
         "BRANCHLAKE_HEARTBEAT_INTERVAL_S": "0.3",
+        "BRANCHLAKE_DISCARD_GRACE_H": "0.000001",
         "DAGSTER_HOME": str(home),
     }.items():
         monkeypatch.setenv(name, value)
-    lake = Lakehouse(Settings(discard_grace_h=1e-6))
+    lake = Lakehouse(Settings())
     main_with_history(lake.nessie)
     found = Consumer(lake, namespace)
     yield found

@@ -214,6 +214,7 @@ def test_a_process_killed_before_its_write_leaves_nothing_and_takes_no_file_alon
                 "DAGSTER_HOME": str(tmp_path),
                 "BRANCHLAKE_STATE_DIR": str(lake.settings.state_dir),
                 "BRANCHLAKE_HEARTBEAT_INTERVAL_S": "0.3",
+                "BRANCHLAKE_DISCARD_GRACE_H": str(lake.settings.discard_grace_h),
                 "BRANCHLAKE_TEST_NAMESPACE": shop.namespace,
             },
             stdout=subprocess.PIPE,

@@ -43,6 +43,7 @@ class Run:
             "TEST_DIES": dies,
             "BRANCHLAKE_STATE_DIR": str(lake.settings.state_dir),
             "BRANCHLAKE_HEARTBEAT_INTERVAL_S": "0.3",
+            "BRANCHLAKE_DISCARD_GRACE_H": str(lake.settings.discard_grace_h),
         }
         self.main = lake.nessie.reference(MAIN).hash
         self.process = subprocess.Popen([sys.executable, "-m", _PROJECT], env=self.environment)
