@@ -29,6 +29,17 @@ class SchemaMismatch(BranchlakeError, Terminal):
     """The written frame does not fit the table, and no change that loses nothing makes it fit."""
 
 
+class ColumnsFrozen(SchemaMismatch):
+    """The written frame would change the columns of a table that `table_metadata(columns="freeze")` keeps.
+
+    `columns` are the columns that the frame would add or widen, by dotted path.
+    """
+
+    def __init__(self, message: str, *, columns: tuple[str, ...], **where: Any) -> None:
+        super().__init__(message, **where)
+        self.columns = columns
+
+
 class InputColumnGone(BranchlakeError, Terminal):
     """An input has no longer the column by which an asset consumes its changes.
 

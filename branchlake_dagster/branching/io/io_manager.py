@@ -32,7 +32,7 @@ from branchlake_dagster.branching.resources.read_set import merging
 from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
 from branchlake_dagster.branching.table import provenance, replaced, splitting
 from branchlake_dagster.branching.table.partitioning import partition_spec
-from branchlake_dagster.branching.table.schema import arrow_schema, evolve, without_untyped
+from branchlake_dagster.branching.table.schema import arrow_schema, evolve, require_unchanged, without_untyped
 from branchlake_dagster.branching.table.selection import Selection, select
 from branchlake_dagster.branching.table.spec import PREVIEW_ROWS, TableSpec, require_parquet, table_spec
 from branchlake_dagster.branching.table.types import iceberg_schema, stored_schema
@@ -59,6 +59,7 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
     Raises:
         UnsupportedType: The asset returned, or an input is annotated with, something else than such a frame.
         SchemaMismatch: The frame does not fit the table, and not only by new nullable columns.
+        ColumnsFrozen: The frame would change columns that `table_metadata(columns="freeze")` keeps.
         PartitionMismatch: The frame has rows outside the run's partitions.
         ConfigurationError: The asset's metadata contradicts itself, or the table is not written as Parquet.
         UpsertKeyInvalid: A key of an upsert is null, is missing or occurs twice.
@@ -318,6 +319,8 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
 
     def _evolve(self, table: Table, wanted: pa.Schema, spec: TableSpec) -> Table:
         widen = self.lakehouse.lakehouse.settings.widen_columns
+        if spec.frozen:
+            require_unchanged(table, wanted, name=spec.name, widen=widen)
         return evolve(table, wanted, name=spec.name, widen=widen)
 
     def _properties(

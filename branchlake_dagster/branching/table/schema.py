@@ -7,7 +7,7 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 
-from branchlake_dagster.branching.errors import ColumnUnsupported, SchemaMismatch
+from branchlake_dagster.branching.errors import ColumnsFrozen, ColumnUnsupported, SchemaMismatch
 from branchlake_dagster.branching.table.evolution import Added, changes
 from branchlake_dagster.branching.table.types import has_type, iceberg_type, stored_schema
 from branchlake_dagster.wording import named
@@ -41,6 +41,29 @@ def without_untyped(schema: pa.Schema, needed: tuple[str, ...], *, name: str) ->
             hint=hint,
         )
     return pa.schema([column for column in schema if column.name not in untyped])
+
+
+def require_unchanged(table: Table, wanted: pa.Schema, *, name: str, widen: bool) -> None:
+    """Raise ColumnsFrozen if a frame of `wanted` would change the table's columns.
+
+    A new column that is null in all rows counts too. `evolve` would leave the column out, and its first value
+    would fail a later run.
+    """
+    current = arrow_schema(table.schema(), name=name)
+    paths = [change.path for change in changes(current, wanted, name=name, widen=widen)]
+    untyped = [(column,) for column in wanted.names if column not in current.names]
+    columns = tuple(".".join(path) for path in dict.fromkeys((*untyped, *paths)))
+    if columns:
+        new = tuple(column for column in columns if (column,) in untyped)
+        raise ColumnsFrozen(
+            f"The frame would change {named('column', columns)}, and the asset's columns are frozen.",
+            columns=columns,
+            table=name,
+            hint=(
+                f"Leave {named('column', new)} out in the asset" if new else "Cast the columns in the asset"
+            )
+            + ', or declare table_metadata(columns="evolve") for the run that shall change the table.',
+        )
 
 
 def evolve(table: Table, wanted: pa.Schema, *, name: str, widen: bool) -> Table:

@@ -16,11 +16,13 @@ from branchlake_dagster.lakehouse.spark.quoting import dotted
 
 WriteMode = Literal["replace_partitions", "replace_table", "append", "upsert"]
 Isolation = Literal["snapshot", "serializable"]
+ColumnContract = Literal["evolve", "freeze"]
 
 WRITE_MODE = "branchlake/write_mode"
 KEYS = "branchlake/keys"
 REQUIRE_CHECKS = "branchlake/require_checks"
 ISOLATION = "branchlake/isolation"
+COLUMNS = "branchlake/columns"
 EXCLUSIVE = "branchlake/exclusive"
 PREVIEW_ROWS = "branchlake/preview_rows"
 CHECK_SCOPE = "branchlake/scope"
@@ -46,6 +48,7 @@ def table_metadata(
     layout: Sequence[str] = (),
     properties: Mapping[str, str] | None = None,
     exclusive: str | None = None,
+    columns: ColumnContract | None = None,
 ) -> dict[str, Any]:
     """Asset metadata for `@dg.asset(metadata=…)`: how its table is laid out, written and judged.
 
@@ -75,6 +78,9 @@ def table_metadata(
         exclusive (Optional[str]): A name of letters, digits, `_` and `-`. Of all runs that write assets with
             this name one works at a time, each from what the one before has published; one that was taken
             for dead cannot publish any more. (default: runs work side by side)
+        columns (Optional[Literal["evolve", "freeze"]]): With `freeze` a run that would add, remove, rename or
+            widen a column of the existing table is not published: a frame fails the step with ColumnsFrozen
+            or SchemaMismatch before anything is written, a change by SQL blocks the run. (default: `evolve`)
 
     Returns:
         Dict[str, Any]: Metadata; add your own with `|`.
@@ -114,6 +120,8 @@ def table_metadata(
         found[PROPERTIES] = dict(properties)
     if exclusive is not None:
         found[EXCLUSIVE] = exclusive
+    if columns is not None:
+        found[COLUMNS] = columns
     return found
 
 
@@ -140,7 +148,7 @@ class TableSpec:
 
     `identifier` is (namespace…, table). `columns_by_dimension` maps a partition dimension to its column;
     a one-dimensional partition has the empty string as its dimension. `layout` and `properties` are those
-    of a table that is made.
+    of a table that is made. `frozen`: runs may not change the columns of the existing table.
     """
 
     identifier: tuple[str, ...]
@@ -150,6 +158,7 @@ class TableSpec:
     isolation: Isolation = "snapshot"
     layout: tuple[LayoutField, ...] = ()
     properties: Mapping[str, str] = field(default_factory=dict)
+    frozen: bool = False
 
     @property
     def name(self) -> str:
@@ -201,6 +210,13 @@ def table_spec(
         raise ConfigurationError(
             f"Unknown isolation {isolation!r}.", table=name, hint=f"Use {' or '.join(get_args(Isolation))}."
         )
+    contract: Any = plain(metadata.get(COLUMNS)) or "evolve"
+    if contract not in get_args(ColumnContract):
+        raise ConfigurationError(
+            f"Unknown value {contract!r} of columns.",
+            table=name,
+            hint=f"Use {' or '.join(get_args(ColumnContract))}.",
+        )
     if mode == "upsert" and not keys:
         raise ConfigurationError("An upsert needs keys.", table=name, hint="table_metadata(keys=[…])")
     if any("," in key for key in keys):
@@ -243,6 +259,7 @@ def table_spec(
         isolation,
         tuple(LayoutField.of(one) for one in layout),
         table_properties,
+        contract == "freeze",
     )
 
 

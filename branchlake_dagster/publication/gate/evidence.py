@@ -28,6 +28,7 @@ from branchlake_dagster.branching.table.provenance import (
 )
 from branchlake_dagster.branching.table.spec import (
     CHECK_SCOPE,
+    COLUMNS,
     ISOLATION,
     REQUIRE_CHECKS,
     WRITE_MODE,
@@ -79,7 +80,7 @@ class AssetRules:
 
     Its table, its checks and whether it demands one; for each check that sees all rows, of which
     tables; whether it asks for serializable isolation, and the tables of the assets it is made from; the
-    name under which it is exclusive.
+    name under which it is exclusive; whether runs may not change the columns of its table.
     """
 
     table: str
@@ -89,6 +90,7 @@ class AssetRules:
     serializable: bool = False
     upstream: frozenset[str] = frozenset()
     exclusive: str | None = None
+    frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ class RunEvidence:
     """What serializable assets may have read that has no name, in words."""
     branch_heads: frozenset[str] = frozenset()
     """The hashes of the branch that the runs recorded after their writes."""
+    changed_columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The columns that differ between base and branch, of each table in `frozen_tables` that has such."""
 
     @property
     def read_set(self) -> frozenset[str] | None:
@@ -140,6 +144,11 @@ class RunEvidence:
         """The tables of which some check sees all rows."""
         seen = (tables for rules in self.rules.values() for tables in rules.whole_tables.values())
         return frozenset().union(*seen)
+
+    @property
+    def frozen_tables(self) -> frozenset[str]:
+        """The tables of written assets whose columns runs may not change."""
+        return frozenset(rules.table for rules in self.rules.values() if rules.frozen)
 
     def assets(self) -> tuple[str, ...]:
         """The assets the run materialised, in the order it did."""
@@ -305,6 +314,7 @@ def _rules(key: AssetKey, graph: AssetGraph, default_namespace: str, require_che
         _plain(node.metadata.get(ISOLATION)) == "serializable",
         frozenset(table_name(identifier_of(parent, default_namespace)) for parent in node.parent_keys),
         exclusive_name(node.metadata, table),
+        _plain(node.metadata.get(COLUMNS)) == "freeze",
     )
 
 

@@ -54,12 +54,14 @@ def judge(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
     written asset and was left out, wholly or for a partition written; a written asset that demands checks
     and has none; and, with `strict_tables`, a changed table, view or function that is not a materialized
     asset's (nothing could have checked it); a serializable asset of which nobody can say all that it has
-    read; and a change table that a step has left on the branch.
+    read; changed columns of a table whose columns are frozen; and a change table that a step has left on the
+    branch.
     """
     if not evidence.succeeded:
         return Verdict(Decision.BLOCKED, ("the run did not succeed",))
     reasons = [*_missing(evidence), *_failed(evidence), *_stale(evidence), *_left_out(evidence)]
     reasons += _untold(evidence)
+    reasons += _changed_columns(evidence)
     reasons += _unfinished(evidence)
     if strict_tables:
         reasons += _unexplained(evidence)
@@ -130,6 +132,14 @@ def _untold(evidence: RunEvidence) -> Iterator[str]:
         yield (
             f"{named('serializable asset', sorted(evidence.serializable))} may have read more than is known:"
             f" {', '.join(sorted(evidence.untold))}"
+        )
+
+
+def _changed_columns(evidence: RunEvidence) -> Iterator[str]:
+    for table, columns in sorted(evidence.changed_columns.items()):
+        yield (
+            f"the run changed frozen columns of {table}: {', '.join(columns)} (leave them as they are, or"
+            ' declare table_metadata(columns="evolve"))'
         )
 
 

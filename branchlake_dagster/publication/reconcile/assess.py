@@ -176,6 +176,9 @@ class Assessor:
         )
         if ended or already_published:
             evidence = replace(evidence, succeeded=True)
+        if evidence.succeeded and not already_published:
+            changed = self._changed_columns(changes, evidence.frozen_tables)
+            evidence = replace(evidence, changed_columns=changed)
         verdict = judge(evidence, strict_tables=self._settings.require_checks)
         why, action, candidate = None, PublicationAction.PUBLISHED, None
         objection = None
@@ -208,6 +211,29 @@ class Assessor:
         return Assessed(
             run, branch, evidence, verdict, candidate, why, action, began, already_published, base_hash
         )
+
+    def _changed_columns(
+        self, changes: Sequence[DiffEntry], frozen: frozenset[str]
+    ) -> dict[str, tuple[str, ...]]:
+        """The columns that a run changed, by table. Reads two files for each frozen table that it wrote."""
+        found: dict[str, tuple[str, ...]] = {}
+        for entry in changes:
+            before, after = entry.from_content, entry.to_content
+            if entry.key.name not in frozen or not isinstance(before, IcebergTable):
+                continue
+            if isinstance(after, IcebergTable) and (columns := self._differing_columns(before, after)):
+                found[entry.key.name] = columns
+        return found
+
+    def _differing_columns(self, before: IcebergTable, after: IcebergTable) -> tuple[str, ...]:
+        columns: list[dict[str, str]] = []
+        for table in (before, after):
+            metadata = self._read_metadata(table.metadata_location)
+            if metadata is None:  # the publisher names the missing file
+                return ()
+            columns.append({field.name: str(field.field_type) for field in metadata.schema().fields})
+        old, new = columns
+        return tuple(name for name in dict.fromkeys([*new, *old]) if old.get(name) != new.get(name))
 
     def _objection(
         self,

@@ -24,6 +24,7 @@ from branchlake_dagster.branching.consuming.declaration import CONSUMES, declare
 from branchlake_dagster.branching.consuming.steps import consumer_of
 from branchlake_dagster.branching.table.spec import (
     CHECK_SCOPE,
+    COLUMNS,
     EXCLUSIVE,
     ISOLATION,
     KEYS,
@@ -50,6 +51,7 @@ _KNOWN = frozenset(
         KEYS,
         REQUIRE_CHECKS,
         ISOLATION,
+        COLUMNS,
         EXCLUSIVE,
         PREVIEW_ROWS,
         LAYOUT,

@@ -10,10 +10,12 @@ import polars as pl
 import pyarrow as pa
 import pytest
 from pyiceberg.io import load_file_io
+from pyiceberg.types import LongType, StringType
 
 from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.branch.run_tags import BASE_TAG
 from branchlake_dagster.branching.errors import (
+    ColumnsFrozen,
     PartitionMismatch,
     RunBranchGone,
     SchemaMismatch,
@@ -21,12 +23,14 @@ from branchlake_dagster.branching.errors import (
     UnsupportedType,
 )
 from branchlake_dagster.branching.frames import arrow_frames
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.catalog.options import NAMESPACE_CREATE
 from branchlake_dagster.lakehouse.catalog.written_prefixes import prefixes_of, recorded_prefixes
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 
 HOURLY = dg.HourlyPartitionsDefinition(start_date="2026-08-08-00:00", end_date="2026-08-09-00:00")
@@ -439,3 +443,73 @@ def test_where_files_of_a_table_of_others_go_is_recorded_before_they_are_written
     (before,) = seen
     assert before >= {*prefixes_of(table.location(), table.properties)}
     assert f"{fast}/" in before
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("append", {}),
+        ("replace_table", {}),
+        ("upsert", {"keys": ["n"]}),
+        ("replace_partitions", {"partition_by": "s"}),
+    ],
+)
+def test_frozen_columns_refuse_what_would_change_them(
+    lakehouse: Lakehouse, namespace: str, mode: Any, options: dict[str, Any]
+) -> None:
+    frames = {"now": pa.table({"n": pa.array([1], pa.int32()), "s": ["a"]})}
+    parts = dg.StaticPartitionsDefinition(["a"]) if mode == "replace_partitions" else None
+
+    @dg.asset(
+        key=[namespace, "t"],
+        partitions_def=parts,
+        metadata=table_metadata(write_mode=mode, columns="freeze", require_checks=False, **options),
+    )
+    def t() -> Any:
+        return frames["now"]
+
+    with project(lakehouse, t) as p:
+        partition = "a" if parts else None
+        p.settle(p.run(partition=partition))
+        main = lakehouse.nessie.reference("main").hash
+        wider = pa.table({"n": [1], "s": ["a"]})
+        added = pl.DataFrame(
+            {"n": [1], "s": ["a"], "extra": [1], "more": [None]}, schema_overrides={"n": pl.Int32}
+        )
+        for frame, named in (
+            (wider, ["n"]),
+            (added, ["extra", "more"]),
+            (added.to_pandas(), ["extra", "more"]),
+        ):
+            frames["now"] = frame
+            p.run(partition=partition, ok=False)
+            failed_with(p, ColumnsFrozen, f"{namespace}.t", *named)
+        assert lakehouse.nessie.reference("main").hash == main
+
+
+def test_frozen_columns_block_a_run_that_changes_them_by_its_own_code(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    changes = {"now": False}
+
+    @dg.asset(key=[namespace, "t"], metadata=table_metadata(columns="freeze", require_checks=False))
+    def t(lakehouse: LakehouseResource) -> None:
+        catalog = lakehouse.catalog()
+        if not changes["now"]:
+            catalog.create_namespace_if_not_exists((namespace,))
+            catalog.create_table((namespace, "t"), pa.schema([("n", pa.int32()), ("s", pa.string())]))
+            return
+        with catalog.load_table((namespace, "t")).update_schema(allow_incompatible_changes=True) as update:
+            update.add_column("extra", StringType())
+            update.update_column("n", LongType())
+            update.delete_column("s")
+
+    with project(lakehouse, t) as p:
+        assert p.settle(p.run()).action is PublicationAction.PUBLISHED
+        changes["now"] = True
+        outcome = p.settle(p.run())
+        assert outcome.action is PublicationAction.BLOCKED
+        assert outcome.verdict is not None
+        (reason,) = outcome.verdict.reasons
+        for column in ("extra", "n", "s"):
+            assert column in reason.split(": ")[1].replace(",", "").split()

@@ -44,6 +44,7 @@ def test_isolation_is_snapshot_unless_the_asset_asks_for_more() -> None:
         ({"branchlake/write_mode": "overwrite"}, False, "Unknown write mode"),
         ({"partition_expr": 3}, True, "partition_expr"),
         ({"branchlake/isolation": "strict"}, False, "Unknown isolation 'strict'. .*snapshot or serializable"),
+        ({"branchlake/columns": "frozen"}, False, "'frozen' of columns. .*evolve or freeze"),
         ({"branchlake/layout": "day"}, False, "layout is 'day'"),
         ({"branchlake/properties": ["x"]}, False, "properties are"),
     ],

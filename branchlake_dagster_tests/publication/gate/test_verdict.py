@@ -53,6 +53,12 @@ def verdict(strict_tables: bool = True, **changes: object) -> Verdict:
     return judge(replace(CLEAN, **changes), strict_tables=strict_tables)  # type: ignore[arg-type]
 
 
+def test_changed_columns_of_a_frozen_table_block() -> None:
+    found = verdict(changed_columns={"lake.a": ("extra",)})
+    assert found.blocked
+    assert len(found.reasons) == 1
+
+
 def test_a_clean_run_passes() -> None:
     assert verdict() == Verdict(Decision.PASSED, (), (), 1, 1)
     assert verdict().summary() == "passed (1/1 checks)"
