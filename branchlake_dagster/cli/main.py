@@ -13,6 +13,7 @@ import click
 from pydantic import ValidationError
 
 from branchlake_dagster.cli import reprocess, sql
+from branchlake_dagster.cli.columns import commands as columns
 from branchlake_dagster.cli.conjunctions import commands as conjunctions
 from branchlake_dagster.cli.ending import ending_cleanly, interrupts_for_us_alone
 from branchlake_dagster.cli.incremental import commands
@@ -79,6 +80,7 @@ def sda() -> None:
 sql.add_to(main)
 conjunctions.add_to(sda)
 reprocess.add_to(main)
+columns.add_to(main)
 commands.add_to(main, time.time)
 receiving.add_to(sda, ending_cleanly)
 for moved in sda.commands.values():

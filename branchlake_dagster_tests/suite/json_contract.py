@@ -21,8 +21,8 @@ def schema_of(arguments: Sequence[str]) -> str | None:
     words = [argument for argument in arguments if not argument.startswith("-")]
     if not words or words[0] in WITHOUT_SCHEMA:
         return None
-    if words[0] == "backfill":
-        return f"backfill-{words[1]}"
+    if words[0] in ("backfill", "columns"):
+        return f"{words[0]}-{words[1]}"
     return "consumers-partitions" if words[0] == "consumers" and "--partitions" in arguments else words[0]
 
 

@@ -1,0 +1,203 @@
+"""`branchlake columns`: what is refused, what is listed, and what comes to `main`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import polars as pl
+import pytest
+from click.testing import CliRunner
+from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.table.metadata import TableMetadata, new_table_metadata
+from pyiceberg.table.sorting import SortField, SortOrder
+from pyiceberg.transforms import DayTransform, IdentityTransform
+from pyiceberg.types import LongType, NestedField, StringType, StructType, TimestampType
+
+from branchlake_dagster import consumes, keys, table_metadata
+from branchlake_dagster.cli.columns import commands
+from branchlake_dagster.cli.columns.dependents import columns_of_asset, dependents_in_code
+from branchlake_dagster.cli.main import main
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.commit.column_changes import (
+    BY_COMMAND,
+    ColumnChange,
+    ColumnChangeRefused,
+    change_columns,
+    require_possible,
+)
+from branchlake_dagster.publication.ledger.publications import publications
+from branchlake_dagster_tests.harness import project
+from branchlake_dagster_tests.incremental.sources import FREE, Source, published
+
+SCHEMA = Schema(
+    NestedField(1, "id", LongType(), required=True),
+    NestedField(2, "at", TimestampType()),
+    NestedField(3, "who", StructType(NestedField(4, "name", StringType()))),
+    NestedField(5, "measured", StringType()),
+    NestedField(6, "extra", StringType()),
+    identifier_field_ids=[1],
+)
+
+
+LOCATION = """
+import dagster as dg
+
+from branchlake_dagster import table_metadata
+
+
+@dg.asset(key=["{namespace}", "orders"], metadata=table_metadata(write_mode="upsert", keys=["account"]))
+def orders(): ...
+
+
+@dg.asset(key=["{namespace}", "copy"], deps=[orders])
+def copy(): ...
+
+
+defs = dg.Definitions(assets=[orders, copy])
+"""
+
+
+def metadata(schema: Schema = SCHEMA) -> TableMetadata:
+    return new_table_metadata(
+        schema,
+        PartitionSpec(PartitionField(2, 1000, DayTransform(), "at_day")),
+        SortOrder(SortField(4, IdentityTransform())),
+        "file:///t",
+        {"write.metadata.metrics.column.measured": "full"},
+    )
+
+
+def change(*columns: str, new_name: str | None = None) -> ColumnChange:
+    return ColumnChange(("shop", "orders"), columns, new_name)
+
+
+@pytest.mark.parametrize("column", ["id", "at", "who", "measured", "unknown", "used"])
+@pytest.mark.parametrize("new_name", [None, "other"])
+def test_a_column_that_the_table_needs_is_refused(column: str, new_name: str | None) -> None:
+    used = Schema(*SCHEMA.fields, NestedField(7, "used", StringType()), identifier_field_ids=[1])
+    with pytest.raises(ColumnChangeRefused) as caught:
+        require_possible(change(column, new_name=new_name), metadata(used), ["used"])
+    assert caught.value.columns == (column,)
+    assert caught.value.table == "shop.orders"
+
+
+@pytest.mark.parametrize("name", ["", "ID", "at"])
+def test_a_new_name_belongs_to_no_other_column(name: str) -> None:
+    with pytest.raises(ColumnChangeRefused):
+        require_possible(change("extra", new_name=name), metadata())
+    require_possible(change("extra", new_name="Extra"), metadata())
+
+
+def test_a_table_keeps_a_column() -> None:
+    plain = new_table_metadata(
+        Schema(NestedField(1, "a", LongType())), PartitionSpec(), SortOrder(), "file:///t"
+    )
+    with pytest.raises(ColumnChangeRefused):
+        require_possible(change("a"), plain)
+
+
+def test_dependents_in_the_code_are_listed() -> None:
+    days = dg.DailyPartitionsDefinition("2026-01-01")
+
+    @dg.asset(
+        key=["shop", "orders"],
+        partitions_def=days,
+        metadata=table_metadata(write_mode="upsert", keys=["id"], partition_by="at"),
+    )
+    def orders() -> None: ...
+
+    @dg.asset_check(asset=orders)
+    def good() -> Any: ...
+
+    @dg.asset(
+        key=["shop", "spent"],
+        deps=[orders],
+        metadata=table_metadata(write_mode="upsert", keys=["who"])
+        | consumes({orders.key: keys("account")}, keys=["who"]),
+    )
+    def spent() -> None: ...
+
+    @dg.asset(key=["shop", "report"], deps=[orders])
+    def report() -> None: ...
+
+    graph = dg.Definitions(assets=[orders, spent, report], asset_checks=[good]).resolve_asset_graph()
+    asked = change("account", "extra")
+    assert [(one.kind, one.name, one.declares) for one in dependents_in_code(graph, asked, "lake")] == [
+        ("check", "shop/orders:good", ()),
+        ("asset", "shop/report", ()),
+        ("asset", "shop/spent", ("account",)),
+    ]
+    assert columns_of_asset(graph, asked, "lake") == {"id", "at"}
+
+
+def test_columns_are_dropped_and_renamed_in_one_publication_each(
+    lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    orders = Source(namespace)
+    table = f"{namespace}.orders"
+
+    @dg.asset(
+        key=[namespace, "copy"],
+        ins={"orders": dg.AssetIn(orders.key)},
+        metadata=table_metadata(write_mode="append", **FREE) | consumes({orders.key: "rows"}),
+    )
+    def copy(orders: pl.DataFrame) -> pl.DataFrame:
+        return orders.select("account", "price")
+
+    def command(*words: str) -> dict[str, Any]:
+        done = CliRunner().invoke(main, ["columns", *words, "--json"])
+        assert done.exit_code == 0, done.output
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    with project(lakehouse, orders.asset, copy) as p:
+        orders.columns["extra"] = pl.Int64
+        orders.publish(p, ("a", 1, 7))
+        published(p, copy)
+        monkeypatch.setattr(commands, "Settings", lambda: lakehouse.settings)
+        head, branches = lakehouse.nessie.reference("main").hash, p.branches()
+        tried = command("drop", table, "extra", "--dry-run")
+        assert tried["publication"] is None
+        assert {"kind": "consumer", "name": f"{namespace}.copy", "declares": []} in tried["dependents"]
+        assert lakehouse.nessie.reference("main").hash == head
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "columns_location.py").write_text(LOCATION.format(namespace=namespace))
+        tried = command("drop", table, "extra", "--dry-run", "-m", "columns_location")
+        assert {one["name"] for one in tried["dependents"]} == {f"{namespace}.copy", f"{namespace}/copy"}
+        refused = CliRunner().invoke(main, ["columns", "drop", table, "account", "-m", "columns_location"])
+        assert refused.exit_code == 1
+
+        done = command("drop", table, "extra")
+        newest = next(publications(lakehouse.nessie))
+        assert (newest.hash, newest.tables, newest.verdict) == (done["publication"], (table,), BY_COMMAND)
+        assert p.rows(namespace, "orders") == [{"account": "a", "price": 1}]
+
+        command("rename", table, "price", "amount")
+        assert p.rows(namespace, "orders") == [{"account": "a", "amount": 1}]
+        assert p.branches() == branches
+        again = CliRunner().invoke(main, ["columns", "drop", table, "extra"])
+        assert again.exit_code == 1
+        assert p.branches() == branches
+
+
+def test_a_drop_keeps_rows_that_were_published_meanwhile(
+    lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders = Source(namespace)
+    with project(lakehouse, orders.asset) as p:
+        orders.columns["extra"] = pl.Int64
+        orders.publish(p, ("a", 1, 7))
+        create = lakehouse.nessie.create_branch
+
+        def create_late(name: str, *, from_ref: str, from_hash: str) -> Any:
+            made = create(name, from_ref=from_ref, from_hash=from_hash)
+            monkeypatch.undo()
+            orders.publish(p, ("b", 2, 8))
+            return made
+
+        monkeypatch.setattr(lakehouse.nessie, "create_branch", create_late)
+        change_columns(lakehouse, ColumnChange((namespace, "orders"), ("extra",)))
+        assert sorted(row["account"] for row in p.rows(namespace, "orders")) == ["a", "b"]
+        assert {*p.rows(namespace, "orders")[0]} == {"account", "price"}
