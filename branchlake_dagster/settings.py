@@ -11,7 +11,7 @@ import hashlib
 import ipaddress
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlparse
@@ -60,6 +60,17 @@ def require_tls(remote: str, secrets: Sequence[str], *, token: bool = False) -> 
         hint="Put TLS before the server and write BRANCHLAKE_SPARK_REMOTE=sc://host:port/;use_ssl=true, or"
         " reach the server by a loopback address, for instance through an SSH tunnel (docs/deployment.md).",
     )
+
+
+def require_known_fields(given: Iterable[str], known: Collection[str], owner: str) -> None:
+    """Raise ConfigurationError for a field that `owner` does not have, with the name that was meant."""
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            meant = f"Did you mean {close[0]}? " if close else ""
+            raise ConfigurationError(
+                f"{owner} has no field {name}.", hint=f"{meant}See docs/settings.md for the fields."
+            )
 
 
 def _is_loopback(host: str) -> bool:
@@ -227,6 +238,8 @@ class Settings(BaseSettings):
                     f"Nothing reads the environment variable {name}.",
                     hint=f"{meant}Unset it, or see docs/settings.md for those that are read.",
                 )
+        if isinstance(given, Mapping):
+            require_known_fields(given, cls.model_fields, cls.__name__)
         return given
 
     @field_validator("state_dir")

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
@@ -64,6 +66,17 @@ def test_a_mistyped_variable_is_an_error_that_names_the_right_one(monkeypatch: p
         ConfigurationError, match=r"BRANCHLAKE_NESSIE_URL.*Did you mean BRANCHLAKE_NESSIE_URI"
     ):
         Settings()
+
+
+@pytest.mark.parametrize("kind", [Settings, LakehouseResource])
+@pytest.mark.parametrize(
+    ("name", "meant"), [("nessie_url", "nessie_uri"), ("keep_failed_hour", "keep_failed_hours")]
+)
+def test_a_mistyped_field_is_an_error_that_names_the_right_one(kind: Any, name: str, meant: str) -> None:
+    """LakehouseResource(nessie_url=…) was accepted, and wrote to the embedded lake."""
+    with pytest.raises(ConfigurationError) as caught:
+        kind(**{name: "1"})
+    assert meant in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from dagster import ConfigurableResource, EnvVar
 from pydantic import Field, field_validator, model_validator
 
 from branchlake_dagster.library_internals.dagster_resources import CopiedByFields
-from branchlake_dagster.settings import PREFIX, Settings
+from branchlake_dagster.settings import PREFIX, Settings, require_known_fields
 
 EMBEDDED = "embedded"
 """As `nessie_uri`: the embedded server, whatever the environment says."""
@@ -126,6 +126,14 @@ class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
     keep_failed_hours: float | None = _field("keep_failed_hours")
     discard_grace_h: float | None = _field("discard_grace_h")
     when_unavailable: str | None = _field("when_unavailable")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, given: Any) -> Any:
+        # Dagster's resources ignore a field that they do not have: nessie_url wrote to the embedded lake.
+        if isinstance(given, Mapping):
+            require_known_fields(given, cls.model_fields, cls.__name__)
+        return given
 
     @field_validator(*Settings.secrets(), mode="before")
     @classmethod
