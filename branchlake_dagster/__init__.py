@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.ingest.running.definitions import ingest_definitions
     from branchlake_dagster.ingest.valid_through.check import published_through_check
     from branchlake_dagster.ingest.valid_through.condition import published_through
+    from branchlake_dagster.lakehouse.catalog import NessieCatalog
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.launching.launcher import WarmRunLauncher
     from branchlake_dagster.publication.automation.conditions import (
@@ -75,6 +76,7 @@ __all__ = [
     "Lakehouse",
     "LakehouseResource",
     "NessieBranchIOManager",
+    "NessieCatalog",
     "NotPublished",
     "OutcomeUnknown",
     "PublishedAssets",
@@ -145,6 +147,7 @@ _HOMES = {
     "ingest.running.definitions": ("ingest_definitions",),
     "ingest.valid_through.check": ("published_through_check",),
     "ingest.valid_through.condition": ("published_through",),
+    "lakehouse.catalog": ("NessieCatalog",),
     "lakehouse.lakehouse": ("Lakehouse",),
     "launching.launcher": ("WarmRunLauncher",),
     "publication.automation.conditions": (

@@ -114,7 +114,7 @@ def _response(table: Table) -> CommitTableResponse:
 
 
 class NessieCatalog(NoViews, NamespaceOperations):
-    """The Iceberg tables of one Nessie reference.
+    """The Iceberg tables of one Nessie reference, as a PyIceberg catalog.
 
     Properties: `uri` (Nessie's API v2), `ref` (branch, tag, `name@hash` or hash; default `main`),
     `warehouse` (where new tables go), `token`, `ssl.verify` (`true`, `false` or a CA bundle),
@@ -122,6 +122,20 @@ class NessieCatalog(NoViews, NamespaceOperations):
     table brings the namespaces that are missing, in its own commit); all others configure FileIO.
     Tags and hashes are read-only. Every created table gets a location of its own, because two branches
     may create the same table, and `gc.enabled=false`, because other references may need its files.
+
+    Args:
+        name (str): The name that PyIceberg gives the catalog.
+        client (Optional[NessieClient]): A client that the caller closes. (default: one made from `uri`)
+        on_load (Optional[Callable[[Identifier], None]]): Called with the identifier of each loaded table.
+        **properties (str): The properties above.
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster import NessieCatalog
+
+            lake = NessieCatalog("lake", uri="http://127.0.0.1:19120/api/v2", warehouse="file:///data/lake")
+            prices = lake.load_table("shop.prices").scan().to_arrow()
     """
 
     def __init__(
