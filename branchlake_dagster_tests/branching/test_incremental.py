@@ -181,7 +181,7 @@ def test_each_row_tells_its_change_and_its_commit(
 
     @dg.asset(
         key=[namespace, "history"],
-        ins={"orders": dg.AssetIn(orders.key)},
+        ins={"orders": dg.AssetIn(orders.key, metadata={"columns": ["account"]})},
         metadata=table_metadata(write_mode="append", **FREE)
         | consumes({orders.key: "rows"}, when_removed="deliver", commits=True),
     )
@@ -192,6 +192,7 @@ def test_each_row_tells_its_change_and_its_commit(
     with project(lakehouse, orders.asset, other.asset, history) as p:
         orders.publish(p, ("a", 1), ("b", 2))
         published(p, history)
+        assert "price" not in seen[0].columns
         assert seen[0]["_commit_snapshot_id"].to_list() == seen[0]["_commit_hash"].to_list() == [None, None]
         orders.publish(p, ("c", 3))
         by_run = p.last.run_id

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -83,12 +83,15 @@ def write(
             transaction.overwrite(frame, overwrite_filter=row_filter, snapshot_properties=dict(properties))
 
 
-def read(table: Table, kind: type, selection: Selection | None) -> Any:
-    """The table's rows of the selection as `kind`."""
+def read(table: Table, kind: type, selection: Selection | None, columns: Sequence[str] | None = None) -> Any:
+    """The table's rows of the selection as `kind`, with these columns in this order; None: all."""
     row_filter: BooleanExpression = (
         AlwaysTrue() if selection is None else to_iceberg(selection, table.schema())
     )
-    return as_kind(table.scan(row_filter=row_filter).to_arrow(), kind)
+    if columns is None:
+        return as_kind(table.scan(row_filter=row_filter).to_arrow(), kind)
+    rows = table.scan(row_filter=row_filter, selected_fields=tuple(columns)).to_arrow()
+    return as_kind(rows.select(list(columns)), kind)
 
 
 def as_kind(rows: pa.Table, kind: type) -> Any:

@@ -25,6 +25,7 @@ from branchlake_dagster.branching.delivering import arrow_inputs, inputs, output
 from branchlake_dagster.branching.errors import TableMissing, UnsupportedType
 from branchlake_dagster.branching.frames import arrow_frames, frame_conversion, spark_frames
 from branchlake_dagster.branching.io import earlier_attempts, long_keys, op_values, partition_row_counts
+from branchlake_dagster.branching.io.input_columns import delivered_columns, input_columns
 from branchlake_dagster.branching.io.preview import preview
 from branchlake_dagster.branching.io.stored_rows import StoredRows, wants_stored_rows
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
@@ -38,6 +39,7 @@ from branchlake_dagster.branching.table.spec import PREVIEW_ROWS, TableSpec, req
 from branchlake_dagster.branching.table.types import iceberg_schema, stored_schema
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized
+from branchlake_dagster.lakehouse.spark.quoting import quoted
 from branchlake_dagster.lakehouse.spark.session import telling_refusals
 from branchlake_dagster.library_internals.dagster_resources import CopiedByFields
 
@@ -136,6 +138,8 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
     def load_input(self, context: InputContext) -> Any:
         """Load an upstream asset, restricted to the partitions its partition mapping chose.
 
+        And to the columns of `AssetIn(metadata={"columns": […]})`.
+
         Or what an op before this one returned. An asset that reads its own earlier partitions gets an empty
         frame without columns before its table exists.
         """
@@ -165,12 +169,18 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
                     hint="Materialise it and let it be published first, or select it in the same run.",
                 ) from error
             provenance.report_read(context, spec, ref)
+            existing = [field.name for field in table.schema().fields]
+            columns = input_columns(context.definition_metadata, existing, table=spec.name)
             consumption = consumption_of(context.step_context, self.lakehouse) if _in_step(context) else None
             if consumption is not None and context.asset_key in consumption.inputs:
                 one = consumption.inputs[context.asset_key]
                 if spark:
-                    return spark_inputs.load(consumption, one, self.spark.own_session(), self.lakehouse)
-                return arrow_frames.as_kind(arrow_inputs.load(consumption, one), kind)
+                    frame = spark_inputs.load(consumption, one, self.spark.own_session(), self.lakehouse)
+                    return frame if columns is None else _only(frame, columns, existing)
+                rows = arrow_inputs.load(consumption, one)
+                if columns is not None:
+                    rows = rows.select(delivered_columns(columns, existing, rows.column_names))
+                return arrow_frames.as_kind(rows, kind)
             # Of its own table an asset reads what was before its run's partitions, not what it replaces.
             in_order = consumption is not None and consumption.consumer.in_order and _of_itself(context)
             replaced = consumption.partitions if consumption is not None and in_order else ()
@@ -178,8 +188,9 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             if wants_stored_rows(context.dagster_type):
                 return StoredRows(table, selection, ref, lambda: self._frame(spec, table.schema(), selection))
             if spark:
-                return spark_frames.read(self.spark.own_session(), spec, table.schema(), selection)
-            return arrow_frames.read(table, kind, selection)
+                frame = spark_frames.read(self.spark.own_session(), spec, table.schema(), selection)
+                return frame if columns is None else _only(frame, columns, existing)
+            return arrow_frames.read(table, kind, selection, columns)
 
     def _nothing(self, kind: Any, *, spark: bool) -> Any:
         empty = pa.table({})
@@ -403,6 +414,10 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
 def _in_step(context: InputContext) -> bool:
     """Whether a step of a run asks, rather than somebody who loads an asset's value."""
     return getattr(context, "_step_context", None) is not None
+
+
+def _only(frame: DataFrame, columns: Sequence[str], existing: Sequence[str]) -> DataFrame:
+    return frame.select(*map(quoted, delivered_columns(columns, existing, frame.columns)))
 
 
 def _of_itself(context: InputContext) -> bool:

@@ -513,3 +513,30 @@ def test_frozen_columns_block_a_run_that_changes_them_by_its_own_code(
         (reason,) = outcome.verdict.reasons
         for column in ("extra", "n", "s"):
             assert column in reason.split(": ")[1].replace(",", "").split()
+
+
+@pytest.mark.parametrize("kind", [pa.Table, pd.DataFrame, pl.DataFrame, pl.LazyFrame])
+def test_an_input_has_the_columns_that_its_metadata_names(
+    lakehouse: Lakehouse, namespace: str, kind: Any
+) -> None:
+    wanted: dict[str, Any] = {"columns": ["c", "a"]}
+
+    @dg.asset(key=[namespace, "t"], metadata=table_metadata(require_checks=False))
+    def t() -> pa.Table:
+        return pa.table({"a": [1], "b": ["x"], "c": [2.5]})
+
+    @dg.asset(key=[namespace, "few"], ins={"t": dg.AssetIn(t.key, metadata=wanted)})
+    def few(t: kind) -> None:  # type: ignore[valid-type]
+        seen.append(pl.DataFrame(t.collect() if isinstance(t, pl.LazyFrame) else t))
+
+    @dg.asset(key=[namespace, "wrong"], ins={"t": dg.AssetIn(t.key, metadata={"columns": ["a", "d"]})})
+    def wrong(t: kind) -> None: ...  # type: ignore[valid-type]
+
+    seen: list[pl.DataFrame] = []
+    with project(lakehouse, t, few, wrong) as p:
+        p.settle(p.run(t.key))
+        p.run(few.key)
+        assert [frame.to_dicts() for frame in seen] == [[{"c": 2.5, "a": 1}]]
+        assert seen[0].columns == ["c", "a"]
+        p.run(wrong.key, ok=False)
+        failed_with(p, ConfigurationError, "d", f"{namespace}.t")

@@ -17,6 +17,7 @@ from pyspark.sql import DataFrame, SparkSession
 from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.branch.run_tags import BASE_TAG
 from branchlake_dagster.branching.errors import (
+    ColumnsFrozen,
     ColumnUnsupported,
     ForeignSession,
     PartitionMismatch,
@@ -137,20 +138,26 @@ def test_a_new_column_evolves_the_table_and_nothing_else_does(lakehouse: Lakehou
     def t(spark: BranchSparkResource) -> DataFrame:
         return spark.spark_session.sql(query["now"])
 
-    with project(lakehouse, t) as p:
+    @dg.asset(key=[namespace, "frozen"], metadata=FREE | table_metadata(columns="freeze"))
+    def frozen(spark: BranchSparkResource) -> DataFrame:
+        return spark.spark_session.sql(query["now"])
+
+    with project(lakehouse, t, frozen) as p:
         settled(p)
         # Columns are matched by name, whatever their order.
         query["now"] = "SELECT 'x' AS extra, 2L AS n, map('k', array(1)) AS deep"
-        settled(p)
+        p.settle(p.run(t.key))
+        p.run(frozen.key, ok=False)
+        p.failed_with(ColumnsFrozen, "extra", "deep", f"{namespace}.frozen")
         assert by_n(p.rows(namespace, "t")) == [
             {"n": 1, "extra": None, "deep": None},
             {"n": 2, "extra": "x", "deep": [("k", [1])]},
         ]
         query["now"] = "SELECT 'x' AS extra, 'two' AS n, map('k', array(1)) AS deep"
-        p.run(ok=False)
+        p.run(t.key, ok=False)
         p.failed_with(SchemaMismatch, "Column n is long in the table and string in the frame")
         query["now"] = "SELECT 3L AS n, 'x' AS extra"
-        p.run(ok=False)
+        p.run(t.key, ok=False)
         p.failed_with(SchemaMismatch, "lacks column deep", f"{namespace}.t")
 
 
@@ -422,7 +429,7 @@ def test_one_engine_reads_what_the_other_wrote_in_the_same_run(
 
     @dg.asset(
         key=[namespace, "by_spark"],
-        ins={"made": dg.AssetIn([namespace, "arrow_made"])},
+        ins={"made": dg.AssetIn([namespace, "arrow_made"], metadata={"columns": ["ts", "s", "n"]})},
         metadata=FREE,
     )
     def by_spark(made: DataFrame) -> DataFrame:
@@ -434,6 +441,7 @@ def test_one_engine_reads_what_the_other_wrote_in_the_same_run(
         settled(p)
         (row,) = seen
         assert (row["n"], row["s"]) == (1, "x")
+        assert [*row] == (["n", "s", "ts"] if first == "spark" else ["ts", "s", "n"])
         sink = "by_arrow" if first == "spark" else "by_spark"
         assert p.rows(namespace, sink) == [{"n": 1, "s": "x", "ts": moment}]
 
