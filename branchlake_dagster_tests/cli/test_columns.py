@@ -1,6 +1,7 @@
 """`branchlake columns`: what is refused, what is listed, and what comes to `main`."""
 
 import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,16 @@ from pyiceberg.transforms import DayTransform, IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType, StructType, TimestampType
 
 from branchlake_dagster import consumes, keys, table_metadata
+from branchlake_dagster.branching.branch.run_branch import run_id_of
+from branchlake_dagster.branching.reaping.origin import instance_id
+from branchlake_dagster.branching.reaping.rules import ReapingAction
 from branchlake_dagster.cli.columns import commands
 from branchlake_dagster.cli.columns.dependents import columns_of_asset, dependents_in_code
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.lakehouse.nessie.errors import NessieOutcomeUnknown
+from branchlake_dagster.publication.cleanup.reaping import reap_branches
+from branchlake_dagster.publication.commit import column_changes
 from branchlake_dagster.publication.commit.column_changes import (
     BY_COMMAND,
     ColumnChange,
@@ -28,6 +35,7 @@ from branchlake_dagster.publication.commit.column_changes import (
     require_possible,
 )
 from branchlake_dagster.publication.ledger.publications import publications
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published
 
@@ -201,3 +209,32 @@ def test_a_drop_keeps_rows_that_were_published_meanwhile(
         change_columns(lakehouse, ColumnChange((namespace, "orders"), ("extra",)))
         assert sorted(row["account"] for row in p.rows(namespace, "orders")) == ["a", "b"]
         assert {*p.rows(namespace, "orders")[0]} == {"account", "price"}
+
+
+def test_a_branch_of_a_command_that_died_is_not_published_and_is_reaped(
+    lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders = Source(namespace)
+
+    def dies(_: Lakehouse) -> Any:
+        raise NessieOutcomeUnknown("The answer is missing.")
+
+    with project(lakehouse, orders.asset) as p:
+        orders.publish(p, ("a", 1))
+        head, before = lakehouse.nessie.reference("main").hash, p.branches()
+        monkeypatch.setattr(column_changes, "publisher_of", dies)
+        with pytest.raises(NessieOutcomeUnknown):
+            change_columns(
+                lakehouse,
+                ColumnChange((namespace, "orders"), ("price",)),
+                instance=instance_id(p.instance),
+            )
+        (branch,) = p.branches() - before
+        outcome = p.reconciler().run_one(run_id_of(branch))
+        assert outcome is not None
+        assert outcome.action is PublicationAction.UNKNOWN_RUN
+        tomorrow = datetime.now(UTC) + timedelta(days=2)
+        reaped = list(reap_branches(lakehouse, p.instance, now=lambda: tomorrow, only={branch}))
+        assert [one.action for one in reaped] == [ReapingAction.DISCARD]
+        assert lakehouse.nessie.reference("main").hash == head
+        assert branch not in p.branches()
