@@ -44,6 +44,7 @@ from dagster._core.storage.tags import (
     ASSET_RESUME_RETRY_TAG,
     BACKFILL_ID_TAG,
     PARENT_RUN_ID_TAG,
+    RETRY_NUMBER_TAG,
     ROOT_RUN_ID_TAG,
     RUN_KEY_TAG,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "PARTITION_TAG",
     "RANGE_END_TAG",
     "RANGE_START_TAG",
+    "RETRY_NUMBER_TAG",
     "ROOT_RUN_ID_TAG",
     "RUN_KEY_TAG",
     "AndAutomationCondition",

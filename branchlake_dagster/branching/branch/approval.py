@@ -21,7 +21,11 @@ from branchlake_dagster.branching.branch.run_tags import (
     publication_of,
 )
 from branchlake_dagster.branching.errors import NotApproved
-from branchlake_dagster.library_internals.dagster import BACKFILL_ID_TAG, report_engine_event
+from branchlake_dagster.library_internals.dagster import (
+    BACKFILL_ID_TAG,
+    RETRY_NUMBER_TAG,
+    report_engine_event,
+)
 
 _CHUNK = 200
 """Run ids in one query."""
@@ -54,6 +58,15 @@ def inherited_tags(
             names |= dict.fromkeys(approval_names(run_id, its))
     new = {APPROVAL_TAG: REQUIRED, FOLLOWS_TAG: ",".join([*names][-_MOST_FOLLOWED:])} if names else {}
     return {name: value for name, value in new.items() if tags.get(name) != value}
+
+
+def requires_approval(run: DagsterRun) -> bool:
+    """Whether a run must not consume results that are not approved: those of the incremental sensor.
+
+    A person's re-execution copies the tags of such a run, but it is a launch by a person and does not wait.
+    Dagster's automatic retries are numbered, and wait as the first run does.
+    """
+    return HELD_TAG in run.tags and (run.parent_run_id is None or RETRY_NUMBER_TAG in run.tags)
 
 
 class Approvals:
@@ -93,14 +106,14 @@ class Approvals:
         """Let the result of run `run_id` wait for approval if a run that it consumed has one of the states.
 
         Raises NotApproved if the incremental sensor launched the run for `asset`, and a result that was not
-        approved was published before the run began to read.
+        approved was published before the run began to read. Re-executions by a person do not raise.
         """
         consumed_tags = {one: self._tags[one] for one in self.chosen(consumed)}
         own = self._instance.get_run_by_id(run_id) if consumed_tags else None
         if own is None:
             return
         waiting = {one: tags for one, tags in consumed_tags.items() if tags[APPROVAL_TAG] == REQUIRED}
-        if waiting and HELD_TAG in own.tags:
+        if waiting and requires_approval(own):
             names = sorted({name for one, tags in waiting.items() for name in approval_names(one, tags)})
             raise NotApproved(
                 f"Asset {asset} has consumed results that are not approved: they were published after the run"

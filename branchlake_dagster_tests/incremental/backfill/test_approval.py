@@ -8,14 +8,14 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster import approve_backfill_job
-from branchlake_dagster.branching.branch.run_tags import APPROVAL_TAG, FOLLOWS_TAG, GIVEN, REQUIRED
+from branchlake_dagster.branching.branch.run_tags import APPROVAL_TAG, FOLLOWS_TAG, GIVEN, HELD_TAG, REQUIRED
 from branchlake_dagster.branching.errors import NotApproved
 from branchlake_dagster.cli.incremental import backfill
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental.backfill.approve import approve
 from branchlake_dagster.incremental.backfill.progress import Progress
 from branchlake_dagster.library_internals.dagster import fail_backfill
-from branchlake_dagster_tests.harness import Project
+from branchlake_dagster_tests.harness import Project, retry
 from branchlake_dagster_tests.incremental.backfill.stages import Pipeline, place, requested
 from branchlake_dagster_tests.incremental.sources import values
 from branchlake_dagster_tests.incremental.test_incremental_sensor import Ticks
@@ -115,6 +115,18 @@ def test_other_partitions_go_on_while_one_waits(p: Project, pipeline: Pipeline) 
     (request,) = ticks.tick()
     launch(p, request)
     assert [row[1] for row in values(p, pipeline.daily)] == [77, 11, 77]
+
+
+def test_a_re_execution_of_a_run_that_the_sensor_launched_does_not_wait(
+    p: Project, pipeline: Pipeline
+) -> None:
+    backfilled(p, pipeline, DAYS[0])
+    failed = p.run(pipeline.daily.key, partition=DAYS[0], tags={HELD_TAG: "true"}, ok=False)
+    p.failed_with(NotApproved)
+    again = retry(p, failed)
+    p.settle(again)
+    assert approval_of(p, again) == REQUIRED
+    assert [row[1] for row in values(p, pipeline.daily)] == [77, 11]
 
 
 def test_what_is_not_approved_can_be_rolled_back(p: Project, pipeline: Pipeline) -> None:

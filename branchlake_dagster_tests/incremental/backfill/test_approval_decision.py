@@ -6,12 +6,13 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.branching.branch.approval import approval_names, inherited_tags
+from branchlake_dagster.branching.branch.approval import approval_names, inherited_tags, requires_approval
 from branchlake_dagster.branching.branch.run_tags import (
     APPROVAL_TAG,
     BRANCH_TAG,
     FOLLOWS_TAG,
     GIVEN,
+    HELD_TAG,
     OPENED_TAG,
     PUBLICATION_TAG,
     REQUIRED,
@@ -20,7 +21,7 @@ from branchlake_dagster.branching.branch.run_tags import (
     opened,
 )
 from branchlake_dagster.incremental.backfill.approve import waiting_runs
-from branchlake_dagster.library_internals.dagster import BACKFILL_ID_TAG, PARTITION_TAG
+from branchlake_dagster.library_internals.dagster import BACKFILL_ID_TAG, PARTITION_TAG, RETRY_NUMBER_TAG
 
 WAITS = {APPROVAL_TAG: REQUIRED}
 DAILY = dg.AssetKey("daily")
@@ -62,6 +63,15 @@ def test_an_approval_is_not_inherited_by_a_re_execution() -> None:
     again = opened("two", Place("run-two", "0"), {APPROVAL_TAG: GIVEN, OPENED_TAG: "one"})
     assert again[APPROVAL_TAG] == REQUIRED
     assert APPROVAL_TAG not in opened("two", Place("run-two", "0"), {})
+
+
+def test_a_run_of_the_sensor_requires_approval_and_its_re_execution_by_a_person_does_not() -> None:
+    held = {HELD_TAG: "true"}
+    assert requires_approval(run("one", tags=held))
+    assert not requires_approval(run("two"))
+    assert not requires_approval(run("three", tags=held, root_run_id="one", parent_run_id="one"))
+    by_dagster = {**held, RETRY_NUMBER_TAG: "1"}
+    assert requires_approval(run("four", tags=by_dagster, root_run_id="one", parent_run_id="one"))
 
 
 def test_only_what_is_on_main_is_approved() -> None:
