@@ -183,6 +183,13 @@ class Standing:
             found.append(self._consumption.run_before(partition))
         return hashlib.sha256("|".join(found).encode()).hexdigest()[:32]
 
+    def launch_key(self, partition: str | None) -> str:
+        """The key of the run that computes a partition with something left: that of the run's first one."""
+        if partition is None:
+            return self.key()
+        together = self.batch_of(partition).partitions
+        return self.key(together[0] if partition in together else partition)
+
     def _inputs(self) -> Collection[Input]:
         return self._consumption.inputs.values()
 

@@ -5,11 +5,25 @@ from __future__ import annotations
 from collections.abc import Collection
 from datetime import datetime
 
-from dagster import AssetKey, DagsterInstance, DagsterRun, DagsterRunStatus, RunsFilter
+from dagster import (
+    AssetKey,
+    DagsterInstance,
+    DagsterRun,
+    DagsterRunStatus,
+    PartitionKeyRange,
+    PartitionsDefinition,
+    RunsFilter,
+    partition_loading_context,
+)
 
 from branchlake_dagster.branching.branch.run_tags import PENDING, VERDICT_TAG
 from branchlake_dagster.incremental.launch_decision import RunUnderWay
-from branchlake_dagster.library_internals.dagster import PARTITION_TAG, RANGE_START_TAG, planned_assets
+from branchlake_dagster.library_internals.dagster import (
+    PARTITION_TAG,
+    RANGE_END_TAG,
+    RANGE_START_TAG,
+    planned_assets,
+)
 from branchlake_dagster.publication.automation.conditions import FORGOTTEN_AFTER
 
 _UNFINISHED = [
@@ -19,6 +33,22 @@ _UNFINISHED = [
     DagsterRunStatus.STARTED,
     DagsterRunStatus.CANCELING,
 ]
+
+
+def computed_partitions(
+    run: DagsterRun, definition: PartitionsDefinition[str] | None, instance: DagsterInstance
+) -> tuple[str | None, ...]:
+    """The partitions that a run computes: one, or all of a range.
+
+    (None,) stands for a run without partitions. A range is empty if one of its ends is no partition any more.
+    """
+    start, end = run.tags.get(RANGE_START_TAG), run.tags.get(RANGE_END_TAG)
+    if definition is None or start is None or end is None:
+        return (run.tags.get(PARTITION_TAG),)
+    with partition_loading_context(dynamic_partitions_store=instance):
+        if not (definition.has_partition_key(start) and definition.has_partition_key(end)):
+            return ()
+        return (*definition.get_partition_keys_in_range(PartitionKeyRange(start, end)),)
 
 
 class InFlight:
@@ -53,6 +83,15 @@ class InFlight:
             run.tags[PARTITION_TAG]: RunUnderWay(run.run_id, finished=run.is_finished)
             for run in self._runs
             if PARTITION_TAG in run.tags and self._computes(run, key)
+        }
+
+    def computed(self, key: AssetKey, definition: PartitionsDefinition[str] | None) -> set[str | None]:
+        """The partitions of an asset that runs compute, with those of ranges; None for runs without any."""
+        return {
+            partition
+            for run in self._runs
+            if self._computes(run, key)
+            for partition in computed_partitions(run, definition, self._instance)
         }
 
     def _computes(self, run: DagsterRun, key: AssetKey) -> bool:

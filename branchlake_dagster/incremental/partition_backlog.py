@@ -57,8 +57,7 @@ def launch_decisions(
         return [(one, decide(found, History(""), None, policy, now)) for one in partitions]
     whole, single = in_flight.run_of_whole(asset), in_flight.runs_by_partition(asset)
     together = {one: standing.batch_of(one) for one in partitions if one is not None}
-    # A run is launched for the state of its first partition.
-    keys = [standing.key(together[one].partitions[0] if one is not None else None) for one in partitions]
+    keys = [standing.launch_key(one) for one in partitions]
     held = standing.held(
         [*dict.fromkeys((*partitions, *(key for one in together.values() for key in one.partitions)))],
         approvals,

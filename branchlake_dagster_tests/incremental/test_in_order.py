@@ -14,13 +14,14 @@ from branchlake_dagster.branching.consuming.steps import REBUILD_TAG
 from branchlake_dagster.branching.delivering.outputs import WAITS_FOR
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.incremental.backfill.plan import plan
+from branchlake_dagster.incremental.backfill.progress import follower
 from branchlake_dagster.incremental.backlog import Standing
 from branchlake_dagster.incremental.consumers import consumers
 from branchlake_dagster.incremental.in_flight import InFlight
 from branchlake_dagster.incremental.launch_decision import LaunchPolicy, LaunchState
 from branchlake_dagster.incremental.partition_backlog import launch_decisions
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.library_internals.dagster import RANGE_END_TAG, RANGE_START_TAG
+from branchlake_dagster.library_internals.dagster import RANGE_END_TAG, RANGE_START_TAG, RUN_KEY_TAG
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 from branchlake_dagster_tests.incremental.test_incremental_sensor import Ticks
@@ -141,6 +142,31 @@ def test_one_run_computes_all_days_that_follow(lakehouse: Lakehouse, namespace: 
             assert ticks.tick() == []
         assert (request.tags[RANGE_START_TAG], request.tags[RANGE_END_TAG]) == ("2026-08-02", "2026-08-03")
         assert by_day(p, totals) == [1, 13, 17]
+
+
+@BETA
+def test_all_days_of_a_run_that_fails_have_failed(
+    lakehouse: Lakehouse, namespace: str, events: Source
+) -> None:
+    totals = totals_of(namespace, events, backfill_policy=dg.BackfillPolicy.single_run())
+    with project(lakehouse, events.asset, totals) as p:
+        lake = LakehouseResource.of(lakehouse.settings)
+        events.publish(p, (at(1), 1), (at(2), 2), (at(3), 4))
+        (request,) = Ticks(p, target=[totals]).tick()
+        _, stage = plan(p.graph, lakehouse, events.key, None, why="asked for")
+
+        def found() -> tuple[int, int, int]:
+            in_flight = InFlight(p.instance, datetime.now(UTC))
+            its = follower(stage, p.graph, lake, p.instance, in_flight, waits=False)
+            return its.left, its.running, len(its.failed_partitions)
+
+        job = p.definitions.resolve_implicit_global_asset_job_def()
+        tags = {**request.tags, RUN_KEY_TAG: str(request.run_key)}
+        assert found() == (3, 0, 0)
+        run = p.instance.create_run_for_job(job, asset_selection={totals.key}, tags=tags)
+        assert found() == (0, 3, 0)
+        p.instance.report_run_failed(run)
+        assert found() == (0, 0, 3)
 
 
 def test_a_day_that_is_computed_too_early_is_computed_again(

@@ -17,10 +17,9 @@ from branchlake_dagster.incremental.backfill.launch import RETRY_OF_TAG
 from branchlake_dagster.incremental.backfill.plan import Stage, plan
 from branchlake_dagster.incremental.backlog import Standing
 from branchlake_dagster.incremental.consumers import consumers
-from branchlake_dagster.incremental.in_flight import InFlight
+from branchlake_dagster.incremental.in_flight import InFlight, computed_partitions
 from branchlake_dagster.incremental.launch_decision import Attempt, Outcome, approval_text
 from branchlake_dagster.library_internals.dagster import (
-    PARTITION_TAG,
     AssetGraph,
     BackfillState,
     backfill_of,
@@ -97,7 +96,7 @@ def progress(
                 in_flight,
                 waits=waits,
                 requested=requested_partitions(states),
-                launched_again=_launched_again(instance, backfill_id, stage.asset) if states else {},
+                launched_again=_launched_again(instance, graph, backfill_id, stage.asset) if states else {},
                 retries=(retries or {}).get(stage.asset, 0),
             )
         )
@@ -178,10 +177,10 @@ def follower(
     if not stage.by_itself:
         return Progress(stage, planned, 0, 0, 0, 0, stage.why)
     (asset,) = consumers(graph, lake.lakehouse.settings.default_namespace, [stage.asset])
-    standing = Standing(lake, asset.consumer, instance=instance)
+    standing = Standing(lake, asset.consumer, instance=instance, per_run=asset.per_run)
     try:
         pending = _pending(stage, standing)
-        keys = {standing.key(one): one for one in pending}
+        keys = {one: standing.launch_key(one) for one in pending}
         held = standing.held([*pending], Approvals(instance))
     except TableMissing as error:
         return Progress(stage, planned, 0, 0, planned, 0, str(error))
@@ -191,9 +190,9 @@ def follower(
     if stage.partitions is None:
         running = {*pending} if in_flight.whole(stage.asset) or None in requested else set()
     else:
-        busy = {*in_flight.partitions(stage.asset), *requested}
+        busy = {*in_flight.computed(stage.asset, asset.consumer.definition), *requested}
         running = {one for one in busy if one in stage.partitions}
-    waiting = {key: one for key, one in keys.items() if one not in running}
+    waiting = {one: key for one, key in keys.items() if one not in running}
     failed = _failed(instance, waiting, retries, launched_again or {})
     # A person may have launched a partition that waits, and that run may have failed.
     held = {one: names for one, names in held.items() if one not in running and one not in failed}
@@ -203,7 +202,7 @@ def follower(
     if waits and not pending:
         told = "waits for the stage before it"
     if failed:
-        told = f"{told}, {len(failed)} failed: {_reasons([*failed.values()])}"
+        told = f"{told}, {len(failed)} failed: {_reasons(failed.values())}"
     ids = tuple(sorted({name for names in held.values() for name in names}))
     if held:
         told = f"{told}; {counted(len(held), 'partition')} {approval_text(ids, plural=len(held) > 1)}"
@@ -235,25 +234,33 @@ def _pending(stage: Stage, standing: Standing) -> set[Partition]:
     return {None} if standing.require_unconsumed().any else set()
 
 
-def _launched_again(instance: DagsterInstance, backfill_id: str, asset: AssetKey) -> dict[Partition, Attempt]:
+def _launched_again(
+    instance: DagsterInstance, graph: AssetGraph, backfill_id: str, asset: AssetKey
+) -> dict[Partition, Attempt]:
     """By partition the newest run of the retries of a backfill; one query."""
     found: dict[Partition, Attempt] = {}
+    definition = graph.get(asset).partitions_def
     for record in instance.get_run_records(RunsFilter(tags={RETRY_OF_TAG: backfill_id})):  # the newest first
         run = record.dagster_run
         if asset in (run.asset_selection or ()):
-            found.setdefault(run.tags.get(PARTITION_TAG), attempt_of(0, record))
+            attempt = attempt_of(0, record)
+            for partition in computed_partitions(run, definition, instance):
+                found.setdefault(partition, attempt)
     return found
 
 
 def _failed(
     instance: DagsterInstance,
-    keys: Mapping[str, Partition],
+    keys: Mapping[Partition, str],
     retries: int,
     launched_again: Mapping[Partition, Attempt],
 ) -> dict[Partition, Attempt]:
-    """The newest attempt for what each partition has to consume, where it ended without a publication."""
+    """The newest attempt for what each partition has to consume, where it ended without a publication.
+
+    `keys` are those of the runs, by partition; a run can be that of several partitions.
+    """
     found: dict[Partition, Attempt] = {}
-    for partition, history in zip(keys.values(), histories(instance, keys, retries), strict=True):
+    for partition, history in zip(keys, histories(instance, keys.values(), retries), strict=True):
         if not history.attempts:
             continue
         attempts = [history.attempts[-1]]
@@ -265,8 +272,9 @@ def _failed(
     return found
 
 
-def _reasons(failed: Sequence[Attempt]) -> str:
+def _reasons(attempts: Iterable[Attempt]) -> str:
     """The first of the runs with the reason that it shows, and what to do."""
+    failed = [*{one.run_id: one for one in attempts}.values()]  # one run may be that of several partitions
     shown = [f"run {one.run_id[:8]} {one.reason}".rstrip() for one in failed[:_SHOWN]]
     more = f" and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
     return f"{'; '.join(shown)}{more}. Correct the cause, then: branchlake backfill retry"
