@@ -72,6 +72,7 @@ def _change(
     from branchlake_dagster.cli.columns import dependents
     from branchlake_dagster.cli.incremental.backfill import place
     from branchlake_dagster.cli.local.home import dagster_home
+    from branchlake_dagster.cli.local.location import settings_of
     from branchlake_dagster.errors import ConfigurationError
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.lakehouse.nessie.model import ContentKey
@@ -82,7 +83,7 @@ def _change(
         require_possible,
     )
 
-    settings = Settings()
+    settings = settings_of(module) if module is not None else Settings()
     try:
         key = ContentKey.from_path(table)
     except ValueError as error:
@@ -96,7 +97,7 @@ def _change(
     found = [*dependents.consuming_tables(lake, change)]
     used: set[str] = set()
     if module is not None:
-        with place(module, settings) as where:
+        with place(module) as where:
             found += dependents.dependents_in_code(where.graph, change, settings.default_namespace)
             used = dependents.columns_of_asset(where.graph, change, settings.default_namespace)
     require_possible(change, load_table(lake, change).metadata, used)
