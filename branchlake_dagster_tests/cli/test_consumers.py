@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from branchlake_dagster.incremental.standings import TableStanding
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published
+from branchlake_dagster_tests.suite.json_contract import check_output
 
 
 def test_consumers_are_shown_with_what_they_have_left(lakehouse: Lakehouse, namespace: str) -> None:
@@ -36,9 +38,9 @@ def test_consumers_are_shown_with_what_they_have_left(lakehouse: Lakehouse, name
         return orders
 
     def mine() -> dict[str, Any]:
-        (found,) = [
-            one for one in gather(lakehouse.settings)["consumers"] if one["table"].startswith(namespace)
-        ]
+        gathered = gather(lakehouse.settings)
+        check_output(["consumers", "--json"], json.dumps(gathered))
+        (found,) = [one for one in gathered["consumers"] if one["table"].startswith(namespace)]
         return found
 
     with project(lakehouse, orders.asset, copy) as p:
@@ -118,6 +120,7 @@ def test_a_table_whose_metadata_is_gone_stops_no_other(lakehouse: Lakehouse, nam
                 path = Path(table.metadata_location.removeprefix("file://"))
                 path.rename(path.with_suffix(".away"))
             found = gather(lakehouse.settings)
+            check_output(["consumers", "--json"], json.dumps(found))
             (lost,) = [one for one in found["unreadable"] if one["table"] == f"{namespace}.broken"]
             assert "cannot be read" in lost["trouble"]
             (mine,) = [one for one in found["consumers"] if one["table"] == f"{namespace}.copy"]
