@@ -269,14 +269,14 @@ def reap(module: str | None, dry_run: bool, names: tuple[str, ...]) -> None:
     lake = Lakehouse(settings, say=say, start=False)
     lake.endpoints(spark=False)
     dagster_home(settings)
-    shown = format_settings(settings, ("keep_failed_hours", "discard_grace_h", "orphan_max_age_h"), module)
-    say(f"Settings for {'these branches' if names else 'runs that recorded none of their own'}: {shown}.")
     with DagsterInstance.get() as instance:
         if names:
             reaped, swept = end_named(lake, instance, names, dry_run=dry_run)
         else:
             reaped = list(reap_branches(lake, instance, dry_run=dry_run))
             swept = list(sweep_discarded(lake, instance, dry_run=dry_run))
+    shown = format_settings(settings, ("keep_failed_hours", "discard_grace_h", "orphan_max_age_h"), module)
+    say(f"Settings for {'these branches' if names else 'runs that recorded none of their own'}: {shown}.")
     show(reaped, swept, dry_run=dry_run)
 
 

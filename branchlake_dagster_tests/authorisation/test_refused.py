@@ -159,13 +159,14 @@ def test_a_run_whose_token_expires_before_it_publishes_itself(
 def test_reaping_and_sweeping(
     token: str | None, bearer: Bearer, lakehouse: Lakehouse, namespace: str, untouched: Callable[[], None]
 ) -> None:
-    flaky = Flaky(namespace)
-    with project(lakehouse, *flaky.assets) as p:
+    flaky, at_once = Flaky(namespace), {"discard_grace_h": 1e-6}
+    # The runs record the grace: what sweeps them follows it.
+    with project(Lakehouse(lakehouse.settings.model_copy(update=at_once)), *flaky.assets) as p:
         p.settle(p.run(ok=False))  # something to sweep
         waits = p.run(ok=False)  # and to reap
         untouched()
         refused = bearer(token)
-        eager = Lakehouse(refused.settings.model_copy(update={"discard_grace_h": 1e-6}))
+        eager = Lakehouse(refused.settings.model_copy(update=at_once))
         for attempt in (reap_branches, sweep_discarded):
             with pytest.raises(NessieUnauthorized) as caught:
                 list(attempt(eager, p.instance))

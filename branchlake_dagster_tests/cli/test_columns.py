@@ -171,6 +171,7 @@ def test_columns_are_dropped_and_renamed_in_one_publication_each(
         assert {"kind": "consumer", "name": f"{namespace}.copy", "declares": []} in tried["dependents"]
         assert lakehouse.nessie.reference("main").hash == head
         monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(lakehouse.settings.state_dir))
         (tmp_path / "columns_location.py").write_text(LOCATION.format(namespace=namespace))
         tried = command("drop", table, "extra", "--dry-run", "-m", "columns_location")
         assert {one["name"] for one in tried["dependents"]} == {f"{namespace}.copy", f"{namespace}/copy"}
