@@ -11,6 +11,7 @@ import polars as pl
 import pytest
 import requests
 
+from branchlake_dagster.branching.branch.retention import Retention
 from branchlake_dagster.branching.branch.run_branch import RunBranch, branch_name
 from branchlake_dagster.branching.branch.run_tags import (
     BASE_TAG,
@@ -112,6 +113,7 @@ def test_direct_main_writes_to_main_and_says_so(
             VERDICT_TAG: "pending",
             STATUS_TAG: "unbranched",
             LAKE_TAG: direct.settings.lake_id,
+            **Retention.of(direct.settings).tags(),
         }
         assert branch_name(run_id) not in p.branches()
         warning = "Nessie unavailable, falling back to direct main writes"
