@@ -214,6 +214,44 @@ def test_a_dynamic_partition_that_is_added_later(
         assert values(p, lines) == [("a", 1), ("b", 2)]
 
 
+def test_a_day_that_leaves_the_partitions_and_comes_back_without_rows(
+    lakehouse: Lakehouse, namespace: str, events: Source
+) -> None:
+    """Its rows in the consumer's table have to go, though its input has none by which it could be found."""
+    short = dg.DailyPartitionsDefinition("2026-08-02", end_date="2026-08-04")
+    before, without, after = (lines_of(events, namespace, days) for days in (DAYS, short, DAYS))
+    with project(lakehouse, events.asset, before) as p:
+        events.publish(p, (day(2), 1), (day(5), 5))
+        catch_up(p, before)
+    with project(lakehouse, events.asset, without) as p:
+        lakehouse.catalog().load_table(tuple(events.key.path)).delete("price = 5")
+        events.publish(p, (day(2), 2))
+        catch_up(p, without)
+    with project(lakehouse, events.asset, after) as p:
+        assert unconsumed(after, LakehouseResource.of(lakehouse.settings)).any
+        catch_up(p, after)
+        assert values(p, after) == [(day(2), 1), (day(2), 2)]
+
+
+def test_a_dynamic_partition_that_is_removed_and_added_again(
+    lakehouse: Lakehouse, namespace: str, events: Source
+) -> None:
+    events.columns = {"day": pl.String, "price": pl.Int64}
+    parts = dg.DynamicPartitionsDefinition(name=f"parts_{namespace}")
+    lines = lines_of(events, namespace, parts)
+    with project(lakehouse, events.asset, lines) as p:
+        p.instance.add_dynamic_partitions(parts.name or "", ["a", "b"])
+        events.publish(p, ("a", 1), ("b", 2))
+        catch_up(p, lines)
+        p.instance.delete_dynamic_partition(parts.name or "", "b")
+        lakehouse.catalog().load_table(tuple(events.key.path)).delete("price = 2")
+        events.publish(p, ("a", 3))
+        catch_up(p, lines)
+        p.instance.add_dynamic_partitions(parts.name or "", ["b"])
+        catch_up(p, lines)
+        assert values(p, lines) == [("a", 1), ("a", 3)]
+
+
 @pytest.mark.nessie
 def test_main_is_set_back_to_before_the_consumers_run(
     own_lake: Lakehouse, namespace: str, events: Source
@@ -379,3 +417,35 @@ def test_an_asset_that_writes_its_partitions_by_itself(
         lakehouse.catalog().load_table(tuple(events.key.path)).delete("price = 3 or price = 2")
         catch_up(p, lines)
         assert values(p, lines) == [(day(2), 1), (day(3), 1), (day(4), 4)]
+
+
+def test_a_new_partition_is_computed_from_an_input_without_its_column(
+    lakehouse: Lakehouse, namespace: str, events: Source
+) -> None:
+    """Such an input may have rows for each partition, also for one that comes later."""
+    rates = Source(namespace, "rates")
+    rates.columns = {"rate": pl.Int64}
+
+    def paid_of(days: dg.PartitionsDefinition[str]) -> dg.AssetsDefinition:
+        @dg.asset(
+            key=[namespace, "paid"],
+            partitions_def=days,
+            ins={name: dg.AssetIn([namespace, name]) for name in ("events", "rates")},
+            metadata=table_metadata(partition_by="day", **FREE)
+            | consumes({events.key: "range", rates.key: "range"}),
+        )
+        def paid(events: pl.DataFrame, rates: pl.DataFrame) -> pl.DataFrame:
+            return events.with_columns(price=pl.col("price") * rates["rate"].sum())
+
+        return paid
+
+    short = dg.DailyPartitionsDefinition("2026-08-02", end_date="2026-08-04")
+    before, after = paid_of(short), paid_of(DAYS)
+    with project(lakehouse, events.asset, rates.asset, before) as p:
+        events.publish(p, (day(2), 1), (day(5), 5))
+        rates.publish(p, (10,))
+        catch_up(p, before)
+        assert values(p, before) == [(day(2), 10)]
+    with project(lakehouse, events.asset, rates.asset, after) as p:
+        catch_up(p, after)
+        assert values(p, after) == [(day(2), 10), (day(5), 50)]

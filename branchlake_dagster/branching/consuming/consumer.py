@@ -80,15 +80,19 @@ class Input:
 def require_columns(consumer: Consumer, key: AssetKey, table: Table) -> None:
     """Raise InputColumnGone if the input `key` lacks a column by which the consumer finds what changed.
 
-    Keys must be there, and columns that are named for this input. Another range or partition column may be
-    missing where it never was there: then the input has no such column by design.
+    Keys must be there, columns that are named for this input, and with the pattern `rows` those that decide
+    on the partition of a row. Another range or partition column may be missing where it never was there: then
+    the input has no such column by design, and its rows belong to all partitions.
     """
     declaration = consumer.declaration
     pattern = declaration.inputs[key]
     required = declaration.keys_of(key) if pattern == "keys" else ()
     if key in declaration.columns and (named := declaration.columns[key].on):
         required = (*required, named)
-    optional = [consumer.column_of_input(key, name) for name in consumer.spec.columns_by_dimension]
+    deciding = [consumer.column_of_input(key, name) for name in consumer.spec.columns_by_dimension]
+    if consumer.by_partition and pattern != "range":
+        required = (*required, *deciding)
+    optional = deciding
     if pattern == "range":
         optional += [name for name in (declaration.range_column_of(key),) if name]
     known = {field.name for field in table.schema().fields}

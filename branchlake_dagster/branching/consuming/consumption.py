@@ -506,7 +506,7 @@ class Consumption:
 
     def _backlog(self, *, lost_is_all: bool = False) -> Backlog:
         inputs = tuple(self.inputs.values())
-        told = self.consumer, self.positions, inputs, self.change_since, self.instance
+        told = self.consumer, self.positions, inputs, self.change_since, self.instance, self._target
         return Backlog(*told, lost_is_all=lost_is_all)
 
 

@@ -16,6 +16,7 @@ from dagster import (
     PartitionsDefinition,
     TimeWindowPartitionsDefinition,
 )
+from pyiceberg.table import Table
 
 from branchlake_dagster.branching.consuming.affected import (
     PartitionFinder,
@@ -26,6 +27,7 @@ from branchlake_dagster.branching.consuming.affected import (
 )
 from branchlake_dagster.branching.consuming.consumer import Consumer, Input
 from branchlake_dagster.branching.consuming.positions import Consumed, Positions
+from branchlake_dagster.branching.consuming.reach import Reach
 from branchlake_dagster.branching.consuming.redefinition import shares_rows
 from branchlake_dagster.branching.table.selection import select, to_iceberg
 from branchlake_dagster.branching.valid_through import (
@@ -47,6 +49,7 @@ class Backlog:
     """What `pending` is found from: an asset, what it has consumed, and its inputs as they are now.
 
     `change_since` is the change of an input, None: everything; `instance` knows the dynamic partitions.
+    `own_table` is the asset's table on `main`; None: there is none yet.
     """
 
     consumer: Consumer
@@ -54,6 +57,7 @@ class Backlog:
     inputs: Collection[Input]
     change_since: Callable[[Input, Position | None], ChangeSet]
     instance: DagsterInstance | None = None
+    own_table: Table | None = None
     lost_is_all: bool = False
     """Whether a change that cannot be told any more counts for all partitions, rather than as an error."""
 
@@ -62,8 +66,10 @@ def pending(backlog: Backlog) -> set[str]:
     """The partitions for which an input has changes that were not consumed.
 
     Those ahead of the rest are asked for one by one, those that came later than the rest by whether their
-    inputs have files for them. Where each partition is computed from the one before it, all partitions from
-    the first of them on, see `following`. Raises ChangeLost, unless `lost_is_all`.
+    inputs have files for them, or the asset's own table has: such a partition was computed, left the
+    definition and came back, and what its inputs have lost meanwhile is still in the table. Where each
+    partition is computed from the one before it, all partitions from the first of them on, see `following`.
+    Raises ChangeLost, unless `lost_is_all`.
     """
     definition = _definition(backlog)
     positions = backlog.positions
@@ -378,32 +384,61 @@ def _affected(backlog: Backlog, consumed: Consumed) -> set[str]:
                 raise
             return set(_definition(backlog).get_partition_keys(dynamic_partitions_store=backlog.instance))
         if not change.empty:
-            found |= _partitions(backlog, one, tuple(change.files()))
+            reach = backlog.consumer.reach_of(one.key)
+            found |= _partitions(backlog, _bounds(backlog, one), tuple(change.files()), reach)
     return found
 
 
 def _with_rows(backlog: Backlog, keys: list[str]) -> set[str]:
-    """Those of the partitions for which an input may have rows at all."""
+    """Those of the partitions for which an input, or the asset's own table, may have rows at all."""
+    if not keys:
+        return set()
     found: set[str] = set()
-    for one in backlog.inputs if keys else ():
-        schema = one.table.schema()
+    for one in backlog.inputs:
         columns = backlog.consumer.columns_of_input(one.key, one.table)
         reach = backlog.consumer.reach_of(one.key)
-        selection = select(
-            keys, _definition(backlog), columns, schema=schema, table=one.name, window=reach.of_window
-        )
-        tasks = one.table.scan(row_filter=to_iceberg(selection, schema)).plan_files()
-        files = tuple(ChangedFile(task.file, 0, 0) for task in tasks)
-        found |= _partitions(backlog, one, files) & set(keys)
+        found |= _with_files(backlog, keys, one.table, one.name, columns, reach)
+    if backlog.own_table is not None and backlog.positions.floor is not None:
+        spec = backlog.consumer.spec
+        found |= _with_files(backlog, keys, backlog.own_table, spec.name, spec.columns_by_dimension, Reach())
     return found
 
 
-def _partitions(backlog: Backlog, one: Input, files: tuple[ChangedFile, ...]) -> set[str]:
-    ranges: dict[str, Ranges] = {
-        dimension: union(bounds.of(file) for file in files)
-        for dimension, bounds in _bounds(backlog, one).items()
-    }
+def _with_files(
+    backlog: Backlog, keys: list[str], table: Table, name: str, columns: Mapping[str, str], reach: Reach
+) -> set[str]:
+    """Those of the partitions that a table may have rows for, by its manifests.
+
+    `columns` decide on the partitions by dimension. A table that lacks one has the same rows for all keys of
+    that dimension.
+    """
+    schema = table.schema()
+    there = {field.name for field in schema.fields}
+    known = {dimension: column for dimension, column in columns.items() if column in there}
+    scan = table.scan()
+    if known:
+        selection = select(
+            keys,
+            _definition(backlog),
+            known,
+            schema=schema,
+            table=name,
+            window=reach.of_window,
+            all_dimensions=False,
+        )
+        scan = table.scan(row_filter=to_iceberg(selection, schema))
+    files = tuple(ChangedFile(task.file, 0, 0) for task in scan.plan_files())
+    bounds = {dimension: Bounds(table.metadata, column, table=name) for dimension, column in known.items()}
+    return _partitions(backlog, bounds, files, reach) & set(keys)
+
+
+def _partitions(
+    backlog: Backlog, bounds: Mapping[str, Bounds], files: tuple[ChangedFile, ...], reach: Reach
+) -> set[str]:
+    """The partitions whose results may depend on rows of these files."""
     if not files:
         return set()
-    reach = backlog.consumer.reach_of(one.key)
+    ranges: dict[str, Ranges] = {
+        dimension: union(its.of(file) for file in files) for dimension, its in bounds.items()
+    }
     return affected(_definition(backlog), ranges, reach=reach, instance=backlog.instance)

@@ -35,14 +35,24 @@ MOST_COMPARED = 1_000_000
 
 
 def of_partitions(consumption: Consumption, one: Input, partitions: tuple[str, ...]) -> Selection | None:
-    """The rows of an input that partitions of the asset depend on; None: all rows."""
+    """The rows of an input that partitions of the asset depend on; None: all rows.
+
+    An input that lacks the column of a dimension has the same rows for all keys of that dimension.
+    """
     consumer = consumption.consumer
     if not consumer.by_partition or consumer.definition is None:
         return None
     columns = consumer.columns_of_input(one.key, one.table)
-    window = consumer.reach_of(one.key).of_window
+    if not columns:
+        return None
     return select(
-        partitions, consumer.definition, columns, schema=one.table.schema(), table=one.name, window=window
+        partitions,
+        consumer.definition,
+        columns,
+        schema=one.table.schema(),
+        table=one.name,
+        window=consumer.reach_of(one.key).of_window,
+        all_dimensions=False,
     )
 
 

@@ -89,10 +89,12 @@ def select(
     schema: Schema,
     table: str,
     window: Callable[[TimeWindowPartitionsDefinition, TimeWindow], TimeWindow] | None = None,
+    all_dimensions: bool = True,
 ) -> Selection:
     """The selection of partition `keys` in a table of `schema`; neighbouring windows become one range.
 
-    `window` gives the window that is selected for the window of a key. (default: the same)
+    `window` gives the window that is selected for the window of a key. (default: the same) Without
+    `all_dimensions` one that has no column selects nothing away.
 
     Raises ConfigurationError when a dimension has no column or its windows do not fit the column, and
     SchemaMismatch when the column is missing or of a type that cannot hold the dimension.
@@ -100,7 +102,7 @@ def select(
     slices: dict[Slice, list[str]] = {}
     last: str | None = None
     for key in keys:
-        conditions, rest = _conditions(key, definition, columns, schema, table, window)
+        conditions, rest = _conditions(key, definition, columns, schema, table, window, all_dimensions)
         if rest is None:
             slices.setdefault(conditions, [])
         else:
@@ -119,6 +121,7 @@ def _conditions(
     schema: Schema,
     table: str,
     selected: Callable[[TimeWindowPartitionsDefinition, TimeWindow], TimeWindow] | None,
+    all_dimensions: bool,
 ) -> tuple[Slice, tuple[str, str] | None]:
     """The conditions of one key, apart from its last string dimension, so that those can be gathered."""
     dimensions: Sequence[tuple[str, str, PartitionsDefinition[str]]]
@@ -133,6 +136,8 @@ def _conditions(
     strings: list[tuple[str, str]] = []
     for name, value, dimension in dimensions:
         column = columns.get(name)
+        if column is None and not all_dimensions:
+            continue
         if column is None:
             raise ConfigurationError(
                 f"Partition dimension {name!r} has no column." if name else "The partitions have no column.",
