@@ -17,6 +17,7 @@ from branchlake_dagster.branching.consuming.steps import consumer_of
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental.backlog import Standing
+from branchlake_dagster.incremental.consumers import partitions_per_run
 from branchlake_dagster.library_internals.dagster import AssetKeyPartitionKey
 from branchlake_dagster.settings import Settings
 
@@ -24,6 +25,8 @@ from branchlake_dagster.settings import Settings
 def unconsumed_change(settings: Settings | None = None) -> UnconsumedChange:
     """True for the partitions of an asset with `consumes(…)` that have published change left to consume.
 
+    With `from_start=True` these are the first ones alone, as many as the asset's backfill policy lets one
+    run compute; the others follow once they are published. What waits for approval is left out.
     It is about the asset itself and stays true until a run that has consumed the change is published, so
     combine it: `unconsumed_change() & ~AutomationCondition.in_progress() & ~awaiting_verdict()`. Only
     `publication_automation_sensor()` evaluates it; `incremental_sensor()` needs no condition.
@@ -78,7 +81,8 @@ class UnconsumedChange(AutomationCondition[AssetKey]):
         """The partitions with something left that does not wait for approval. Raises ConfigurationError."""
         consumer = self._consumer(context)
         instance = context.asset_graph_view.instance
-        standing = Standing(self.lake, consumer, instance=instance)
+        per_run = partitions_per_run(context.asset_graph.get(context.key).backfill_policy)
+        standing = Standing(self.lake, consumer, instance=instance, per_run=per_run)
         found: set[str | None] = set()
         if standing.unconsumed.any:
             runs: list[tuple[str | None, ...]] = [(None,)]

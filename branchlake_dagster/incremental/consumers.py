@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from dagster import AssetKey
+from dagster import AssetKey, BackfillPolicy
 
 from branchlake_dagster.branching.consuming.consumer import Consumer
 from branchlake_dagster.branching.consuming.declaration import declared
@@ -35,6 +35,9 @@ def consumers(
             spec = node.to_asset_spec()
             mapping_of = node.assets_def.get_partition_mapping
             consumer = consumer_of(spec, declaration, node.partitions_def, default_namespace, mapping_of)
-            policy = node.backfill_policy
-            per_run = policy.max_partitions_per_run if policy is not None else 1
-            yield ConsumingAsset(key, consumer, per_run)
+            yield ConsumingAsset(key, consumer, partitions_per_run(node.backfill_policy))
+
+
+def partitions_per_run(policy: BackfillPolicy | None) -> int | None:
+    """How many partitions of an asset with this backfill policy one run can compute; None: any number."""
+    return policy.max_partitions_per_run if policy is not None else 1

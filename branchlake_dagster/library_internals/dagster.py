@@ -42,6 +42,7 @@ from dagster._core.storage.tags import ASSET_PARTITION_RANGE_END_TAG as RANGE_EN
 from dagster._core.storage.tags import ASSET_PARTITION_RANGE_START_TAG as RANGE_START_TAG
 from dagster._core.storage.tags import (
     ASSET_RESUME_RETRY_TAG,
+    AUTOMATION_CONDITION_TAG,
     BACKFILL_ID_TAG,
     PARENT_RUN_ID_TAG,
     RETRY_NUMBER_TAG,
@@ -54,6 +55,7 @@ from dagster._core.workspace.autodiscovery import loadable_targets_from_python_m
 
 __all__ = [
     "ASSET_RESUME_RETRY_TAG",
+    "AUTOMATION_CONDITION_TAG",
     "BACKFILL_ID_TAG",
     "PARENT_RUN_ID_TAG",
     "PARTITION_TAG",

@@ -7,7 +7,7 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster import consumes, table_metadata
+from branchlake_dagster import consumes, table_metadata, unconsumed_change
 from branchlake_dagster.branching.branch.approval import Approvals, give_approval
 from branchlake_dagster.branching.branch.run_tags import APPROVAL_TAG, REQUIRED
 from branchlake_dagster.branching.consuming.steps import REBUILD_TAG
@@ -142,6 +142,23 @@ def test_one_run_computes_all_days_that_follow(lakehouse: Lakehouse, namespace: 
             assert ticks.tick() == []
         assert (request.tags[RANGE_START_TAG], request.tags[RANGE_END_TAG]) == ("2026-08-02", "2026-08-03")
         assert by_day(p, totals) == [1, 13, 17]
+
+
+@BETA
+@pytest.mark.parametrize(("policy", "count"), [(None, 1), (dg.BackfillPolicy.single_run(), 3)])
+def test_the_condition_is_true_for_the_days_that_one_run_can_compute(
+    lakehouse: Lakehouse, namespace: str, events: Source, policy: dg.BackfillPolicy | None, count: int
+) -> None:
+    condition = unconsumed_change(lakehouse.settings)
+    totals = totals_of(namespace, events, backfill_policy=policy, automation_condition=condition)
+    with project(lakehouse, events.asset, totals) as p:
+        events.publish(p, (at(1), 1), (at(2), 2), (at(3), 4))
+        found = dg.evaluate_automation_conditions(
+            defs=[events.asset, totals],
+            instance=p.instance,
+            asset_selection=dg.AssetSelection.assets(totals.key),
+        )
+        assert found.total_requested == count
 
 
 @BETA

@@ -21,7 +21,12 @@ from branchlake_dagster.branching.branch.run_tags import (
     opened,
 )
 from branchlake_dagster.incremental.backfill.approve import waiting_runs
-from branchlake_dagster.library_internals.dagster import BACKFILL_ID_TAG, PARTITION_TAG, RETRY_NUMBER_TAG
+from branchlake_dagster.library_internals.dagster import (
+    AUTOMATION_CONDITION_TAG,
+    BACKFILL_ID_TAG,
+    PARTITION_TAG,
+    RETRY_NUMBER_TAG,
+)
 
 WAITS = {APPROVAL_TAG: REQUIRED}
 DAILY = dg.AssetKey("daily")
@@ -70,6 +75,7 @@ def test_a_run_of_the_sensor_requires_approval_and_its_re_execution_by_a_person_
     assert requires_approval(run("one", tags=held))
     assert not requires_approval(run("two"))
     assert not requires_approval(run("three", tags=held, root_run_id="one", parent_run_id="one"))
+    assert requires_approval(run("five", tags={AUTOMATION_CONDITION_TAG: "true"}))
     by_dagster = {**held, RETRY_NUMBER_TAG: "1"}
     assert requires_approval(run("four", tags=by_dagster, root_run_id="one", parent_run_id="one"))
 
