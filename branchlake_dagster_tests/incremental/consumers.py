@@ -35,6 +35,8 @@ from branchlake_dagster_tests.incremental.lake import Change, Run
 
 PARTS = DynamicPartitionsDefinition(name="parts")
 DAYS = DailyPartitionsDefinition("2026-01-01", end_date="2026-01-07")
+FEW_DAYS = DailyPartitionsDefinition("2026-01-01", end_date="2026-01-04")
+"""Of the same days, of which some lie behind its end."""
 PAIRS = TimeWindowPartitionsDefinition(
     start="2026-01-01", end="2026-01-07", cron_schedule="0 0 */2 * *", fmt="%Y-%m-%d"
 )
@@ -74,6 +76,8 @@ class Kind:
     """Whether its results are of days, however they are partitioned."""
     from_start: bool = False
     """Whether the result of a day is that of the day before it and the rows of the day."""
+    rolling: bool = False
+    """Whether the result of a day is of its rows and those of the day before it."""
 
     @cached_property
     def consumer(self) -> Consumer:
@@ -93,6 +97,8 @@ class Kind:
             how["on"] = "day"
         if self.from_start:
             how["from_start"] = True
+        if self.rolling:
+            how["widen"] = timedelta(1)
         told = table_metadata(**mode) | consumes(
             {AssetKey(["shop", name]): self.pattern for name in self.inputs}, **how
         )
@@ -148,16 +154,21 @@ class Kind:
         found: dict[Any, Any] = {}
         for number, name in enumerate(self.inputs):
             for row, count in rows[name].items():
-                place = self.place(row)
-                if self.definition is not None and place is None:
-                    continue  # null is in no partition
-                if self.pattern == "rows":
-                    found.setdefault(place, Counter())[row] += count
-                else:
-                    sums = found.setdefault(place, [0, 0] * len(self.inputs))
-                    sums[2 * number] += count
-                    sums[2 * number + 1] += count * row.value
+                for place in self._places_of(row):
+                    if self.definition is not None and place is None:
+                        continue  # null is in no partition
+                    if self.pattern == "rows":
+                        found.setdefault(place, Counter())[row] += count
+                    else:
+                        sums = found.setdefault(place, [0, 0] * len(self.inputs))
+                        sums[2 * number] += count
+                        sums[2 * number + 1] += count * row.value
         return found
+
+    def _places_of(self, row: Row) -> tuple[Any, ...]:
+        """The places whose results depend on a row."""
+        place = self.place(row)
+        return (place, place + timedelta(1)) if self.rolling and place is not None else (place,)
 
     def shown(self, kept: Mapping[Any, Any]) -> dict[Any, Any]:
         """What the table holds, to be compared with `result`."""
@@ -202,9 +213,9 @@ class Step:
         name, base = self.kind.name, self.run.lake.states[self.run.base]
         change = self._change()
         before = base.get(name, create)
-        kept = change.on(before.kept)
-        properties = _updated(before.metadata.properties, self.consumption.update())
-        self.run.tables[name] = Table(before.changed(properties=properties).metadata, kept)
+        after = self.run.lake.writer.store(before, change.on(before.kept))
+        update = self.consumption.update(after.metadata.current_snapshot_id)
+        self.run.tables[name] = after.changed(properties=_updated(before.metadata.properties, update))
         self.run.changes[name] = change
 
     def _change(self) -> Change:
@@ -219,7 +230,9 @@ class Step:
             kept = held.kept if held is not None else {}
             return Change(places, kind.totals(new, places, {day: kept[day] for day in kept.keys() - places}))
         if kind.definition is not None:
-            return Change(kind.places(consumption.partitions), new)
+            places = kind.places(consumption.partitions)
+            own = {place: new[place] for place in new.keys() & places} if kind.rolling else new
+            return Change(places, own)
         if consumption.whole:
             return Change(None, new)
         if kind.pattern == "keys":
@@ -228,8 +241,9 @@ class Step:
             return Change(frozenset(keys), new)
         replaced = outputs.replaced_range(consumption, SCHEMA)
         days = self.run.lake.states[self.run.base].get(kind.name)
-        held = [Row(None, day, "", 0) for day in (days.kept if days else ())]
-        return Change(frozenset(row.day for row in _inside(replaced, held)), new)
+        held = [Row(None, day, "", 0) for day in {*(days.kept if days else ()), *new}]
+        gone = frozenset(row.day for row in _inside(replaced, held))
+        return Change(gone, {day: new[day] for day in new.keys() & gone} if kind.rolling else new)
 
     def _of_rows(self, loaded: Mapping[str, pa.Table]) -> Change:
         found: dict[Any, Log] = {}

@@ -145,6 +145,8 @@ class Snapshot:
     """After it, without what it added."""
     manifest_list: str = field(default_factory=lambda: f"list-{next(NUMBERS)}")
     timestamp_ms: int = 1_700_000_000_000
+    kept: Mapping[Any, Any] = field(default_factory=dict)
+    """What a consumer's table holds after it, by partition, key or day."""
 
     def manifests(self, io: object) -> Iterator[Manifest]:
         every = [
@@ -213,16 +215,15 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A state of a table; `kept` is what a consumer's table holds, by partition, key or day."""
+    """A state of a table."""
 
     metadata: Metadata
-    kept: Mapping[Any, Any] = field(default_factory=dict)
     io: None = None
 
     def schema(self) -> Schema:
         return SCHEMA
 
-    def scan(self, row_filter: object) -> Table:
+    def scan(self, row_filter: object = None) -> Table:
         return self
 
     def plan_files(self) -> list[Task]:
@@ -231,6 +232,11 @@ class Table:
     @property
     def head(self) -> Snapshot | None:
         return self.metadata.current_snapshot()
+
+    @property
+    def kept(self) -> Mapping[Any, Any]:
+        """What a consumer's table holds, by partition, key or day."""
+        return self.head.kept if self.head else {}
 
     @property
     def data(self) -> list[File]:

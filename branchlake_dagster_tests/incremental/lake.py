@@ -64,18 +64,49 @@ class Lake:
     states: list[dict[str, Table]] = field(default_factory=lambda: [{}])
     changes: list[dict[str, Change]] = field(default_factory=lambda: [{}])
     """By state, what its publication did to consumers' tables."""
+    parents: list[int] = field(default_factory=lambda: [-1])
+    """By state the one before it in the history of `main`, which may have been set back in between."""
+    same: dict[int, int] = field(default_factory=dict)
+    """The states that `main` has come to again, by the state that stands for it since then."""
 
     @property
     def main(self) -> dict[str, Table]:
         return self.states[-1]
+
+    def assign(self, state: int) -> None:
+        """`main` is set to a state that it had, as Nessie's `assign` does."""
+        self.states.append(self.states[state])
+        self.changes.append(self.changes[state])
+        self.parents.append(self.parents[state])
+        self.same[len(self.states) - 1] = self.same.get(state, state)
+
+    def holds(self, state: int) -> bool:
+        """Whether a state is in the history of `main` as it is now."""
+        now, wanted = len(self.states) - 1, self.same.get(state, state)
+        while now >= 0:
+            if self.same.get(now, now) == wanted:
+                return True
+            now = self.parents[now]
+        return False
 
     def put(self, tables: Mapping[str, Table | None], changes: Mapping[str, Change] | None = None) -> None:
         """A commit on `main`; None drops a table."""
         now = {**self.main, **tables}
         self.states.append({name: table for name, table in now.items() if table is not None})
         self.changes.append(dict(changes or {}))
+        self.parents.append(len(self.states) - 2)
 
     # -- what a LakehouseResource has ------------------------------------------------------------------
+
+    run_branch = None
+    """It is asked outside a run."""
+
+    @property
+    def lakehouse(self) -> Lake:
+        return self
+
+    def own_catalog(self) -> Catalog:
+        return Catalog(self.main)
 
     def catalog(self, ref: str) -> Catalog:
         _, _, number = ref.partition("@")
@@ -118,6 +149,8 @@ class Run:
     def publish(self) -> None:
         """All its tables in one commit. Raises Refused."""
         base, now = self.lake.states[self.base], self.lake.main
+        if not self.lake.holds(self.base):
+            raise Refused("main: it was set back to before the run began")
         found = {name: self._onto(name, base.get(name), now.get(name)) for name in self.tables}
         self.lake.put(found, self.changes)
 
@@ -134,7 +167,11 @@ class Run:
             since = [one[name] for one in self.lake.changes[self.base + 1 :] if name in one]
             if any(self.changes[name].meets(one) for one in since):
                 raise Refused(f"{name}: the same rows were replaced meanwhile")
-            return Table(made.metadata, self.changes[name].on(now.kept))
+            head = base.metadata.current_snapshot_id if base else None
+            if not line(now.metadata, head)[1]:  # type: ignore[arg-type]
+                raise Refused(f"{name} was rolled back")
+            kept = self.changes[name].on(now.kept)
+            return self.lake.writer.store(made, kept, replayed=after.metadata.current_snapshot_id)
         steps, complete = line(after.metadata, base.metadata.current_snapshot_id if base else None)  # type: ignore[arg-type]
         if not complete:
             raise Refused(f"{name} was rolled back on the branch")

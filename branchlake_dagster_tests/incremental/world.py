@@ -12,25 +12,24 @@ from typing import Any
 from unittest.mock import patch
 
 import pyarrow as pa
+from pyiceberg.manifest import DataFileContent
 
-from branchlake_dagster.branching.consuming import consumption as consuming
-from branchlake_dagster.branching.consuming import positions as records
-from branchlake_dagster.branching.consuming.consumer import Input
-from branchlake_dagster.branching.consuming.pending import Backlog, pending
+from branchlake_dagster.branching.consuming.consumption import Consumption
 from branchlake_dagster.changes import own_files, rows
-from branchlake_dagster.changes.capture import capture, position_of
+from branchlake_dagster.changes.capture import capture
 from branchlake_dagster.changes.errors import ChangeLost
-from branchlake_dagster.changes.own_files import OwnFiles
+from branchlake_dagster.changes.own_files import LiveFile, OwnFiles, OwnFilesCache
 from branchlake_dagster.changes.rows import RowReader
 from branchlake_dagster_tests.dagster_internals import DynamicPartitionsStore
-from branchlake_dagster_tests.incremental.consumers import DAYS, PAIRS, PARTS, Kind, Step
-from branchlake_dagster_tests.incremental.iceberg import COLUMNS, File, Row, Table, arrow, left
+from branchlake_dagster_tests.incremental.consumers import DAYS, FEW_DAYS, PAIRS, PARTS, Kind, Step
+from branchlake_dagster_tests.incremental.iceberg import COLUMNS, File, Row, Snapshot, Table, arrow, left
 from branchlake_dagster_tests.incremental.lake import Lake, Refused, Run
 from branchlake_dagster_tests.incremental.writing import Writer
 
 MOVES = 14
-_ALL_SEEDS, _TOTAL_SEEDS = 11, (4, 7)
-"""Of how many seeds which ones have a running total among their consumers; the other histories have none."""
+_ALL_SEEDS, _TOTAL_SEEDS, _REDEFINED_SEEDS = 11, (4, 7), (2, 9)
+"""Of how many seeds which ones have a running total among their consumers; the other histories have none.
+Those of `_REDEFINED_SEEDS` have one consumer, whose partitions come and go while it catches up again and again."""
 _KEYS = "abc"
 _PARTS = ("p0", "p1", "p2")
 
@@ -86,6 +85,12 @@ class World:
                 *self.kinds[1:],
                 Kind("totals", "range", self.inputs, self._lost(), DAYS, True, True),
             ]
+        self.redefined = seed % _ALL_SEEDS in _REDEFINED_SEEDS
+        if self.redefined:
+            pattern = random.choice(("rows", "range"))
+            definition: Any = random.choice((DAYS, PARTS))
+            inputs, by_day = self.inputs[:1], definition is DAYS
+            self.kinds = [Kind(pattern, pattern, inputs, self._lost(), definition, by_day)]
         self.runs = 0
 
     def _kind(self, number: int) -> Kind:
@@ -95,7 +100,9 @@ class World:
             definition = PARTS if self.random.random() < 0.8 else DAYS
         inputs = self.inputs if pattern != "rows" else self.inputs[:1]
         by_day = definition is DAYS or (definition is None and pattern != "keys")
-        return Kind(f"{pattern}{number}", pattern, inputs, self._lost(), definition, by_day)
+        kind = Kind(f"{pattern}{number}", pattern, inputs, self._lost(), definition, by_day)
+        rolling = pattern == "range" and by_day and self.random.random() < 0.3
+        return replace(kind, name=f"rolling{number}", rolling=True) if rolling else kind
 
     def _lost(self) -> str:
         return "rebuild" if self.random.random() < 0.6 else "fail"
@@ -121,12 +128,17 @@ class World:
 
     def _move(self) -> None:
         chance = self.random.random()
-        if chance < 0.4:
+        if self.redefined and chance < 0.5:
+            if chance < 0.2:
+                self._change_definition(self.kinds[0])
+            elif self._consume(self.kinds[0]):
+                self.seen["caught up in between"] += 1
+        elif chance < 0.4:
             self._write_on_main()
         elif chance < 0.75:
             self._launch()
-        elif chance < 0.79:
-            self._redefine()
+        elif chance < 0.82:
+            self._redefine(self.random.randrange(len(self.kinds)))
         elif self.waiting:
             self._end(self.waiting.pop(self.random.randrange(len(self.waiting))))
 
@@ -143,6 +155,8 @@ class World:
                     break
             else:
                 raise Violated(f"{kind.name} never catches up")
+            if kind.definition is not None and not self._is_known(kind):
+                raise Violated(f"{kind.name} never catches up: what it has left stays unknown")
             self._require_all(kind)
             self.seen["caught up"] += 1
 
@@ -165,7 +179,9 @@ class World:
         """What a writer does to a table."""
         random, writer = self.random, self.writer
         key, part = random.choice(_KEYS), random.choice(_PARTS)
+        day = date(2026, 1, 1 + random.randrange(5))
         by_key: Callable[[Row], bool] = lambda row: row.key == key  # noqa: E731
+        of_day: Callable[[Row], bool] = lambda row: row.day == day  # noqa: E731
         more = self._rows(3)
         choices: list[tuple[float, str, Callable[[Table], Table]]] = [
             (4, "append", lambda one: writer.append(one, more)),
@@ -181,6 +197,8 @@ class World:
                 lambda one: writer.rewrite(one, by_key, lambda r: r._replace(part=part, day=more[0].day)),
             ),
             (1, "delete", lambda one: writer.rewrite(one, by_key, lambda _: None)),
+            (1, "delete day", lambda one: writer.rewrite(one, of_day, lambda _: None)),
+            (1, "delete part", lambda one: writer.replace_part(one, part, ())),
             (2, "delete rows", lambda one: writer.delete_rows(one, by_key)),
             (1, "update rows", lambda one: writer.delete_rows(one, by_key, more)),
             (2, "compact", self._compacted),
@@ -199,28 +217,63 @@ class World:
             self._create(name)
             return
         chance = self.random.random()
-        if chance < 0.8:
+        if chance < 0.75:
             what, change = self._change_of(table)
             now = change(table)
-        elif chance < 0.86 and len(table.metadata.snapshots) > 1:
+        elif chance < 0.81 and len(table.metadata.snapshots) > 1:
             what, now = "roll back", self._rolled_back(table)
-        elif chance < 0.88:
+        elif chance < 0.82 and len(self.inputs) > 1:
+            first, second = self.inputs
+            self.lake.put({first: self.lake.main.get(second), second: self.lake.main.get(first)})
+            self.tell("swap", f"{first} and {second}")
+            return
+        elif chance < 0.83:
             self.tell("drop", name)
             self.lake.put({name: None})
             return
-        elif chance < 0.93:
+        elif chance < 0.88:
             what, now = "expire", self.writer.expire(table, 1 + self.random.randrange(3))
+        elif chance < 0.92:
+            self._roll_back_result()
+            return
+        elif chance < 0.95:
+            self._assign_main()
+            return
         else:
-            new = [part for part in _PARTS if part not in self.parts]
-            if new:
-                self.parts.append(new[0])
-                self.tell("partition", new[0])
+            self._change_parts()
             return
         idle = [kind for kind in self.kinds if self._idle(kind)]
         self.lake.put({name: now})
         self.tell(what, f"{name} {_shown(now)}")
         if what == "compact" and not all(map(self._idle, idle)):
             raise Violated("a compaction counts as a change")
+
+    def _roll_back_result(self) -> None:
+        """A consumer's own table to a snapshot that it had before, with all of its properties."""
+        name = self.random.choice(self.kinds).name
+        table = self.lake.main.get(name)
+        if table is None or len(table.metadata.snapshots) < 2:
+            return
+        to = self.random.choice([one for one in table.metadata.snapshots if one is not table.head])
+        self.lake.put({name: self.writer.roll_back(table, to)})
+        self.tell("roll back a result", f"{name} to snapshot {to.snapshot_id}")
+
+    def _assign_main(self) -> None:
+        """`main` as a whole to an earlier state, or forward again."""
+        state = max(0, len(self.lake.states) - 1 - self.random.randrange(6))
+        if all(name in self.lake.states[state] for name in self.inputs):
+            self.lake.assign(state)
+            self.tell("main is set", f"to state {state}")
+
+    def _change_parts(self) -> None:
+        new = [part for part in _PARTS if part not in self.parts]
+        if new and (len(self.parts) == 1 or self.random.random() < 0.7):
+            self.parts.append(new[0])
+            self.tell("partition", new[0])
+        elif len(self.parts) > 1:
+            gone = self.random.choice(self.parts)
+            self.parts.remove(gone)
+            self.tell("partition removed", gone)
 
     def _create(self, name: str) -> None:
         made = self.writer.create(by_part=self.random.random() < 0.6)
@@ -243,15 +296,24 @@ class World:
         ]
         return self.random.choice(states)
 
-    def _redefine(self) -> None:
+    def _change_definition(self, kind: Kind) -> None:
+        if kind.definition is PARTS:
+            self._change_parts()
+        else:
+            self._redefine(self.kinds.index(kind))
+
+    def _redefine(self, number: int) -> None:
         """Other partitions for a consumer, whose runs at work have ended."""
-        number = self.random.randrange(len(self.kinds))
         kind = self.kinds[number]
         if not kind.by_day:
             return
         self.waiting = [one for one in self.waiting if one.step is None or one.step.kind.name != kind.name]
-        others: list[Any] = [DAYS, PAIRS] if kind.from_start else [DAYS, PAIRS, None]
-        definition = self.random.choice([one for one in others if one is not kind.definition])
+        others: list[Any] = [DAYS, FEW_DAYS, PAIRS] + ([] if kind.from_start else [None])
+        back = {id(DAYS): FEW_DAYS, id(FEW_DAYS): DAYS}.get(id(kind.definition))
+        if back is not None and self.random.random() < 0.5:
+            definition = back
+        else:
+            definition = self.random.choice([one for one in others if one is not kind.definition])
         self.kinds[number] = replace(kind, definition=definition)
         self.tell("redefine", f"{kind.name} as {definition}")
 
@@ -297,7 +359,7 @@ class World:
                 wanted = self._pending(kind)
             except ChangeLost as lost:
                 self.tell(f"lost: {lost.loss}", kind.name)
-                wanted = set(known)
+                wanted = self._lost_partitions(kind)
             # Somebody may launch any partition; most take what is pending.
             some = [p for p in known if (p in wanted) == (self.random.random() < 0.9)]
             partitions = tuple(some or sorted(wanted))
@@ -322,7 +384,8 @@ class World:
             self.tell(
                 f"{kind.pattern} of {how}"
                 + (" again" if attempt else "")
-                + (" in order" if kind.from_start else ""),
+                + (" in order" if kind.from_start else "")
+                + (" and the day before" if kind.rolling else ""),
                 f"{kind.name} in {run.run_id} at {run.base} {' '.join(partitions)}: {step.run.changes[kind.name]}",
             )
         return step
@@ -359,11 +422,13 @@ class World:
 
     def _idle(self, kind: Kind) -> bool:
         """Whether nothing has changed since the whole table stood at one place."""
-        table, main = self.lake.main.get(kind.name), self.lake.main
-        floor = self._positions(kind, table).floor
-        if floor is None or any(name not in main for name in kind.inputs):
+        main = self.lake.main
+        if any(name not in main for name in kind.inputs):
             return False
         try:
+            floor = self._consumption(kind).positions.floor
+            if floor is None:
+                return False
             return all(
                 capture(main[name], floor.inputs[f"shop.{name}"], name=name).empty  # type: ignore[arg-type]
                 for name in kind.inputs
@@ -373,10 +438,10 @@ class World:
 
     # -- what is pending -------------------------------------------------------------------------------
 
-    @staticmethod
-    def _positions(kind: Kind, table: Table | None) -> records.Positions:
-        found = records.read(table.metadata.properties if table else {}, table=kind.name)
-        return consuming.fitting(found, kind.consumer)
+    def _consumption(self, kind: Kind, *, rebuild: bool = False) -> Consumption:
+        """What a consumer has consumed of `main`, as the sensor asks for it, outside a run."""
+        lake: Any = self.lake
+        return Consumption(lake, kind.consumer, rebuild=rebuild, instance=self.instance)
 
     def _keys(self, kind: Kind) -> list[str]:
         if kind.definition is PARTS:
@@ -384,30 +449,28 @@ class World:
         return [*kind.definition.get_partition_keys()] if kind.definition is not None else []
 
     def _pending(self, kind: Kind) -> set[str]:
-        table = self.lake.main.get(kind.name)
-        found = self._positions(kind, table)
-        inputs = [
-            Input(key, f"shop.{key.path[-1]}", kind.pattern, one, position_of(one))  # type: ignore[arg-type]
-            for key in kind.consumer.inputs
-            if (one := self.lake.main.get(key.path[-1])) is not None
-        ]
-        told = Backlog(
-            kind.consumer,
-            found,
-            inputs,
-            lambda one, since: capture(one.table, since, name=one.name),
-            self.instance,
-        )
-        wanted = pending(told)
-        if len(inputs) == len(kind.inputs):
-            self._require_rest(kind, wanted)
+        if any(name not in self.lake.main for name in kind.inputs):
+            return set(self._keys(kind))
+        wanted = self._consumption(kind).pending()
+        self._require_rest(kind, wanted)
         return wanted
+
+    def _lost_partitions(self, kind: Kind) -> set[str]:
+        return self._consumption(kind, rebuild=True).partitions_to_rebuild()
+
+    def _is_known(self, kind: Kind) -> bool:
+        """Whether it can be told what a partitioned consumer has left."""
+        try:
+            self._pending(kind)
+        except ChangeLost:
+            return False
+        return True
 
     def _pending_or_all(self, kind: Kind) -> set[str]:
         try:
             return self._pending(kind)
         except ChangeLost:
-            return set(self._keys(kind))
+            return self._lost_partitions(kind)
 
     # -- what must hold --------------------------------------------------------------------------------
 
@@ -457,6 +520,13 @@ def _own(snapshots: Any, head: object, io: object) -> list[tuple[Any, OwnFiles]]
     return [(one, OwnFiles(one.added, one.removed)) for one in snapshots]
 
 
+def _live(self: object, snapshot: Snapshot, io: object) -> list[LiveFile]:
+    return [
+        LiveFile(one.data_file, one.snapshot_id, one.data_file.content is DataFileContent.DATA)  # type: ignore[arg-type]
+        for one in snapshot.after
+    ]
+
+
 def _scan(self: RowReader, tasks: Any) -> pa.Table:
     found = [row for task in tasks for row in left(task.file, task.delete_files)]
     return arrow(found, self._schema.column_names)
@@ -474,6 +544,7 @@ def _deleted_positions(io: object, file: File) -> dict[str, pa.ChunkedArray]:
 def model_files() -> Any:
     with ExitStack() as stack:
         stack.enter_context(patch.object(own_files, "_read", _own))
+        stack.enter_context(patch.object(OwnFilesCache, "live", _live))
         stack.enter_context(patch.object(RowReader, "_scan", _scan))
         stack.enter_context(patch.object(rows, "arrow_schema", _arrow_schema))
         stack.enter_context(patch.object(rows, "deleted_positions", _deleted_positions))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
 from itertools import count
 from random import Random
+from typing import Any
 
 from pyiceberg.table.snapshots import Operation
 
@@ -151,6 +153,17 @@ class Writer:
         told = {**step.summary.additional_properties, REPLAYED_FROM: str(step.snapshot_id)}
         return self.commit(table, step.added, step.removed, step.summary.operation, **told)
 
+    def store(self, table: Table, kept: Mapping[Any, Any], *, replayed: int | None = None) -> Table:
+        """A consumer's result, which takes the place of all that its table holds; a file for each place.
+
+        `replayed` is the snapshot of a run's branch that this one repeats on `main`.
+        """
+        files = [File(f"file-{next(self.numbers):05}", [_row_of(place)]) for place in kept]
+        told = {} if replayed is None else {REPLAYED_FROM: str(replayed)}
+        made = self.commit(table, files, table.data, Operation.OVERWRITE, **told)
+        *earlier, last = made.metadata.snapshots
+        return made.changed(snapshots=(*earlier, replace(last, kept=kept)))
+
     def _files(self, table: Table, rows: Iterable[Row]) -> list[File]:
         by_part = table.metadata.by_part
         groups: dict[str | None, list[Row]] = defaultdict(list)
@@ -174,13 +187,9 @@ class Writer:
 
 
 def _orphan(one: Snapshot) -> Snapshot:
-    return Snapshot(
-        one.snapshot_id,
-        None,
-        one.sequence_number,
-        one.summary,
-        one.added,
-        one.removed,
-        one.live,
-        one.manifest_list,
-    )
+    return replace(one, parent_snapshot_id=None)
+
+
+def _row_of(place: Any) -> Row:
+    """A row of what a consumer's table holds for a day, a part, or anything else."""
+    return Row(None, place, "", 0) if isinstance(place, date) else Row(place, None, "", 0)
