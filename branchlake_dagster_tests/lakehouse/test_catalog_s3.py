@@ -9,6 +9,9 @@ import pyarrow as pa
 import pytest
 from moto.server import ThreadedMotoServer
 
+from branchlake_dagster.changes.capture import capture, position_of
+from branchlake_dagster.changes.errors import ChangeLost, Loss
+from branchlake_dagster.changes.own_files import OwnFilesCache
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.nessie import NessieClient
 
@@ -34,13 +37,13 @@ def s3_endpoint() -> Iterator[str]:
     server.stop()
 
 
+def _catalog(client: NessieClient, branch: str, endpoint: str) -> NessieCatalog:
+    options = {"s3.endpoint": endpoint, "s3.force-virtual-addressing": "false", **KEYS}
+    return NessieCatalog.from_client(client, branch, "s3://lake/warehouse", **options)
+
+
 def test_tables_in_s3(client: NessieClient, fresh_branch: str, s3_endpoint: str) -> None:
-    catalog = NessieCatalog.from_client(
-        client,
-        fresh_branch,
-        "s3://lake/warehouse",
-        **{"s3.endpoint": s3_endpoint, "s3.force-virtual-addressing": "false", **KEYS},
-    )
+    catalog = _catalog(client, fresh_branch, s3_endpoint)
     catalog.create_namespace("db")
     table = catalog.create_table("db.t", pa.schema([("id", pa.int64())]))
     assert table.location().startswith("s3://lake/warehouse/db/t_")
@@ -52,3 +55,24 @@ def test_tables_in_s3(client: NessieClient, fresh_branch: str, s3_endpoint: str)
     catalog.drop_table("db.u")
     # A dropped table leaves its files for other references.
     assert catalog.register_table("db.back", loaded.metadata_location).scan().to_arrow().num_rows == 2
+
+
+def test_a_change_whose_manifest_is_gone_is_lost(
+    client: NessieClient, fresh_branch: str, s3_endpoint: str
+) -> None:
+    """PyArrow's file system has errors of its own for a key that is not there."""
+    catalog = _catalog(client, fresh_branch, s3_endpoint)
+    catalog.create_namespace("gone")
+    table = catalog.create_table("gone.t", pa.schema([("id", pa.int64())]))
+    table.append(pa.table({"id": [1]}))
+    since = position_of(table)
+    table.append(pa.table({"id": [2]}))
+    snapshot = table.metadata.current_snapshot()
+    assert snapshot is not None
+    manifest = next(
+        one for one in snapshot.manifests(table.io) if one.added_snapshot_id == snapshot.snapshot_id
+    )
+    table.io.delete(manifest.manifest_path)
+    with pytest.raises(ChangeLost) as caught:
+        capture(catalog.load_table("gone.t"), since, name="gone.t", cache=OwnFilesCache())
+    assert caught.value.loss is Loss.FILES_GONE
