@@ -11,6 +11,7 @@ from random import Random
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
+from branchlake_dagster.ingest.batch.unwritable import UNWRITABLE
 from branchlake_dagster.ingest.converting.avro import Avro
 from branchlake_dagster.ingest.converting.formats import Format, Json
 from branchlake_dagster.ingest.converting.protobuf import protobuf
@@ -62,14 +63,13 @@ def _holds_each_record_once(
         sent[place] = replace(sent[place], at=at)
     kafka.send(topic, sent)
     drive = driving(ingest)
-    unwritable = 0
     while not drive.look().plan.empty:
-        unwritable += drive.batch().scanned.counts["dead/unwritable"]
+        drive.batch()
     seen: Counter[tuple[int, str]] = Counter()
     for number, name in enumerate(drive.wanted):
         table = drive.arrow(number)
         if number == len(drive.wanted) - 1:
-            letters = table.select(["offset", "table"]).to_pylist()
+            letters = table.to_pylist()
             seen.update((one["offset"], one["table"] or "") for one in letters)
         else:
             seen.update((offset, name) for offset in table["o"].to_pylist())
@@ -88,7 +88,10 @@ def _holds_each_record_once(
         ]
         assert lost == []
     # Only what Spark's own source cannot read may need the division of a batch.
-    assert unwritable == sum(one.at in generated.UNREADABLE_TIMES for one in sent)
+    unwritable = [one for one in letters if one["error_kind"] == UNWRITABLE]
+    unreadable_at = {at for at, one in enumerate(sent) if one.at in generated.UNREADABLE_TIMES}
+    assert [one for one in unwritable if one["offset"] not in unreadable_at] == []
+    assert len(unwritable) == len(unreadable_at)
 
 
 def _ingest(

@@ -26,6 +26,7 @@ from branchlake_dagster.ingest.converting.expressions import (
     no_reason,
     seldom,
 )
+from branchlake_dagster.ingest.converting.json_text import JSON_STRING, is_json_object
 from branchlake_dagster.lakehouse.spark.quoting import quoted
 
 VALUE = "__value"
@@ -139,7 +140,10 @@ class Json:
 
         def otherwise(variant: Expression) -> Expression:
             cast = _struct(columns, lambda name, kind: fitted(name, kind, variant))
-            return bound(cast, lambda mine: F.struct(mine.alias("row"), self._why(variant, mine, columns)))
+            own = self.own_text(gone)
+            return bound(
+                cast, lambda mine: F.struct(mine.alias("row"), self._why(variant, own, mine, columns))
+            )
 
         frame = frame.withColumn(rest, seldom(~F.col(good), F.try_parse_json(F.col(text)), otherwise))
         mine = F.when(F.col(good), _struct(columns, lambda name, _: exact(name))).otherwise(
@@ -156,13 +160,14 @@ class Json:
         after = F.coalesce(self.text("after"), self.text("payload.after"))
         return F.when(gone, before).otherwise(after)
 
-    def _why(self, variant: Expression, row: Expression, columns: Sequence[Column]) -> Expression:
+    def _why(
+        self, variant: Expression, text: Expression, row: Expression, columns: Sequence[Column]
+    ) -> Expression:
         lost = F.coalesce(*(_lost(variant, row, one) for one in columns), F.lit(None).cast("string"))
-        root = F.schema_of_variant(F.try_variant_get(variant, "$.v", "variant"))
         return (
             F.when(F.col("__not_text"), because("encoding", "The value is no UTF-8."))
             .when(variant.isNull(), because("syntax", "The value is no JSON."))
-            .when(~root.startswith("OBJECT"), because("syntax", "The value is JSON, but no object."))
+            .when(~is_json_object(text), because("syntax", "The value is JSON, but no object."))
             .otherwise(F.when(lost.isNotNull(), because("conversion", lost)))
             .alias("why")
         )
@@ -201,14 +206,13 @@ _MOST_DIGITS = 400
 _LONG = "[0-9.][eE][+-]?[0-9]{5}"
 """An exponent of which Spark's reader makes no decimal in bearable time."""
 _LONG_IN_QUOTES = r'"\s*[+-]?[0-9.]+[eE][+-]?[0-9]{5,}\s*"'
-_TEXT = r'"(?:[^"\\]|\\.)*+"'
 _SHORTEST_TIME = 8
 """Of what has fewer characters Spark would make a year, and a number means seconds."""
 
 
 def _holds_nothing(json: Expression) -> Expression:
     """Whether an object or a list has no value, however deep."""
-    rest = F.regexp_replace(json, rf"{_TEXT}\s*:|null|[\[\]{{}},\s]", "")
+    rest = F.regexp_replace(json, rf"{JSON_STRING}\s*:|null|[\[\]{{}},\s]", "")
     return json.rlike(r"^[\[{]") & (rest == "")
 
 
@@ -226,7 +230,7 @@ def _takes_minutes(json: Expression) -> Expression:
 
     Numbers alone or in quotes, not what looks like one in a text: hashes have them often.
     """
-    bare = F.regexp_replace(json, _TEXT, '""').rlike(_LONG)
+    bare = F.regexp_replace(json, JSON_STRING, '""').rlike(_LONG)
     return F.coalesce(F.when(json.rlike(_LONG), json.rlike(_LONG_IN_QUOTES) | bare), F.lit(False))
 
 

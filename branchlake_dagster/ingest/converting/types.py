@@ -22,6 +22,7 @@ from pyspark.sql.types import (
 )
 
 from branchlake_dagster.ingest.converting.formats import Format
+from branchlake_dagster.ingest.converting.json_text import is_deep_json, is_json_object
 from branchlake_dagster.ingest.converting.variant_types import variant_type
 from branchlake_dagster.ingest.errors import ColumnsUnknown
 
@@ -42,7 +43,8 @@ def found_types(
 
     Of JSON those of the first records, or of all with `whole`: whole numbers are bigint, others double, and
     what is sometimes this and sometimes that is text. A field that is null in all of them has no type, and
-    is not among them. Raises ColumnsUnknown where nothing is found of a table's fields.
+    is not among them, nor are those of records that are too deep, see `is_deep_json`. Raises ColumnsUnknown
+    where nothing is found of a table's fields.
     """
     if only is not None and not only:
         return StructType([])
@@ -78,9 +80,10 @@ def _schema_of(frame: DataFrame, reading: Format, envelope: bool) -> StructType:
 
 
 def _of_json(frame: DataFrame, text: Expression) -> StructType:
-    variants = frame.select(F.try_parse_json(text).alias("v"))
     # Anything else is a dead letter, and would make the whole no object.
-    objects = variants.filter(F.schema_of_variant("v").startswith("OBJECT"))
+    objects = frame.filter(is_json_object(text) & ~is_deep_json(text)).select(
+        F.try_parse_json(text).alias("v")
+    )
     told = objects.agg(F.schema_of_variant_agg("v")).collect()[0][0]
     if not told or not str(told).startswith("OBJECT<"):
         return StructType([])
