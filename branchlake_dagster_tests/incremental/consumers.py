@@ -20,6 +20,7 @@ from dagster import (
     PartitionsDefinition,
     TimeWindowPartitionsDefinition,
 )
+from pyiceberg.schema import Schema
 
 from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.branching.consuming.consumer import Consumer, Input
@@ -106,6 +107,13 @@ class Kind:
         declaration = declared(told, asset=self.name)
         assert declaration is not None
         return consumer_of(AssetSpec(key, metadata=told), declaration, self.definition, "shop")
+
+    @property
+    def needs_days(self) -> bool:
+        """Whether it finds what has changed by the days of its inputs."""
+        if self.definition is None:
+            return self.pattern == "range"
+        return isinstance(self.definition, TimeWindowPartitionsDefinition)
 
     def place(self, row: Row) -> Any:
         if self.definition is PARTS:
@@ -267,21 +275,21 @@ class Step:
         consumption, kind = self.consumption, self.kind
         rows = self.run.view[one.key.path[-1]].rows.elements()
         if kind.pattern == "range":
-            return arrow(_inside(inputs.of_range(consumption, one), rows))
+            return arrow(_inside(inputs.of_range(consumption, one), rows, one.table.schema()))
         where = inputs.of_partitions(consumption, one, consumption.partitions)
         if consumption.whole:
-            return arrow(_inside(where, rows))
+            return arrow(_inside(where, rows, one.table.schema()))
         if kind.pattern == "rows":
             return inputs.delivered(consumption, one, inputs.changed_rows(consumption, one))
         keys = set(inputs.changed_keys(consumption)["key"].to_pylist())
-        return arrow(row for row in _inside(where, rows) if row.key in keys)
+        return arrow(row for row in _inside(where, rows, one.table.schema()) if row.key in keys)
 
 
-def _inside(selection: Selection | None, rows: Iterable[Row]) -> list[Row]:
+def _inside(selection: Selection | None, rows: Iterable[Row], schema: Schema = SCHEMA) -> list[Row]:
     found = list(rows)
     if selection is None or not found:
         return found
-    mask = inside(selection, arrow(found)).to_pylist()
+    mask = inside(selection, arrow(found, schema)).to_pylist()
     return [row for row, wanted in zip(found, mask, strict=True) if wanted]
 
 

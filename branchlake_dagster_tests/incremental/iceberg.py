@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import date
+from datetime import date, datetime, time
 from functools import cached_property, lru_cache
 from itertools import count
 from typing import Any, NamedTuple
@@ -17,15 +17,29 @@ from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table.snapshots import Operation
 from pyiceberg.transforms import IdentityTransform
-from pyiceberg.types import DateType, LongType, NestedField, StringType
+from pyiceberg.types import DateType, LongType, NestedField, StringType, TimestampType
 
-SCHEMA = Schema(
-    NestedField(1, "part", StringType()),
-    NestedField(2, "day", DateType()),
-    NestedField(3, "key", StringType()),
-    NestedField(4, "value", LongType()),
-)
-COLUMNS = pa.schema({"part": pa.string(), "day": pa.date32(), "key": pa.string(), "value": pa.int64()})
+
+@lru_cache(4)
+def schema_of(*, moments: bool = False, renamed: bool = False) -> Schema:
+    """The columns of a table: its days may be time stamps, and their column may have another name."""
+    return Schema(
+        NestedField(1, "part", StringType()),
+        NestedField(2, "date" if renamed else "day", TimestampType() if moments else DateType()),
+        NestedField(3, "key", StringType()),
+        NestedField(4, "value", LongType()),
+        schema_id=int(renamed),
+    )
+
+
+SCHEMA = schema_of()
+_NOON = time(12)
+_ARROW_TYPES = {
+    StringType: pa.string(),
+    DateType: pa.date32(),
+    TimestampType: pa.timestamp("us"),
+    LongType: pa.int64(),
+}
 SPECS = {
     0: PartitionSpec(spec_id=0),
     1: PartitionSpec(PartitionField(1, 1000, IdentityTransform(), "part"), spec_id=1),
@@ -44,12 +58,14 @@ class Row(NamedTuple):
 
 
 @lru_cache(4096)
-def _stored(field_id: int, value: str | int) -> bytes:
-    return to_bytes(SCHEMA.find_type(field_id), value)  # type: ignore[arg-type]
+def _stored(field_id: int, value: str | int, *, moments: bool) -> bytes:
+    return to_bytes(schema_of(moments=moments).find_type(field_id), value)  # type: ignore[arg-type]
 
 
-def _days(value: date) -> int:
-    return value.toordinal() - 719163
+def _number_of(day: date, *, moments: bool) -> int:
+    """Days since 1970, or the microseconds until its noon."""
+    days = day.toordinal() - 719163
+    return (2 * days + 1) * 43_200_000_000 if moments else days
 
 
 class File:
@@ -68,6 +84,7 @@ class File:
         part: str | None = None,
         by_part: bool = False,
         bounds: bool = True,
+        moments: bool = False,
     ) -> None:
         self.file_path = path
         self.rows = rows
@@ -78,10 +95,12 @@ class File:
         self.partition = [part] if by_part else []
         self.split_offsets = [4]
         self._bounds = bounds
+        self._moments = moments
 
     @cached_property
     def _columns(self) -> dict[int, list[Any]]:
-        shown = [(r.part, None if r.day is None else _days(r.day), r.key, r.value) for r in self.rows]
+        days = [None if r.day is None else _number_of(r.day, moments=self._moments) for r in self.rows]
+        shown = [(r.part, day, r.key, r.value) for r, day in zip(self.rows, days, strict=True)]
         return {number: [row[number - 1] for row in shown] for number in range(1, 5)}
 
     @cached_property
@@ -98,7 +117,7 @@ class File:
         if not self._bounds:
             return None
         known = {n: [v for v in values if v is not None] for n, values in self._columns.items()}
-        return {n: _stored(n, which(values)) for n, values in known.items() if values}
+        return {n: _stored(n, which(values), moments=self._moments) for n, values in known.items() if values}
 
     @cached_property
     def lower_bounds(self) -> dict[int, bytes] | None:
@@ -190,9 +209,15 @@ class Metadata:
     snapshots: tuple[Snapshot, ...] = ()
     current_snapshot_id: int | None = None
     properties: Mapping[str, str] = field(default_factory=dict)
+    moments: bool = False
+    renamed: bool = False
 
     def schema(self) -> Schema:
-        return SCHEMA
+        return schema_of(moments=self.moments, renamed=self.renamed)
+
+    @property
+    def schemas(self) -> list[Schema]:
+        return [schema_of(moments=self.moments, renamed=renamed) for renamed in (False, True)]
 
     def specs(self) -> Mapping[int, PartitionSpec]:
         return SPECS
@@ -221,7 +246,7 @@ class Table:
     io: None = None
 
     def schema(self) -> Schema:
-        return SCHEMA
+        return self.metadata.schema()
 
     def scan(self, row_filter: object = None) -> Table:
         return self
@@ -255,12 +280,27 @@ class Table:
         return replace(self, metadata=replace(self.metadata, **what))
 
 
-def arrow(rows: Iterable[Row], names: Sequence[str] = tuple(Row._fields)) -> pa.Table:
+def arrow(rows: Iterable[Row], schema: Schema = SCHEMA) -> pa.Table:
+    """The rows as a scan of a table with these columns gives them."""
     found = list(rows)
-    return pa.table(
-        {name: pa.array([getattr(row, name) for row in found], COLUMNS.field(name).type) for name in names}
-    )
+    columns: dict[int, list[Any]] = {
+        number: [row[number - 1] for row in found] for number in range(1, len(Row._fields) + 1)
+    }
+    kinds = arrow_schema(schema)
+    if pa.timestamp("us") in kinds.types:
+        columns[2] = [None if day is None else datetime.combine(day, _NOON) for day in columns[2]]
+    arrays = [
+        pa.array(columns[field.field_id], kind.type) for field, kind in zip(schema.fields, kinds, strict=True)
+    ]
+    return pa.Table.from_arrays(arrays, schema=kinds)
+
+
+def arrow_schema(schema: Schema) -> pa.Schema:
+    """As `schema_to_pyarrow` makes it."""
+    return pa.schema([(field.name, _ARROW_TYPES[type(field.field_type)]) for field in schema.fields])
 
 
 def rows_of(table: pa.Table) -> list[Row]:
-    return [Row(*values) for values in zip(*(table[name].to_pylist() for name in Row._fields), strict=True)]
+    columns = [table[name].to_pylist() for name in Row._fields]
+    columns[1] = [one.date() if isinstance(one, datetime) else one for one in columns[1]]
+    return [Row(*values) for values in zip(*columns, strict=True)]

@@ -20,7 +20,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster_tests.incremental.consumers import DAYS, Kind, Step
 from branchlake_dagster_tests.incremental.iceberg import Row
 from branchlake_dagster_tests.incremental.lake import Lake, Refused, Run
-from branchlake_dagster_tests.incremental.world import Partitions, model_files
+from branchlake_dagster_tests.incremental.model_files import Partitions, model_files
 from branchlake_dagster_tests.incremental.writing import Writer
 
 KINDS = dg.StaticPartitionsDefinition(["a", "b"])

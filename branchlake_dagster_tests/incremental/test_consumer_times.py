@@ -42,7 +42,7 @@ from branchlake_dagster.ingest.positions.recorded import Recorded
 from branchlake_dagster.ingest.valid_through.published_time import PublishedTime, TimeReader
 from branchlake_dagster_tests.incremental.iceberg import Row, Table
 from branchlake_dagster_tests.incremental.lake import Lake, Refused, Run
-from branchlake_dagster_tests.incremental.world import model_files
+from branchlake_dagster_tests.incremental.model_files import model_files
 from branchlake_dagster_tests.incremental.writing import Writer
 
 FIRST = date(2026, 8, 2)

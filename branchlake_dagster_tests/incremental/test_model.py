@@ -37,13 +37,13 @@ from branchlake_dagster.changes.rows import RowReader
 from branchlake_dagster_tests.incremental.consumers import PARTS, Kind, Step
 from branchlake_dagster_tests.incremental.iceberg import Row
 from branchlake_dagster_tests.incremental.lake import Lake, Refused, Run
+from branchlake_dagster_tests.incremental.model_files import Partitions, model_files
 from branchlake_dagster_tests.incremental.play import failures, play
-from branchlake_dagster_tests.incremental.world import Partitions, model_files
 from branchlake_dagster_tests.incremental.writing import Writer
 
 pytestmark = pytest.mark.chaos
 
-HISTORIES = int(os.environ.get("BRANCHLAKE_TEST_HISTORIES", "2000"))
+HISTORIES = int(os.environ.get("BRANCHLAKE_TEST_HISTORIES", "10000"))
 FIRST_SEED = int(os.environ.get("BRANCHLAKE_TEST_HISTORIES_SEED", "0"))
 
 _ROOT = Path(__file__).parents[2]
@@ -61,6 +61,7 @@ _WANTED = (
     *(f"{pattern} of {what}" for pattern in ("rows", "keys", "range") for what in ("a change", "everything")),
     *(f"{pattern} of a change again" for pattern in ("rows", "keys", "range")),
     *("range of a change in order", "range of everything in order", "swap"),
+    *("rename", "rename back", "column gone"),
     *("range of a change and the day before", "range of everything and the day before"),
     *("lost: rolled back", "lost: dropped and created again", "lost: its snapshots have expired"),
     "lost: the consumer's own table was rolled back",

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 from random import Random
 from typing import Any
-from unittest.mock import patch
-
-import pyarrow as pa
-from pyiceberg.manifest import DataFileContent
 
 from branchlake_dagster.branching.consuming.consumption import Consumption
-from branchlake_dagster.changes import own_files, rows
+from branchlake_dagster.branching.errors import InputColumnGone
 from branchlake_dagster.changes.capture import capture
 from branchlake_dagster.changes.errors import ChangeLost
-from branchlake_dagster.changes.own_files import LiveFile, OwnFiles, OwnFilesCache
-from branchlake_dagster.changes.rows import RowReader
-from branchlake_dagster_tests.dagster_internals import DynamicPartitionsStore
 from branchlake_dagster_tests.incremental.consumers import DAYS, FEW_DAYS, PAIRS, PARTS, Kind, Step
-from branchlake_dagster_tests.incremental.iceberg import COLUMNS, File, Row, Snapshot, Table, arrow, left
+from branchlake_dagster_tests.incremental.iceberg import Row, Table, left
 from branchlake_dagster_tests.incremental.lake import Lake, Refused, Run
+from branchlake_dagster_tests.incremental.model_files import Partitions, model_files
 from branchlake_dagster_tests.incremental.writing import Writer
 
 MOVES = 14
@@ -32,25 +25,6 @@ _ALL_SEEDS, _TOTAL_SEEDS, _REDEFINED_SEEDS = 11, (4, 7), (2, 9)
 Those of `_REDEFINED_SEEDS` have one consumer, whose partitions come and go while it catches up again and again."""
 _KEYS = "abc"
 _PARTS = ("p0", "p1", "p2")
-
-
-class Partitions(DynamicPartitionsStore):
-    """A Dagster instance, as far as dynamic partitions ask for it."""
-
-    def __init__(self, parts: list[str]) -> None:
-        self._parts = parts
-
-    def get_dynamic_partitions(self, partitions_def_name: str) -> list[str]:
-        return list(self._parts)
-
-    def has_dynamic_partition(self, partitions_def_name: str, partition_key: str) -> bool:
-        return partition_key in self._parts
-
-    def get_paginated_dynamic_partitions(self, *_: object, **__: object) -> Any:
-        raise NotImplementedError
-
-    def get_dynamic_partitions_definition_id(self, partitions_def_name: str) -> str:
-        return f"{partitions_def_name}: {self._parts}"
 
 
 class Violated(AssertionError):  # noqa: N818 - reads as a verdict
@@ -119,7 +93,7 @@ class World:
     def play(self) -> None:
         with model_files():
             for name in self.inputs:
-                table = self.writer.create(by_part=self.random.random() < 0.6)
+                table = self._empty()
                 self.lake.put({name: self.writer.append(table, self._rows(3))})
                 self.tell("input", f"{name} {_shown(self.lake.main[name])}")
             for _ in range(MOVES):
@@ -150,6 +124,8 @@ class World:
             for name in kind.inputs:
                 if name not in self.lake.main:
                     self._create(name)
+                elif self.lake.main[name].metadata.renamed:
+                    self._rename_days(name)
             for _ in range(12):
                 if not self._consume(kind):
                     break
@@ -222,7 +198,10 @@ class World:
             now = change(table)
         elif chance < 0.81 and len(table.metadata.snapshots) > 1:
             what, now = "roll back", self._rolled_back(table)
-        elif chance < 0.82 and len(self.inputs) > 1:
+        elif chance < 0.815 or table.metadata.renamed:
+            self._rename_days(name)
+            return
+        elif chance < 0.825 and len(self.inputs) > 1:
             first, second = self.inputs
             self.lake.put({first: self.lake.main.get(second), second: self.lake.main.get(first)})
             self.tell("swap", f"{first} and {second}")
@@ -275,8 +254,19 @@ class World:
             self.parts.remove(gone)
             self.tell("partition removed", gone)
 
+    def _empty(self) -> Table:
+        random = self.random
+        return self.writer.create(by_part=random.random() < 0.6, moments=random.random() < 0.3)
+
+    def _rename_days(self, name: str) -> None:
+        """The column of the days gets another name, or its own again."""
+        table = self.lake.main[name]
+        if all(kind.needs_days for kind in self.kinds if name in kind.inputs):
+            self.lake.put({name: table.changed(renamed=not table.metadata.renamed)})
+            self.tell("rename back" if table.metadata.renamed else "rename", name)
+
     def _create(self, name: str) -> None:
-        made = self.writer.create(by_part=self.random.random() < 0.6)
+        made = self._empty()
         if self.random.random() < 0.8:
             made = self.writer.append(made, self._rows(3))
         self.lake.put({name: made})
@@ -352,6 +342,9 @@ class World:
 
     def _consume_in(self, run: Run, kind: Kind, *, rebuild: bool = False) -> Step | None:
         """The step of a consumer on a run's branch, for some of what is pending."""
+        if self._is_renamed(kind, run.view):
+            self._require_gone(kind, run)
+            return None
         partitions: tuple[str, ...] = ()
         if kind.definition is not None:
             known = self._keys(kind)
@@ -359,7 +352,7 @@ class World:
                 wanted = self._pending(kind)
             except ChangeLost as lost:
                 self.tell(f"lost: {lost.loss}", kind.name)
-                wanted = self._lost_partitions(kind)
+                wanted, rebuild = self._lost_partitions(kind), True
             # Somebody may launch any partition; most take what is pending.
             some = [p for p in known if (p in wanted) == (self.random.random() < 0.9)]
             partitions = tuple(some or sorted(wanted))
@@ -390,6 +383,22 @@ class World:
             )
         return step
 
+    @staticmethod
+    def _is_renamed(kind: Kind, tables: Mapping[str, Table]) -> bool:
+        return kind.needs_days and any(
+            tables[name].metadata.renamed for name in kind.inputs if name in tables
+        )
+
+    def _require_gone(self, kind: Kind, run: Run) -> None:
+        """The step of a consumer fails before it reads anything."""
+        step = Step.of(kind, run, instance=self.instance)
+        try:
+            _ = step.consumption.inputs
+        except InputColumnGone as gone:
+            self.tell("column gone", f"{kind.name} in {run.run_id}: {gone.column}")
+        else:
+            raise Violated(f"{kind.name} does not notice that its column was renamed")
+
     def _end(self, one: Waiting) -> None:
         run = one.run
         if self.random.random() < 0.15:
@@ -407,6 +416,8 @@ class World:
 
     def _consume(self, kind: Kind) -> bool:
         """A run of all that is pending, published at once; whether there was anything."""
+        if self._is_renamed(kind, self.lake.main):
+            return False
         if kind.definition is not None:
             if not self._pending_or_all(kind):
                 return False
@@ -423,7 +434,7 @@ class World:
     def _idle(self, kind: Kind) -> bool:
         """Whether nothing has changed since the whole table stood at one place."""
         main = self.lake.main
-        if any(name not in main for name in kind.inputs):
+        if any(name not in main for name in kind.inputs) or self._is_renamed(kind, main):
             return False
         try:
             floor = self._consumption(kind).positions.floor
@@ -449,7 +460,8 @@ class World:
         return [*kind.definition.get_partition_keys()] if kind.definition is not None else []
 
     def _pending(self, kind: Kind) -> set[str]:
-        if any(name not in self.lake.main for name in kind.inputs):
+        main = self.lake.main
+        if any(name not in main for name in kind.inputs) or self._is_renamed(kind, main):
             return set(self._keys(kind))
         wanted = self._consumption(kind).pending()
         self._require_rest(kind, wanted)
@@ -511,41 +523,3 @@ def _shown(table: Table) -> str:
     deletes = head.deletes
     files = [f"{one.file_path}: {left(one, deletes)}" for one in table.data]
     return f"snapshot {head.snapshot_id}, {'; '.join(files)}".replace("Row", "").replace("datetime.date", "")
-
-
-# -- the model's files in place of real ones -----------------------------------------------------------
-
-
-def _own(snapshots: Any, head: object, io: object) -> list[tuple[Any, OwnFiles]]:
-    return [(one, OwnFiles(one.added, one.removed)) for one in snapshots]
-
-
-def _live(self: object, snapshot: Snapshot, io: object) -> list[LiveFile]:
-    return [
-        LiveFile(one.data_file, one.snapshot_id, one.data_file.content is DataFileContent.DATA)  # type: ignore[arg-type]
-        for one in snapshot.after
-    ]
-
-
-def _scan(self: RowReader, tasks: Any) -> pa.Table:
-    found = [row for task in tasks for row in left(task.file, task.delete_files)]
-    return arrow(found, self._schema.column_names)
-
-
-def _arrow_schema(schema: Any) -> pa.Schema:
-    return pa.schema([COLUMNS.field(name) for name in schema.column_names])
-
-
-def _deleted_positions(io: object, file: File) -> dict[str, pa.ChunkedArray]:
-    return {path: pa.chunked_array([pa.array(where, pa.int64())]) for path, where in file.names.items()}
-
-
-@contextmanager
-def model_files() -> Any:
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(own_files, "_read", _own))
-        stack.enter_context(patch.object(OwnFilesCache, "live", _live))
-        stack.enter_context(patch.object(RowReader, "_scan", _scan))
-        stack.enter_context(patch.object(rows, "arrow_schema", _arrow_schema))
-        stack.enter_context(patch.object(rows, "deleted_positions", _deleted_positions))
-        yield

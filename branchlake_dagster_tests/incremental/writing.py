@@ -34,8 +34,8 @@ class Writer:
     random: Random
     numbers: count[int] = field(default_factory=lambda: count(1))
 
-    def create(self, *, by_part: bool) -> Table:
-        return Table(Metadata(f"uuid-{next(self.numbers)}", by_part))
+    def create(self, *, by_part: bool, moments: bool = False) -> Table:
+        return Table(Metadata(f"uuid-{next(self.numbers)}", by_part, moments=moments))
 
     # -- what comes and goes ---------------------------------------------------------------------------
 
@@ -170,9 +170,9 @@ class Writer:
         for row in rows:
             groups[row.part if by_part else None].append(row)
         bounds = self.random.random() < 0.95
+        how: dict[str, Any] = {"by_part": by_part, "bounds": bounds, "moments": table.metadata.moments}
         return [
-            File(f"file-{next(self.numbers):05}", some, part=part, by_part=by_part, bounds=bounds)
-            for part, some in groups.items()
+            File(f"file-{next(self.numbers):05}", some, part=part, **how) for part, some in groups.items()
         ]
 
     def _deletes(self, table: Table, names: dict[str, Sequence[int]], part: str | None) -> File:

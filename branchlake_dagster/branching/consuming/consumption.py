@@ -458,9 +458,24 @@ class Consumption:
     def partitions_to_rebuild(self) -> set[str]:
         """The partitions to compute anew until nothing is lost any more; asked of a rebuild.
 
-        A partition whose position is still there is among them only if it has something left.
+        A partition whose position is still there is among them only if it has something left. Where all have
+        such positions, and only that of the table as a whole is lost, it is the first partition: a run that
+        computes any of them anew moves the table as a whole.
         """
-        return pending(self._backlog(lost_is_all=True))
+        found = pending(self._backlog(lost_is_all=True))
+        return found or ({*self._every[:1]} if self._is_floor_lost() else set())
+
+    def _is_floor_lost(self) -> bool:
+        """Whether it cannot be told what has changed since the position of the table as a whole."""
+        floor = self.positions.floor
+        if floor is None:
+            return False
+        try:
+            for one in self.inputs.values():
+                self.change_since(one, floor.inputs.get(one.name))
+        except ChangeLost:
+            return True
+        return False
 
     def changes_by_partition(self, partitions: Iterable[str]) -> dict[str, PartitionChange]:
         """What each of these partitions has left, by manifests alone. Raises ChangeLost."""
