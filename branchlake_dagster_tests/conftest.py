@@ -29,6 +29,7 @@ from branchlake_dagster_tests.suite.instances import without_waiting_for_the_dis
 from branchlake_dagster_tests.suite.json_contract import check_every_output
 from branchlake_dagster_tests.suite.kafka import Broker
 from branchlake_dagster_tests.suite.lakes import Lakes, kept_folder
+from branchlake_dagster_tests.suite.own_project import ignore_own_project
 
 # Many tests speak to Nessie themselves, as anybody could; the token is test_embedded_token's matter.
 os.environ.setdefault("BRANCHLAKE_GUARD_NESSIE", "false")
@@ -50,6 +51,7 @@ _SHARED, _KEPT = "branchlake_shared", "branchlake_kept"
 
 def pytest_configure(config: pytest.Config) -> None:
     check_every_output()
+    ignore_own_project()
     remember_revisions()
     remember_engines(without_waiting_for_the_disk)
     handed: dict[str, Any] | None = getattr(config, "workerinput", None)

@@ -17,6 +17,7 @@ from branchlake_dagster.cli.columns import commands as columns
 from branchlake_dagster.cli.conjunctions import commands as conjunctions
 from branchlake_dagster.cli.ending import ending_cleanly, interrupts_for_us_alone
 from branchlake_dagster.cli.incremental import commands
+from branchlake_dagster.cli.local.command_settings import MODULE_HELP, command_settings
 from branchlake_dagster.cli.receiving import commands as receiving
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.settings import Settings
@@ -51,16 +52,7 @@ def say(text: str) -> None:
     click.echo(text, err=True)
 
 
-_location = click.option("-m", "--module", help="The module with your Definitions: use its lake's settings.")
-
-
-def _settings(module: str | None) -> Settings:
-    """The settings of the code location in `module`; without one the environment's, and no slow import."""
-    if module is None:
-        return Settings()
-    from branchlake_dagster.cli.local.location import settings_of
-
-    return settings_of(module)
+_location = click.option("-m", "--module", help=MODULE_HELP)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -127,8 +119,9 @@ def new(folder: Path) -> None:
 
 
 @main.command()
+@_location
 @click.option("--with", "also", type=click.Choice(["kafka"]), multiple=True, help="Start that as well.")
-def up(also: tuple[str, ...]) -> None:
+def up(module: str | None, also: tuple[str, ...]) -> None:
     """Start the embedded servers.
 
     Servers that run already are left alone. DAGSTER_HOME is prepared as well, and printed.
@@ -137,7 +130,7 @@ def up(also: tuple[str, ...]) -> None:
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.lakehouse.web_page import nessie_page, rest_catalogue
 
-    settings = Settings()
+    settings = command_settings(module).settings
     home = dagster_home(settings)
     endpoints = Lakehouse(settings, say=say).endpoints()
     click.echo(f"Nessie   {endpoints.nessie_uri}")
@@ -157,13 +150,14 @@ def up(also: tuple[str, ...]) -> None:
 
 
 @main.command()
-def down() -> None:
+@_location
+def down(module: str | None) -> None:
     """Stop the embedded servers; data is kept."""
     from branchlake_dagster.cli.still_used import still_used
     from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
     from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers
 
-    settings = Settings()
+    settings = command_settings(module).settings
     if warning := still_used(settings):
         say(warning)
     stopped = (
@@ -183,14 +177,15 @@ def status(module: str | None, as_json: bool) -> None:
     """
     from branchlake_dagster.cli.status import gather, show
 
-    found = gather(_settings(module))
+    lake = command_settings(module)
+    found = gather(lake.settings, lake.text)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)
 
 
 @main.command()
 @click.argument("asset", required=False)
 @click.option("--partitions", is_flag=True, help="List the partitions with something left, and why.")
-@click.option("-m", "--module", help="The module with your Definitions; needed for partitions.")
+@_location
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def consumers(asset: str | None, partitions: bool, module: str | None, as_json: bool) -> None:
     """Show what incremental tables have left to consume.
@@ -204,11 +199,9 @@ def consumers(asset: str | None, partitions: bool, module: str | None, as_json: 
     if asset is None and not partitions:
         from branchlake_dagster.cli.incremental.consumers import gather, show
 
-        found = gather(Settings())
+        found = gather(command_settings(module).settings)
         click.echo(json.dumps(found, indent=2)) if as_json else show(found)
         return
-    if module is None:
-        raise click.UsageError("Partitions are defined in your code: name its module, -m my.definitions.")
     from datetime import UTC, datetime
 
     from branchlake_dagster.cli.incremental.backfill import place
@@ -233,7 +226,8 @@ def doctor(module: str | None, as_json: bool) -> None:
     """
     from branchlake_dagster.cli.doctor.command import as_dict, examine, show
 
-    found = examine(_settings(module))
+    chosen = command_settings(module)
+    found = examine(chosen.settings, chosen.source, chosen.trouble)
     click.echo(json.dumps(as_dict(found), indent=2)) if as_json else show(found)
     sys.exit(0 if found.healthy else 1)
 
@@ -265,7 +259,8 @@ def reap(module: str | None, dry_run: bool, names: tuple[str, ...]) -> None:
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.publication.cleanup.reaping import end_named, reap_branches, sweep_discarded
 
-    settings = _settings(module)
+    chosen = command_settings(module)
+    settings = chosen.settings
     lake = Lakehouse(settings, say=say, start=False)
     lake.endpoints(spark=False)
     dagster_home(settings)
@@ -275,7 +270,8 @@ def reap(module: str | None, dry_run: bool, names: tuple[str, ...]) -> None:
         else:
             reaped = list(reap_branches(lake, instance, dry_run=dry_run))
             swept = list(sweep_discarded(lake, instance, dry_run=dry_run))
-    shown = format_settings(settings, ("keep_failed_hours", "discard_grace_h", "orphan_max_age_h"), module)
+    names_shown = ("keep_failed_hours", "discard_grace_h", "orphan_max_age_h")
+    shown = format_settings(settings, names_shown, chosen.source)
     say(f"Settings for {'these branches' if names else 'runs that recorded none of their own'}: {shown}.")
     show(reaped, swept, dry_run=dry_run)
 
@@ -293,7 +289,7 @@ def set_aside(ctx: click.Context, module: str | None, as_json: bool) -> None:
     if ctx.invoked_subcommand is None:
         from branchlake_dagster.cli.set_aside import gather, show
 
-        found = gather(_settings(module))
+        found = gather(command_settings(module).settings)
         click.echo(json.dumps(found, indent=2)) if as_json else show(found)
 
 
@@ -304,7 +300,7 @@ def retry(module: str | None, run_id: str) -> None:
     """Let the publication sensor try the run again."""
     from branchlake_dagster.cli.set_aside import retry_run
 
-    click.echo(retry_run(_settings(module), run_id))
+    click.echo(retry_run(command_settings(module).settings, run_id))
 
 
 @set_aside.command()
@@ -314,7 +310,7 @@ def end(module: str | None, run_id: str) -> None:
     """Discard the run's branch and publish nothing."""
     from branchlake_dagster.cli.set_aside import end_run
 
-    click.echo(end_run(_settings(module), run_id))
+    click.echo(end_run(command_settings(module).settings, run_id))
 
 
 @main.command()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from branchlake_dagster.cli.local.command_settings import MODULE_HELP
 from branchlake_dagster.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def add_to(main: click.Group) -> None:
 
     @main.command()
     @click.argument("ingestion")
-    @click.option("-m", "--module", required=True, help="The module with your Definitions.")
+    @click.option("-m", "--module", help=MODULE_HELP)
     @click.option("--error-kind", "kinds", multiple=True, help="Only letters of this kind; may be repeated.")
     @click.option("--table", help="Only letters of this table, namespace.name.")
     @click.option("--since", type=click.DateTime(), help="Received then or later, UTC.")
@@ -28,7 +29,7 @@ def add_to(main: click.Group) -> None:
     @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
     def reprocess(
         ingestion: str,
-        module: str,
+        module: str | None,
         kinds: tuple[str, ...],
         table: str | None,
         since: datetime | None,
@@ -63,26 +64,27 @@ def _utc(moment: datetime | None) -> datetime | None:
 
 
 def _put_back(
-    ingestion: str, module: str, chosen: Chosen, *, dry_run: bool
+    ingestion: str, module: str | None, chosen: Chosen, *, dry_run: bool
 ) -> tuple[list[tuple[str | None, str, int]], str | None]:
     """How many letters are chosen by table and kind, and the run that has put them back."""
     from dagster import DagsterInstance
 
     from branchlake_dagster.cli.local.home import dagster_home
-    from branchlake_dagster.cli.local.location import code_location, location_settings
+    from branchlake_dagster.cli.local.location import required_location
     from branchlake_dagster.ingest.batch.before import known_tables
     from branchlake_dagster.ingest.batch.reprocess import waiting_letters
     from branchlake_dagster.ingest.running.batch_assets import INGESTION_TAG, REPROCESS_TAG, declared
     from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 
-    repository = code_location(module)
+    location, lake_settings = required_location(module)
+    repository, settings = location.repository, lake_settings.settings
     name = f"ingest_{ingestion}_job"
     if ingestion not in declared or not repository.has_job(name):
         raise ConfigurationError(
-            f"{module} has no ingestion {ingestion}.",
+            f"{location.name} has no ingestion {ingestion}.",
             hint=f"It has {', '.join(sorted(declared)) or 'none'}.",
         )
-    ingest, settings = declared[ingestion], location_settings(repository)
+    ingest = declared[ingestion]
     lake = Lakehouse(settings)
     known = known_tables(ingest, lake.nessie, lake.catalog(MAIN), settings.default_namespace)
     session = lake.spark_session()

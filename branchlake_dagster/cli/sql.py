@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from branchlake_dagster.settings import Settings
+from branchlake_dagster.cli.local.command_settings import MODULE_HELP, command_settings
 
 _FORMATS = ("table", "csv", "arrow")
 
@@ -20,6 +20,7 @@ def add_to(group: click.Group) -> Callable[..., Any]:
 
 
 @click.argument("query", required=False)
+@click.option("-m", "--module", help=MODULE_HELP)
 @click.option("--branch", help="A branch or tag instead of main; also name@hash.")
 @click.option(
     "--run", "run_id", help="A run's id or its start: its branch, what was discarded of it, or as published."
@@ -36,6 +37,7 @@ def add_to(group: click.Group) -> Callable[..., Any]:
 )
 def _sql(
     query: str | None,
+    module: str | None,
     branch: str | None,
     run_id: str | None,
     at: str | None,
@@ -57,7 +59,7 @@ def _sql(
     from branchlake_dagster.cli import output as write
     from branchlake_dagster.query import connect
 
-    lake = connect(Settings())
+    lake = connect(command_settings(module).settings)
     state: dict[str, Any] = {"branch": branch, "run": run_id, "at": at}
     if query is None:
         place = lake.where(**state)

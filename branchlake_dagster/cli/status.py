@@ -20,6 +20,7 @@ from branchlake_dagster.branching.liveness.failure_detector import by_timestamp
 from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore, HeartbeatsUnreadable
 from branchlake_dagster.branching.reaping.origin import Makers, instance_id
 from branchlake_dagster.branching.table.files import TableFiles
+from branchlake_dagster.cli.local.command_settings import ENVIRONMENT
 from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.ingest.kafka.broker import KAFKA, EmbeddedKafka
 from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK
@@ -38,10 +39,11 @@ _WIDE = 200
 """Columns when nobody watches: a line per branch, for grep."""
 
 
-def gather(settings: Settings) -> dict[str, Any]:
+def gather(settings: Settings, source: str = ENVIRONMENT) -> dict[str, Any]:
     """Servers, `main`, run branches (run, state, age in seconds, commits) and the last publications.
 
-    Starts nothing: with the embedded Nessie down, only the servers are told.
+    Starts nothing: with the embedded Nessie down, only the servers are told. `source` says where the settings
+    come from.
     """
     lake = Lakehouse(settings, start=False)
     records = lake.servers.status()
@@ -62,6 +64,7 @@ def gather(settings: Settings) -> dict[str, Any]:
             "port": kafka.port if kafka else None,
         }
     found: dict[str, Any] = {
+        "settings_source": source,
         "state_dir": str(settings.state_dir),
         "warehouse": settings.warehouse_uri,
         "discard_grace_h": settings.discard_grace_h,
@@ -132,6 +135,7 @@ def show(found: dict[str, Any], console: Console | None = None) -> None:
     if found["page"]:
         console.print(f"{'Nessie page':14} {found['page']}", soft_wrap=True)
     console.print(f"{'Warehouse':14} {found['warehouse']}", soft_wrap=True)
+    console.print(f"{'Settings':14} {found['settings_source']}", soft_wrap=True, markup=False)
     if found["main"] is None:
         console.print("Start the servers with `branchlake up` to see branches.")
         return

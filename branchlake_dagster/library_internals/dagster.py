@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from dagster import (
@@ -37,7 +40,9 @@ from dagster._core.events import (
 )
 from dagster._core.execution.backfill import BulkActionsFilter, BulkActionStatus, PartitionBackfill
 from dagster._core.execution.context.compute import current_execution_context
+from dagster._core.remote_origin import CodeLocationOrigin, GrpcServerCodeLocationOrigin
 from dagster._core.scheduler.instigation import InstigatorStatus, SensorInstigatorData
+from dagster._core.secrets.env_file import get_env_var_dict
 from dagster._core.storage.tags import ASSET_PARTITION_RANGE_END_TAG as RANGE_END_TAG
 from dagster._core.storage.tags import ASSET_PARTITION_RANGE_START_TAG as RANGE_START_TAG
 from dagster._core.storage.tags import (
@@ -50,8 +55,11 @@ from dagster._core.storage.tags import (
     RUN_KEY_TAG,
 )
 from dagster._core.storage.tags import PARTITION_NAME_TAG as PARTITION_TAG
+from dagster._core.types.loadable_target_origin import LoadableTargetOrigin
 from dagster._core.utils import make_new_backfill_id
-from dagster._core.workspace.autodiscovery import loadable_targets_from_python_module
+from dagster._core.workspace.load import location_origins_from_yaml_paths
+from dagster._core.workspace.load_target import get_target_from_toml_data
+from dagster._grpc.utils import get_loadable_targets
 
 __all__ = [
     "ASSET_RESUME_RETRY_TAG",
@@ -71,6 +79,7 @@ __all__ = [
     "CoercibleToAssetSelection",
     "EntitySubset",
     "ExecutableDefinition",
+    "NamedLocation",
     "PartitionBackfill",
     "SensorTicks",
     "StepMaterializationData",
@@ -81,12 +90,15 @@ __all__ = [
     "backfill_of",
     "backfills_tagged",
     "engine_event",
+    "env_file_variables",
     "fail_backfill",
     "io_manager_key_of",
+    "module_location",
+    "named_locations",
     "planned_assets",
     "report_engine_event",
     "report_planned_again",
-    "repository_in",
+    "repository_of",
     "running_context",
     "sensor_ticks",
     "succeeded_backfills",
@@ -311,13 +323,72 @@ def sensor_ticks(instance: DagsterInstance, name: str) -> SensorTicks | None:
     return max(found, key=lambda one: (one.started is not False, one.ticked), default=None)
 
 
-def repository_in(module: str, folder: str) -> RepositoryDefinition:
-    """The code location in a module, found as `dagster dev -m` finds it. Raises ImportError, ValueError."""
+@dataclass(frozen=True)
+class NamedLocation:
+    """A code location as a project's file names it; `target` is None if a gRPC server loads it."""
+
+    name: str
+    target: LoadableTargetOrigin | None
+
+
+def module_location(module: str) -> NamedLocation:
+    """The code location in a module, as `dagster dev -m` takes it."""
+    return NamedLocation(module, LoadableTargetOrigin(module_name=module))
+
+
+def named_locations(path: Path) -> list[NamedLocation]:
+    """The code locations that `dg.toml`, `pyproject.toml` or `workspace.yaml` names, by Dagster's own reader.
+
+    Raises whatever Dagster raises for a file that it cannot read.
+    """
+    if path.suffix in (".yaml", ".yml"):
+        origins = location_origins_from_yaml_paths([str(path)])
+    else:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = {"tool": {"dg": document}} if path.name == "dg.toml" else document
+        found = get_target_from_toml_data(data)
+        targets = found if isinstance(found, list) else [found] if found is not None else []
+        origins = [origin for target in targets for origin in target.create_origins()]
+    return [_named(origin) for origin in origins]
+
+
+def _named(origin: CodeLocationOrigin) -> NamedLocation:
+    if isinstance(origin, GrpcServerCodeLocationOrigin):
+        return NamedLocation(origin.location_name, None)
+    target = origin.loadable_target_origin
+    names = (target.module_name, target.package_name, target.autoload_defs_module_name, target.python_file)
+    return NamedLocation(next(filter(None, names)), target)
+
+
+def repository_of(location: NamedLocation) -> RepositoryDefinition:
+    """Load a code location into this process, from the working folder, as Dagster's code server does.
+
+    Raises ImportError, ValueError, and whatever the code of the location raises.
+    """
+    target = location.target
+    if target is None:
+        raise ValueError("a gRPC server loads it")
+    if target.executable_path not in (None, sys.executable):
+        raise ValueError(f"it has a Python of its own, {target.executable_path}")
     try:
-        targets = loadable_targets_from_python_module(module, working_directory=folder)
+        targets = get_loadable_targets(
+            python_file=target.python_file,
+            module_name=target.module_name,
+            package_name=target.package_name,
+            autoload_defs_module_name=target.autoload_defs_module_name,
+            working_directory=target.working_directory or str(Path.cwd()),
+            attribute=target.attribute,
+            resolve_lazy_defs=False,
+        )
     except DagsterImportError as error:
         raise ImportError(str(error).split(" Local modules")[0]) from error
     repository = repository_def_from_target_def(targets[0].target_definition)
     if repository is None or len(targets) != 1:
-        raise ValueError(f"{module} holds {len(targets)} code locations.")
+        raise ValueError(f"{location.name} holds {len(targets)} code locations.")
     return repository
+
+
+def env_file_variables(folder: str) -> dict[str, str]:
+    """The variables of the `.env` file in a folder, which Dagster's own commands put into the environment."""
+    found: dict[str, str] = get_env_var_dict(folder)
+    return found

@@ -20,7 +20,6 @@ from branchlake_dagster import consumes, keys, table_metadata
 from branchlake_dagster.branching.branch.run_branch import run_id_of
 from branchlake_dagster.branching.reaping.origin import instance_id
 from branchlake_dagster.branching.reaping.rules import ReapingAction
-from branchlake_dagster.cli.columns import commands
 from branchlake_dagster.cli.columns.dependents import columns_of_asset, dependents_in_code
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -164,14 +163,13 @@ def test_columns_are_dropped_and_renamed_in_one_publication_each(
         orders.columns["extra"] = pl.Int64
         orders.publish(p, ("a", 1, 7))
         published(p, copy)
-        monkeypatch.setattr(commands, "Settings", lambda: lakehouse.settings)
+        monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(lakehouse.settings.state_dir))
         head, branches = lakehouse.nessie.reference("main").hash, p.branches()
         tried = command("drop", table, "extra", "--dry-run")
         assert tried["publication"] is None
         assert {"kind": "consumer", "name": f"{namespace}.copy", "declares": []} in tried["dependents"]
         assert lakehouse.nessie.reference("main").hash == head
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(lakehouse.settings.state_dir))
         (tmp_path / "columns_location.py").write_text(LOCATION.format(namespace=namespace))
         tried = command("drop", table, "extra", "--dry-run", "-m", "columns_location")
         assert {one["name"] for one in tried["dependents"]} == {f"{namespace}.copy", f"{namespace}/copy"}

@@ -1,20 +1,20 @@
-"""Commands with `-m` work with the settings of the code location's lake."""
+"""Commands work with the settings of the code location's lake: named with `-m`, or by the project's files."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import dagster as dg
+import click
 import pytest
 from click.testing import CliRunner
 
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.cli import main, set_aside, status
 from branchlake_dagster.cli.doctor import command as doctor
-from branchlake_dagster.cli.local.location import format_settings, location_settings, settings_of
+from branchlake_dagster.cli.local.command_settings import ENVIRONMENT, command_settings, project_files
+from branchlake_dagster.cli.local.location import format_settings, required_location
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse import lakehouse
-from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
 from branchlake_dagster.settings import Settings
 
 MODULE = """
@@ -23,19 +23,75 @@ from branchlake_dagster import Settings, branchlake_definitions
 
 defs = branchlake_definitions(Settings(keep_failed_hours=8, state_dir="{state}"), dg.Definitions())
 """
+LAZY = """
+import dagster as dg
+from branchlake_dagster import Settings, branchlake_definitions
+
+@dg.definitions
+def defs():
+    return branchlake_definitions(Settings(keep_failed_hours=8, state_dir="{state}"), dg.Definitions())
+"""
+SEVERAL = """
+import dagster as dg
+from branchlake_dagster import LakehouseResource
+
+lakes = {{name: LakehouseResource(state_dir=folder) for name, folder in {folders!r}.items()}}
+defs = dg.Definitions(resources=lakes)
+"""
+WITHOUT_LAKE = """
+import dagster as dg
+
+defs = dg.Definitions()
+"""
+BY_VARIABLE = """
+import dagster as dg
+from branchlake_dagster import LakehouseResource
+
+defs = dg.Definitions(resources={"lake": LakehouseResource(state_dir=dg.EnvVar("STATE_OF_LAKE"))})
+"""
+NAME = "location_of_eight_hours"
+DAGSTER_TABLE = f'[tool.dagster]\nmodule_name = "{NAME}"\n'
+DG_TABLE = f"""
+[tool.dg]
+directory_type = "project"
+[tool.dg.project]
+root_module = "unused"
+code_location_target_module = "{NAME}"
+"""
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module with a code location whose settings are given in code."""
-    name = "location_of_eight_hours"
-    (tmp_path / f"{name}.py").write_text(MODULE.format(state=tmp_path / "of_code"))
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working folder, without any file that names a code location."""
+    before = set(sys.modules)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(tmp_path / "of_environment"))
     monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "dagster"))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    yield name
-    sys.modules.pop(name, None)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.startswith(("location_of", "no_lake", "two_lakes", "broken")):
+            sys.modules.pop(name)
+
+
+@pytest.fixture
+def module(project: Path) -> str:
+    """A module with a code location whose settings are given in code."""
+    write(project, NAME, MODULE.format(state=project / "of_code"))
+    return NAME
+
+
+def write(project: Path, name: str, content: str) -> None:
+    (project / f"{name}.py").write_text(content)
+
+
+def workspace(project: Path, *names: str) -> None:
+    lines = "".join(f"  - python_module: {name}\n" for name in names)
+    (project / "workspace.yaml").write_text(f"load_from:\n{lines}")
+
+
+def settings_of(module: str | None) -> Settings:
+    return command_settings(module).settings
 
 
 def test_settings_given_in_code_hold_for_the_command(module: str, tmp_path: Path) -> None:
@@ -77,26 +133,151 @@ def test_the_command_looks_at_the_lake_of_the_code_location(
     assert "-m" in CliRunner().invoke(main, [command, "--help"]).output
 
 
-def test_a_location_without_a_lake_follows_the_environment(module: str, tmp_path: Path) -> None:
-    assert location_settings(dg.Definitions().get_repository_def()).state_dir == tmp_path / "of_environment"
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("pyproject.toml", DAGSTER_TABLE),
+        ("pyproject.toml", DG_TABLE),
+        ("dg.toml", DG_TABLE.replace("tool.dg.", "").replace("[tool.dg]", "")),
+        ("workspace.yaml", f"load_from:\n  - python_module: {NAME}\n"),
+        ("workspace.yml", f"load_from:\n  - python_file: {NAME}.py\n"),
+    ],
+)
+@pytest.mark.parametrize("source", [MODULE, LAZY])
+def test_the_files_of_a_project_name_the_code_location(
+    file: str, content: str, source: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(project, NAME, source.format(state=project / "of_code"))
+    (project / file).write_text(content)
+    found = command_settings(None)
+    assert found.settings.state_dir == project / "of_code"
+    assert [(one.origin, Path(one.name).stem) for one in found.locations] == [(file, NAME)]
+    printed = capsys.readouterr()
+    assert file in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
 
 
-def test_of_several_lakes_the_environment_names_one(module: str, tmp_path: Path) -> None:
-    def lake(name: str) -> LakehouseResource:
-        return LakehouseResource(state_dir=str(tmp_path / name), keep_failed_hours=3)
+@pytest.mark.parametrize("command", ["status", "sql", "down", "set-aside", "reap"])
+def test_a_command_without_a_module_works_with_the_lake_of_the_project(
+    command: str, module: str, project: Path
+) -> None:
+    (project / "pyproject.toml").write_text(DAGSTER_TABLE)
+    result = CliRunner().invoke(main, [command])
+    assert f"settings: lakehouse of {module} (found in pyproject.toml)" in result.stderr
+    assert not (project / "of_environment").exists()
 
-    both = dg.Definitions(resources={"one": lake("of_environment"), "two": lake("another")})
-    assert location_settings(both.get_repository_def()).state_dir == tmp_path / "of_environment"
-    others = dg.Definitions(resources={"one": lake("a"), "two": lake("b")})
+
+def test_a_module_is_named_as_the_source(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_settings(module).source == f"lakehouse of {module} (-m)"
+    assert capsys.readouterr().err == f"settings: lakehouse of {module} (-m)\n"
+
+
+def test_outside_a_project_nothing_is_loaded_or_printed(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "pyproject.toml").write_text('[project]\nname = "something"\n')
+    assert project_files() == []
+    assert command_settings(None).settings.state_dir == project / "of_environment"
+    assert capsys.readouterr().err == ""
+    with pytest.raises(click.UsageError):
+        required_location(None)
+
+
+def test_a_project_without_a_lake_changes_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(project, "no_lake", WITHOUT_LAKE)
+    workspace(project, "no_lake")
+    found = command_settings(None)
+    assert found.settings.state_dir == project / "of_environment"
+    assert found.source == ENVIRONMENT
+    assert capsys.readouterr().err == ""
+
+
+def test_of_several_locations_the_one_with_a_lake_counts(module: str, project: Path) -> None:
+    write(project, "no_lake", WITHOUT_LAKE)
+    workspace(project, "no_lake", module)
+    assert settings_of(None).state_dir == project / "of_code"
+    location, _ = required_location(None)
+    assert location.name == module
+
+
+def test_a_location_that_cannot_be_loaded_is_reported_in_one_line(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(project, "broken", "raise RuntimeError('first line\\nsecond line')")
+    workspace(project, "broken")
+    found = command_settings(None)
+    assert found.settings.state_dir == project / "of_environment"
+    assert found.trouble is not None
+    assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(ConfigurationError):
-        location_settings(others.get_repository_def())
+        required_location(None)
+
+
+def test_a_file_that_dagster_cannot_read_is_reported_in_one_line(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "pyproject.toml").write_text("[tool.dagster\n")
+    assert command_settings(None).trouble is not None
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_one_lake_of_two_locations_is_used(module: str, project: Path) -> None:
+    write(project, "location_of_another", MODULE.format(state=project / "of_code"))
+    workspace(project, module, "location_of_another")
+    assert settings_of(None).state_dir == project / "of_code"
+    with pytest.raises(click.UsageError) as raised:
+        required_location(None)
+    assert f"-m {module}" in raised.value.message
+
+
+def test_two_lakes_of_two_locations_have_to_be_named(
+    module: str, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(project, "location_of_another", MODULE.format(state=project / "another"))
+    workspace(project, module, "location_of_another")
+    with pytest.raises(ConfigurationError) as raised:
+        command_settings(None)
+    assert f"-m {module}" in (raised.value.hint or "")
+    monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(project / "another"))
+    assert settings_of(None).state_dir == project / "another"
+
+
+def test_variables_of_the_env_file_reach_the_code_location(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STATE_OF_LAKE", "removed below, and set back after the test")
+    monkeypatch.delenv("STATE_OF_LAKE")
+    write(project, "location_of_variable", BY_VARIABLE)
+    workspace(project, "location_of_variable")
+    (project / ".env").write_text(f"STATE_OF_LAKE={project / 'of_file'}\nBRANCHLAKE_STATE_DIR=/elsewhere\n")
+    assert settings_of(None).state_dir == project / "of_file"
+    assert os.environ["BRANCHLAKE_STATE_DIR"] == str(project / "of_environment")
+
+
+def test_status_and_doctor_say_where_their_settings_come_from(module: str, project: Path) -> None:
+    assert status.gather(Settings(), "lake of shop (-m)")["settings_source"] == "lake of shop (-m)"
+    found = doctor.examine(Settings(), "lake of shop (-m)", "broken cannot be loaded")
+    states = {(one.place, one.looked_at): one.state for one in found.findings}
+    assert states["Settings", "source"] == "right"
+    assert states["Settings", "code location"] == "off"
+
+
+def test_a_location_without_a_lake_follows_the_environment(project: Path) -> None:
+    write(project, "no_lake", WITHOUT_LAKE)
+    assert settings_of("no_lake").state_dir == project / "of_environment"
+
+
+def test_of_several_lakes_the_environment_names_one(project: Path) -> None:
+    both = {"one": str(project / "of_environment"), "two": str(project / "another")}
+    write(project, "two_lakes", SEVERAL.format(folders=both))
+    assert settings_of("two_lakes").state_dir == project / "of_environment"
+    others = {"one": str(project / "a"), "two": str(project / "b")}
+    write(project, "two_lakes_unnamed", SEVERAL.format(folders=others))
+    with pytest.raises(ConfigurationError):
+        settings_of("two_lakes_unnamed")
 
 
 def test_a_module_without_definitions_is_named(module: str) -> None:
     with pytest.raises(ConfigurationError):
         settings_of("nowhere_at_all")
-
-
-def test_the_resource_of_the_definitions_has_the_settings(tmp_path: Path) -> None:
-    defs = branchlake_definitions(Settings(keep_failed_hours=5, state_dir=tmp_path), dg.Definitions())
-    assert location_settings(defs.get_repository_def()).keep_failed_hours == 5

@@ -164,6 +164,7 @@ def test_status_shows_whole_ids_and_names_what_was_discarded(columns: int) -> No
             "warehouse": "s3://lake",
             "main": "cd" * 32,
             "discard_grace_h": 24.0,
+            "settings_source": "the environment",
             "branches": [{**branch, "heartbeat": "none", "instances": []}],
             "discarded": [f"discarded-{RUN}"],
             "publications": [publication],

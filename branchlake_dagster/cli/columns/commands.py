@@ -6,9 +6,7 @@ import json
 
 import click
 
-from branchlake_dagster.settings import Settings
-
-_LOCATION = "The module with your Definitions: lists the assets and checks that depend on the table."
+from branchlake_dagster.cli.local.command_settings import MODULE_HELP, command_settings
 
 
 def add_to(main: click.Group) -> None:
@@ -22,7 +20,7 @@ def add_to(main: click.Group) -> None:
         data file is written.
         """
 
-    module = click.option("-m", "--module", help=_LOCATION)
+    module = click.option("-m", "--module", help=MODULE_HELP)
     dry_run = click.option("--dry-run", is_flag=True, help="Only list what depends on the table.")
     as_json = click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 
@@ -70,9 +68,7 @@ def _change(
 
     from branchlake_dagster.branching.reaping.origin import instance_id
     from branchlake_dagster.cli.columns import dependents
-    from branchlake_dagster.cli.incremental.backfill import place
     from branchlake_dagster.cli.local.home import dagster_home
-    from branchlake_dagster.cli.local.location import settings_of
     from branchlake_dagster.errors import ConfigurationError
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.lakehouse.nessie.model import ContentKey
@@ -83,7 +79,8 @@ def _change(
         require_possible,
     )
 
-    settings = settings_of(module) if module is not None else Settings()
+    chosen = command_settings(module)
+    settings = chosen.settings
     try:
         key = ContentKey.from_path(table)
     except ValueError as error:
@@ -96,10 +93,10 @@ def _change(
     lake.endpoints(spark=False)
     found = [*dependents.consuming_tables(lake, change)]
     used: set[str] = set()
-    if module is not None:
-        with place(module) as where:
-            found += dependents.dependents_in_code(where.graph, change, settings.default_namespace)
-            used = dependents.columns_of_asset(where.graph, change, settings.default_namespace)
+    for location in chosen.locations:
+        graph = location.repository.asset_graph
+        found += dependents.dependents_in_code(graph, change, settings.default_namespace)
+        used |= dependents.columns_of_asset(graph, change, settings.default_namespace)
     require_possible(change, load_table(lake, change).metadata, used)
     if not as_json:
         for one in found:

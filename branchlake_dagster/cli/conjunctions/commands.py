@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from branchlake_dagster.settings import Settings
+from branchlake_dagster.cli.local.command_settings import command_settings
 from branchlake_dagster.wording import counted
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _conjunctions(
     from branchlake_dagster.cli.conjunctions.shown import show
     from branchlake_dagster.query import connect
 
-    reader = connect(Settings())
+    reader = connect(command_settings(None).settings)
     wanted = Wanted(objects, since, until, within_km, kinds)
     if cdm_folder is not None and originator is not None:
         _write_messages(reader, wanted, cdm_folder, at, cdm_format, originator)
@@ -187,7 +187,7 @@ def _screen_ephemeris(
     from branchlake_dagster.query import connect
 
     screen(
-        connect(Settings()),
+        connect(command_settings(None).settings),
         files,
         since=since,
         until=until,

@@ -16,15 +16,25 @@ from branchlake_dagster.cli.doctor.dagster import dagster
 from branchlake_dagster.cli.doctor.examination import Examination, Finding, State
 from branchlake_dagster.cli.doctor.kafka import kafka
 from branchlake_dagster.cli.doctor.lake import lake
+from branchlake_dagster.cli.local.command_settings import ENVIRONMENT
 from branchlake_dagster.settings import Settings
 
+_CORRECT_THE_CODE = (
+    "Correct the error if this code location has your lake: other settings are used until then."
+)
 _COLOURS: dict[State, str] = {"right": "green", "wrong": "red", "off": "yellow"}
 
 
-def examine(settings: Settings) -> Examination:
-    """Look at everything that `settings` and Dagster's own home configure."""
+def examine(settings: Settings, source: str = ENVIRONMENT, trouble: str | None = None) -> Examination:
+    """Look at everything that `settings` and Dagster's own home configure.
+
+    `source` says where the settings come from, `trouble` which code locations could not be loaded.
+    """
     given = (getattr(settings, name) for name in Settings.secrets())
     found = Examination(tuple(secret.get_secret_value() for secret in given if secret is not None))
+    found.note("Settings", "source", "right", source)
+    if trouble is not None:
+        found.note("Settings", "code location", "off", trouble, _CORRECT_THE_CODE)
     lake(found, settings)
     kafka(found, settings)
     dagster(found, settings)

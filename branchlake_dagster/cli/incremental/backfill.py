@@ -11,7 +11,7 @@ from dagster import AssetKey, DagsterInstance
 
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.cli.local.home import dagster_home
-from branchlake_dagster.cli.local.location import code_location, location_settings
+from branchlake_dagster.cli.local.location import required_location
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental.backfill.compare import compare_stage, hash_before
 from branchlake_dagster.incremental.backfill.comparison import StageComparison
@@ -42,10 +42,13 @@ class Place:
 
 
 @contextmanager
-def place(module: str) -> Iterator[Place]:
-    """From a module with `Definitions`, with the settings of its lake. Raises ConfigurationError."""
-    repository = code_location(module)
-    settings = location_settings(repository)
+def place(module: str | None) -> Iterator[Place]:
+    """The code location in a module, or that of the project in the working folder, with its lake's settings.
+
+    Raises ConfigurationError.
+    """
+    location, chosen = required_location(module)
+    repository, settings = location.repository, chosen.settings
     dagster_home(settings)
     with DagsterInstance.get() as instance:
         sensors = declared_sensors(repository)

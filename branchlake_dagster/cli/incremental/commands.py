@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import click
 
-from branchlake_dagster.settings import Settings
+from branchlake_dagster.cli.local.command_settings import MODULE_HELP, command_settings
 
 
 def add_to(main: click.Group, now: Callable[[], float]) -> None:
@@ -20,7 +20,7 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
         What is computed from them by changes follows, stage by stage.
         """
 
-    module = click.option("-m", "--module", required=True, help="The module with your Definitions.")
+    module = click.option("-m", "--module", help=MODULE_HELP)
     chosen = click.option("--partition", "partitions", multiple=True, help="Its key; may be repeated.")
     everything = click.option("--all", "everything", is_flag=True, help="All partitions, or all of it.")
     as_json = click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
@@ -32,7 +32,7 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
     @everything
     @as_json
     def plan_command(
-        asset: str, module: str, partitions: tuple[str, ...], everything: bool, as_json: bool
+        asset: str, module: str | None, partitions: tuple[str, ...], everything: bool, as_json: bool
     ) -> None:
         """Show what a backfill would compute.
 
@@ -62,7 +62,7 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
     @as_json
     def run_command(
         asset: str,
-        module: str,
+        module: str | None,
         partitions: tuple[str, ...],
         everything: bool,
         approval: bool,
@@ -73,7 +73,7 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
         Dagster's daemon computes it. Each later stage is launched by the incremental sensor once the one
         before it is published.
         """
-        from branchlake_dagster.cli.incremental import backfill
+        from branchlake_dagster.cli.incremental import backfill, shown
 
         with backfill.place(module) as where:
             what = backfill.asked(where, asset, partitions, everything=everything)
@@ -83,13 +83,15 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
         elif number is None:
             click.echo(f"Nothing of {asset} is stale.")
         else:
-            click.echo(f"Backfill {number}. Next: branchlake backfill status {number} -m {module}")
+            click.echo(
+                f"Backfill {number}. Next: branchlake backfill status {number}{shown.module_option(module)}"
+            )
 
     @group.command(name="status")
     @click.argument("backfill_id")
     @module
     @as_json
-    def status_command(backfill_id: str, module: str, as_json: bool) -> None:
+    def status_command(backfill_id: str, module: str | None, as_json: bool) -> None:
         """Show the progress of each stage.
 
         With it the changes that wait for approval.
@@ -116,7 +118,7 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
     @click.argument("asset", required=False)
     @module
     @as_json
-    def compare_command(backfill_id: str, asset: str | None, module: str, as_json: bool) -> None:
+    def compare_command(backfill_id: str, asset: str | None, module: str | None, as_json: bool) -> None:
         """Compare each stage with what it replaced.
 
         The rows on main now with those before the backfill; with ASSET only of that stage. Shows
@@ -134,8 +136,9 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
     @group.command(name="approve")
     @click.argument("backfill_id")
     @click.argument("assets", nargs=-1)
+    @module
     @as_json
-    def approve_command(backfill_id: str, assets: tuple[str, ...], as_json: bool) -> None:
+    def approve_command(backfill_id: str, assets: tuple[str, ...], module: str | None, as_json: bool) -> None:
         """Approve what a backfill has published.
 
         The stages after it are then launched; with ASSETS only those after these. What is published
@@ -143,7 +146,7 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
         """
         from branchlake_dagster.cli.incremental import approval
 
-        found = approval.approve_backfill(Settings(), backfill_id, assets)
+        found = approval.approve_backfill(command_settings(module).settings, backfill_id, assets)
         if as_json:
             click.echo(json.dumps(approval.approval_dict(found), indent=2))
         else:
@@ -156,7 +159,7 @@ def add_to(main: click.Group, now: Callable[[], float]) -> None:
         "--rebuild-lost", is_flag=True, help="Also compute anew the stages whose change is no longer known."
     )
     @as_json
-    def retry_command(backfill_id: str, module: str, rebuild_lost: bool, as_json: bool) -> None:
+    def retry_command(backfill_id: str, module: str | None, rebuild_lost: bool, as_json: bool) -> None:
         """Launch the failed partitions of each stage again.
 
         Dagster's daemon computes them. What follows from them launches itself as it is published.

@@ -45,7 +45,12 @@ def show_status(found: Sequence[Progress], console: Console | None = None) -> No
     console.print(table)
 
 
-def show_retry(done: RetryPlan, backfill_id: str, module: str, console: Console | None = None) -> None:
+def module_option(module: str | None) -> str:
+    """The option `-m` of a command that is shown as the next one; nothing if the project was found."""
+    return "" if module is None else f" -m {module}"
+
+
+def show_retry(done: RetryPlan, backfill_id: str, module: str | None, console: Console | None = None) -> None:
     """What was launched again, and what stays lost, for people."""
     console = console or _console()
     for launch in done.launches:
@@ -64,10 +69,10 @@ def show_retry(done: RetryPlan, backfill_id: str, module: str, console: Console 
         )
         console.print(told, soft_wrap=True, highlight=False, markup=False)
     if any(lost.partitions for lost in done.lost):
-        command = f"branchlake backfill retry {backfill_id} -m {module} --rebuild-lost"
+        command = f"branchlake backfill retry {backfill_id}{module_option(module)} --rebuild-lost"
         console.print(f"Compute them anew: {command}", soft_wrap=True, highlight=False, markup=False)
     if done.launches:
-        command = f"branchlake backfill status {backfill_id} -m {module}"
+        command = f"branchlake backfill status {backfill_id}{module_option(module)}"
         console.print(f"Next: {command}", soft_wrap=True, highlight=False, markup=False)
 
 
