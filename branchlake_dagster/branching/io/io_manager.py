@@ -27,7 +27,7 @@ from branchlake_dagster.branching.frames import arrow_frames, frame_conversion, 
 from branchlake_dagster.branching.io import earlier_attempts, long_keys, op_values, partition_row_counts
 from branchlake_dagster.branching.io.input_columns import delivered_columns, input_columns
 from branchlake_dagster.branching.io.preview import preview
-from branchlake_dagster.branching.io.stored_rows import StoredRows, wants_stored_rows
+from branchlake_dagster.branching.io.stored_rows import RowPartitions, StoredRows, wants_stored_rows
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.resources.read_set import merging
 from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
@@ -186,7 +186,13 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             replaced = consumption.partitions if consumption is not None and in_order else ()
             selection = self._input_selection(context, spec, definition, table.schema(), replaced)
             if wants_stored_rows(context.dagster_type):
-                return StoredRows(table, selection, ref, lambda: self._frame(spec, table.schema(), selection))
+                return StoredRows(
+                    table,
+                    selection,
+                    ref,
+                    lambda: self._frame(spec, table.schema(), selection),
+                    _several_partitions(context, spec, definition),
+                )
             if spark:
                 frame = spark_frames.read(self.spark.own_session(), spec, table.schema(), selection)
                 return frame if columns is None else _only(frame, columns, existing)
@@ -409,6 +415,15 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             if self.lakehouse.run_branch is not None:
                 self.lakehouse.run_branch.head()
             raise
+
+
+def _several_partitions(
+    context: InputContext, spec: TableSpec, definition: PartitionsDefinition[str] | None
+) -> RowPartitions | None:
+    """How the rows of several partitions belong to them; None for one partition, or without columns."""
+    if definition is None or not spec.columns_by_dimension or len(context.asset_partition_keys) < 2:
+        return None
+    return RowPartitions(definition, spec.columns_by_dimension)
 
 
 def _in_step(context: InputContext) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import dagster as dg
@@ -15,16 +15,29 @@ _STORED = "branchlake/stored_rows"
 
 
 @dataclass(frozen=True)
+class RowPartitions:
+    """How rows belong to an asset's partitions: its definition, and the column of each dimension.
+
+    A definition of one dimension has the empty string as its dimension.
+    """
+
+    definition: dg.PartitionsDefinition[str]
+    columns_by_dimension: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class StoredRows:
     """The rows of `selection` (None: all) in `table`, as it is on the reference `ref`.
 
     `frame` opens them in Spark: lazily read, in the run's session, which is opened for nothing else.
+    `partitions` is None if the rows belong to one partition, or to an asset without partition columns.
     """
 
     table: Table
     selection: Selection | None
     ref: str
     frame: Callable[[], DataFrame]
+    partitions: RowPartitions | None = None
 
 
 def wants_stored_rows(kind: dg.DagsterType) -> bool:

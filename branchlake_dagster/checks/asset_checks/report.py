@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import dagster as dg
 
-from branchlake_dagster.checks.constraints.model import Outcome
+from branchlake_dagster.checks.constraints.model import FailingPartitions, Outcome
 
 if TYPE_CHECKING:
     from pyspark.errors import PySparkException
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 PROVED_BY = "branchlake/proved_by"
 """In a check's metadata: `metadata` when no row was read for it, `rows` when few were, without Spark."""
+FAILING_PARTITIONS = "branchlake/failing_partitions"
+"""In a check's metadata: the partitions of the failing rows, where the check read several partitions."""
 _SHOWN_COLUMNS = 12
 _BRANCH_CONF = "spark.sql.catalog.nessie.ref"
 
@@ -38,7 +40,8 @@ def asset_check_result(
 
     Severity is WARN for `warn`, else ERROR. Metadata: `constraint`, `evaluation`, and where known
     `branch`, `failing_rows` and `total_rows` (counts), `failing_ratio` (0..1), `examples` (a table of at
-    most 12 columns), `note`; with a proof `branchlake/proved_by` and the files and rows that were looked at.
+    most 12 columns), `note`, `branchlake/failing_partitions` (a table of at most 5 partitions); with a proof
+    `branchlake/proved_by` and the files and rows that were looked at.
     """
     metadata: dict[str, dg.MetadataValue] = {
         "constraint": dg.MetadataValue.text(text),
@@ -54,6 +57,8 @@ def asset_check_result(
         metadata["failing_ratio"] = dg.MetadataValue.float(outcome.failing / outcome.total)
     if outcome.examples:
         metadata["examples"] = _table(outcome.examples)
+    if outcome.partitions is not None:
+        metadata[FAILING_PARTITIONS] = _partitions(outcome.partitions)
     if outcome.proof is not None:
         metadata[PROVED_BY] = dg.MetadataValue.text(outcome.proof.by)
         metadata["branchlake/proved_by_files"] = dg.MetadataValue.int(outcome.proof.files)
@@ -75,7 +80,19 @@ def _sentence(text: str, outcome: Outcome) -> str:
     if outcome.failing is None:
         return f"Fails: {text}: {outcome.note}." if outcome.note else f"Fails: {text}."
     of = "" if outcome.total is None else f" of {outcome.total}"
-    return f"{outcome.failing}{of} rows fail: {text}."
+    where = f", in partitions {outcome.partitions.text}" if outcome.partitions is not None else ""
+    return f"{outcome.failing}{of} rows fail{where}: {text}."
+
+
+def _partitions(found: FailingPartitions) -> dg.TableMetadataValue:
+    columns = [dg.TableColumn("partition", "string"), dg.TableColumn("failing_rows", "int")]
+    return dg.MetadataValue.table(
+        records=[
+            dg.TableRecord({"partition": name, "failing_rows": rows})
+            for name, rows in found.rows_by_partition.items()
+        ],
+        schema=dg.TableSchema(columns=columns),
+    )
 
 
 def _table(examples: Sequence[Mapping[str, str | None]]) -> dg.TableMetadataValue:

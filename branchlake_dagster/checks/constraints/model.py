@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from branchlake_dagster.checks.constraints.promises import Promise
 from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.wording import counted
 
 if TYPE_CHECKING:
     from pandera.api.pyspark.container import DataFrameSchema
@@ -99,12 +100,33 @@ class Proof:
     rows: int
 
 
+@dataclass(frozen=True)
+class FailingPartitions:
+    """The partitions that failing rows belong to, with the number of failing rows, the largest first.
+
+    `more` counts the partitions that are not listed; `more_at_least` is True if there may be further ones.
+    """
+
+    rows_by_partition: Mapping[str, int]
+    more: int = 0
+    more_at_least: bool = False
+
+    @property
+    def text(self) -> str:
+        """For a sentence: `2026-11-02 (12 rows), 2026-11-05 (3 rows) and 4 more`."""
+        listed = ", ".join(
+            f"{name} ({counted(rows, 'row')})" for name, rows in self.rows_by_partition.items()
+        )
+        return f"{listed} and {'at least ' * self.more_at_least}{self.more} more" if self.more else listed
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What the evaluation of one constraint found.
 
     `failing` and `total` are row counts, None where they are not known; `examples` are failing rows;
-    `note` says what a count cannot; `proof` says that Spark was not needed.
+    `note` says what a count cannot; `proof` says that Spark was not needed; `partitions` are those of the
+    failing rows, None if the rows belong to one partition or theirs are not known.
     """
 
     passed: bool
@@ -113,6 +135,7 @@ class Outcome:
     examples: tuple[Example, ...] = ()
     note: str | None = None
     proof: Proof | None = None
+    partitions: FailingPartitions | None = None
 
 
 def require_examples(examples: int) -> int:

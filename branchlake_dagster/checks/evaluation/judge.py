@@ -6,6 +6,7 @@ theirs.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from branchlake_dagster.checks.constraints.model import (
 )
 from branchlake_dagster.checks.evaluation.counting import Collect, Count, Countable, collect_rows, count
 from branchlake_dagster.checks.evaluation.examples import ANY_ROW, examples_of
+from branchlake_dagster.checks.evaluation.failing_partitions import failing_partitions
 from branchlake_dagster.checks.evaluation.fallback import validate
 from branchlake_dagster.checks.evaluation.returned import THIS, returned
 from branchlake_dagster.checks.evaluation.shape import schema_outcome, wrong_types
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import StructType
 
-    from branchlake_dagster.checks.constraints.model import Example
+    from branchlake_dagster.checks.constraints.model import Example, FailingPartitions
     from branchlake_dagster.checks.evaluation.rows import Rows
 
 _NO_ANSWER = frozenset({"SparkConnectGrpcException", "SparkConnectException", "RetriesExceeded"})
@@ -68,8 +70,9 @@ def judge(rows: Rows, asked: Sequence[Asked], *, view: str, collect: Collect = c
 
     In this order: the schema, what `rows` know without being read, one call of `collect` for all that can
     be counted (none when nothing is left, then Spark is not even opened), one more for examples where
-    something fails, and pandera for the rest. `view` is what `{this}` is called in the session meanwhile. A
-    constraint on a missing or wrongly typed column fails and says so.
+    something fails, another for the partitions of failing rows if `rows` are of several, and pandera for the
+    rest. `view` is what `{this}` is called in the session meanwhile. A constraint on a missing or wrongly
+    typed column fails and says so.
     """
     verdicts = Verdicts()
     countable: dict[str, Countable] = {}
@@ -78,7 +81,7 @@ def judge(rows: Rows, asked: Sequence[Asked], *, view: str, collect: Collect = c
         examples |= dict.fromkeys((one.name for one in part.constraints), part.examples)
         countable |= _without_reading(rows, part, verdicts)
     if countable:
-        _in_one_job(rows.frame, countable, examples, verdicts, view=view, collect=collect)
+        _in_one_job(rows, countable, examples, verdicts, view=view, collect=collect)
     for part in asked:
         for constraint in part.constraints:
             if isinstance(constraint, PanderaConstraint):
@@ -147,7 +150,7 @@ def _not_evaluated(why: str) -> Outcome:
 
 
 def _in_one_job(
-    frame: DataFrame,
+    rows: Rows,
     wanted: Mapping[str, Countable],
     examples: Mapping[str, int],
     verdicts: Verdicts,
@@ -155,7 +158,8 @@ def _in_one_job(
     view: str,
     collect: Collect,
 ) -> None:
-    """Count all of `wanted`, then show rows of what fails."""
+    """Count all of `wanted`, then show rows of what fails, and their partitions."""
+    frame = rows.frame
     uses_view = any(isinstance(one, SqlConstraint) and THIS in one.sql for one in wanted.values())
     if uses_view:
         frame.createOrReplaceTempView(view)
@@ -167,11 +171,14 @@ def _in_one_job(
         )
         failing = [one for one in wanted.values() if one.name in counts and counts[one.name].failing]
         shown, why = _shown(frame, failing, examples, view=view, collect=collect)
+        places = _places(rows, failing, view=view, collect=collect)
     finally:
         if uses_view:
             frame.sparkSession.catalog.dropTempView(view)
     for name, found in counts.items():
-        verdicts.outcomes[name] = replace(_outcome(found), examples=shown.get(name, ()), note=why.get(name))
+        verdicts.outcomes[name] = replace(
+            _outcome(found), examples=shown.get(name, ()), note=why.get(name), partitions=places.get(name)
+        )
 
 
 def _outcome(found: Count) -> Outcome:
@@ -225,6 +232,26 @@ def _shown(
             except PySparkException as error:
                 why[one.name] = _no_examples(error)
     return shown, why
+
+
+def _places(
+    rows: Rows, failing: Sequence[Countable], *, view: str, collect: Collect
+) -> dict[str, FailingPartitions]:
+    """The partitions of the failing rows, by constraint. The verdicts stand whatever happens here."""
+    if rows.partitions is None:
+        return {}
+    found: dict[str, FailingPartitions] = {}
+    promises = [one for one in failing if not isinstance(one, SqlConstraint)]
+    with contextlib.suppress(PySparkException):
+        found |= failing_partitions(rows.frame, promises, rows.partitions, collect=collect)
+    for one in failing:
+        if isinstance(one, SqlConstraint):
+            with contextlib.suppress(PySparkException):
+                bad = returned(rows.frame, one, view)
+                placed = failing_partitions(bad, [ANY_ROW], rows.partitions, collect=collect)
+                if ANY_ROW.name in placed:
+                    found[one.name] = placed[ANY_ROW.name]
+    return found
 
 
 def _no_examples(error: PySparkException) -> str:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import StructType
 
+    from branchlake_dagster.branching.io.stored_rows import RowPartitions
     from branchlake_dagster.checks.constraints.model import Constraint, Outcome
 
 
@@ -21,6 +22,10 @@ class Rows(Protocol):
     @property
     def frame(self) -> DataFrame:
         """The rows in Spark, read lazily."""
+
+    @property
+    def partitions(self) -> RowPartitions | None:
+        """How the rows belong to several partitions of their asset; None if that is not known."""
 
     def proved(self, constraint: Constraint) -> Outcome | None:
         """The outcome of a constraint that holds and that no row need be read for; None: read the rows."""
@@ -41,6 +46,11 @@ class FrameRows:
     def frame(self) -> DataFrame:
         """The frame."""
         return self._frame
+
+    @property
+    def partitions(self) -> RowPartitions | None:
+        """A frame does not say of which partitions it is."""
+        return None
 
     def proved(self, constraint: Constraint) -> Outcome | None:  # noqa: ARG002 - the protocol's
         """Nothing is known without reading."""

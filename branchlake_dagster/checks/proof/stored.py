@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import StructType
 
-    from branchlake_dagster.branching.io.stored_rows import StoredRows
+    from branchlake_dagster.branching.io.stored_rows import RowPartitions, StoredRows
     from branchlake_dagster.branching.table.selection import Condition
 
 MOST_FILES = 10_000
@@ -73,6 +73,11 @@ class TableRows:
     def frame(self) -> DataFrame:
         """The rows in the run's Spark session."""
         return self._stored.frame()
+
+    @property
+    def partitions(self) -> RowPartitions | None:
+        """As the IO manager knows them."""
+        return self._stored.partitions
 
     def proved(self, constraint: Constraint) -> Outcome | None:
         """Passed, when metadata proves `constraint` or the rows are few and keep it here; else None.
