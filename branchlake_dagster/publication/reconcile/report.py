@@ -176,6 +176,7 @@ def _metadata(report: RunReport, view: MainView | None) -> dict[str, Any]:
     """What is told of the run, on each of its assets and in its own log."""
     verdict = report.verdict
     found: dict[str, Any] = {
+        names.ON_MAIN: MetadataValue.bool(not report.taken_back),
         names.VERDICT: MetadataValue.text(report.shown_verdict()),
         names.CHECKS: MetadataValue.text(f"{verdict.checks_passed}/{verdict.checks_total} passed"),
         names.BRANCH: MetadataValue.text(report.branch),

@@ -1,7 +1,7 @@
 """A run that is not published looks it: the run, its partitions, its asset's page and what backfills see."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import dagster as dg
 import polars as pl
@@ -20,6 +20,7 @@ from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.dagster_internals import get_and_update_asset_status_cache_value
 from branchlake_dagster_tests.harness import Project, project
 
+AssetAndCheck = Callable[..., tuple[dg.AssetsDefinition, dg.AssetChecksDefinition]]
 DAYS = dg.StaticPartitionsDefinition(["mon", "tue", "wed"])
 
 
@@ -120,6 +121,34 @@ def test_a_blocked_run_names_the_command_that_shows_its_rows(lakehouse: Lakehous
         (failure,) = [one for one in p.instance.all_logs(run_id) if "main is as it was" in one.message]
         assert outcome.next_step in failure.message
         assert outcome.next_step in str(p.observations([namespace, "t"])[0].description)
+
+
+def newest_event(p: Project, key: dg.AssetKey, day: str | None) -> dg.AssetObservation | None:
+    """The newest event of an asset, or of one of its partitions, if it is an observation."""
+    wanted = dg.AssetRecordsFilter(asset_key=key, asset_partitions=[day] if day else None)
+    (observed,) = p.instance.fetch_observations(wanted, limit=1).records
+    (materialized,) = p.instance.fetch_materializations(wanted, limit=1).records
+    return observed.asset_observation if observed.storage_id > materialized.storage_id else None
+
+
+@pytest.mark.parametrize(("asset_and_check", "day"), [(daily, "tue"), (plain, None)])
+def test_the_newest_event_says_whether_main_has_what_was_materialized(
+    lakehouse: Lakehouse, namespace: str, asset_and_check: AssetAndCheck, day: str | None
+) -> None:
+    values, key = Values(), dg.AssetKey([namespace, "t"])
+    with project(lakehouse, *asset_and_check(namespace, values)) as p:
+        launch(p, values, [-1], day)
+        blocked = newest_event(p, key, day)
+        assert blocked is not None
+        assert blocked.metadata[names.ON_MAIN].value is False
+        assert blocked.metadata[names.VERDICT].value == "blocked"
+        assert "positive" in str(blocked.description)
+        launch(p, values, [1], day)
+        published = newest_event(p, key, day)
+        assert published is not None
+        assert published.metadata[names.ON_MAIN].value is True
+        assert published.metadata[names.VERDICT].value == "passed"
+        assert published.metadata[names.PUBLICATION].value in str(published.description)
 
 
 def test_a_published_partition_that_is_blocked_anew_counts_as_failed(
