@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from branchlake_dagster.cli.local.demo import run_demo
 from branchlake_dagster.cli.status import gather
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.suite import soak
+from branchlake_dagster_tests.suite.json_contract import check_output
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 
@@ -34,6 +36,7 @@ def test_the_demo_publishes_what_passes_and_blocks_what_does_not(
     real = bool(os.environ.get(soak.VARIABLE)) and all(Path(name).exists() for name in files)
     result = run_demo(lakehouse.settings, files if real else [], say=lambda _: None)
 
+    check_output(["demo", "--json"], json.dumps(result.as_dict()))
     assert result.as_expected, [(line.job, line.partition, line.reason) for line in result.lines]
     published = [line for line in result.lines if line.publication]
     (blocked,) = [line for line in result.lines if not line.publication]

@@ -9,6 +9,7 @@ from typing import Any
 import click
 import pytest
 
+from branchlake_dagster.cli.local.demo import DemoResult, Line
 from branchlake_dagster.cli.main import main
 from branchlake_dagster_tests.suite.json_contract import SCHEMAS, check_output, schema_of, validator
 
@@ -25,7 +26,7 @@ NAMES = sorted(path.stem for path in SCHEMAS.glob("*.json"))
 
 
 def test_every_command_with_json_has_a_schema() -> None:
-    wanted = {schema_of([*words, "--json"]) for words in commands_with_json(main)} - {None}
+    wanted = {schema_of([*words, "--json"]) for words in commands_with_json(main)}
     assert wanted | {"consumers-partitions"} == set(NAMES)
 
 
@@ -50,6 +51,21 @@ def test_a_schema_describes_each_field_and_allows_no_other(name: str) -> None:
         assert "additionalProperties" in one
         for field in one.get("properties", {}).values():
             assert field["description"]
+
+
+def test_the_result_of_the_demo_fits_its_schema() -> None:
+    blocked = Line("r", "job", "p", "run-r", "1/2", "blocked", None, None, 1.5, "a check failed")
+    published = Line("r", "job", "p", "run-r", "2/2", "passed", "c0ffee", {"sda.tracks": 3}, 1.5)
+    check_output(["demo", "--json"], json.dumps(DemoResult([blocked, published], 2_000).as_dict()))
+
+
+def test_each_line_of_the_receivers_is_a_document() -> None:
+    ready = {"event": "ready", "sources": {"sda.radar": "127.0.0.1:9101"}, "monitor": "http://127.0.0.1:9464"}
+    ended: dict[str, Any] = {"event": "ended", "intakes": []}
+    lines = [json.dumps(one) for one in (ready, ended)]
+    check_output(["sda", "receive", "--json"], "\n".join(lines))
+    with pytest.raises(AssertionError):
+        check_output(["sda", "receive", "--json"], json.dumps({**ready, "event": "ended"}))
 
 
 def test_an_output_that_breaks_its_schema_is_found() -> None:

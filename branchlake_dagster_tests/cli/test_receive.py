@@ -27,6 +27,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.receiving.landing import Landing
 from branchlake_dagster.lakehouse.embedded.ports import choose_port
 from branchlake_dagster_tests.ingest.receiving.harness import landed
+from branchlake_dagster_tests.suite.json_contract import check_output
 
 COMMAND = [sys.executable, "-c", "from branchlake_dagster.cli import main; main()"]
 ANYWHERE = "127.0.0.1:0"
@@ -45,6 +46,7 @@ class Running:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, self.process.communicate()
+        check_output(["sda", "receive", "--json"], line)
         self.ready = json.loads(line)
 
     def address(self, topic: str) -> tuple[str, int]:
@@ -55,6 +57,7 @@ class Running:
         self.process.send_signal(number)
         out, told = self.process.communicate(timeout=60)
         assert self.process.returncode == 0, told
+        check_output(["sda", "receive", "--json"], out)
         return {one["topic"]: one for one in json.loads(out)["intakes"]}
 
 
@@ -186,6 +189,7 @@ def test_pages_are_had_once_across_kills(tmp_path: Path) -> None:
     finally:
         simulator.terminate()
         out, _ = simulator.communicate(timeout=60)
+    check_output(["sda", "simulate", "--json"], out)
     tally = json.loads(out)["kinds"]["optical"]
     values = landed(tmp_path, "sda.optical")["value"].to_pylist()
     assert tally["measured"] == 4_800
@@ -314,6 +318,7 @@ def test_options_of_kafka_come_from_a_file_and_are_not_shown(tmp_path: Path) -> 
 def test_the_bench_accounts_for_every_record() -> None:
     found = measure(seconds=0.3, roll_s=0.05, quiet_s=5.0, say=lambda _: None)
     assert set(found) == {"udp", "tcp", "http"}
+    check_output(["bench", "receive", "--json"], json.dumps(found))
     for one in found.values():
         assert one["unaccounted"] == one["paced_unaccounted"] == 0
         assert one["records_per_s"] > 0
