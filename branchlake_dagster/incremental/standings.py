@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from pyiceberg.exceptions import NoSuchTableError
+from pyiceberg.table.metadata import TableMetadata
 
 from branchlake_dagster.branching.consuming.positions import Consumed, Positions, read, recorded_time
 from branchlake_dagster.branching.errors import PositionUnreadable
@@ -20,7 +21,7 @@ from branchlake_dagster.changes.model import ChangeSet, Position, moment
 from branchlake_dagster.errors import Transient
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized
+from branchlake_dagster.lakehouse.nessie.errors import NessieError, NessieUnauthorized
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
 
 
@@ -55,29 +56,52 @@ class Unreadable:
     trouble: str
 
 
-def standings(lake: Lakehouse) -> Iterator[TableStanding | Unreadable]:
-    """By table and input. What is wrong with one table is told and stops no other."""
+@dataclass(frozen=True)
+class TablePositions:
+    """A table on `main` with the positions recorded in it; they are empty if it consumes no changes."""
+
+    name: str
+    metadata: TableMetadata
+    positions: Positions
+
+
+def recorded_positions(lake: Lakehouse) -> Iterator[TablePositions | Unreadable]:
+    """The recorded positions of every table on `main`; of a table that cannot be read, the reason.
+
+    Reads the metadata of each table. Raises NessieError if Nessie does not answer.
+    """
     catalog = lake.catalog(MAIN)
     for entry in lake.nessie.entries(MAIN, fetch_content=True):
         if not isinstance(entry.content, IcebergTable):
             continue
+        name = entry.key.name
         try:
-            table = catalog.table_of(entry.key.elements, entry.content)
-            positions = read(table.metadata.properties, table=entry.key.name)
+            metadata = catalog.table_of(entry.key.elements, entry.content).metadata
+            positions = read(metadata.properties, table=name)
+        except NessieError:
+            raise
         except PositionUnreadable as error:
-            yield Unreadable(entry.key.name, str(error))
-            continue
-        except Exception as error:  # noqa: BLE001 - whatever a store or a file of metadata comes up with
-            yield Unreadable(entry.key.name, _in_words(error))
-            continue
-        if consumed := _whole(positions):
-            time = recorded_time(table.metadata, entry.key.name)
+            yield Unreadable(name, str(error))
+        except Exception as error:  # noqa: BLE001 - a store and a metadata file may raise anything
+            yield Unreadable(name, _in_words(error))
+        else:
+            yield TablePositions(name, metadata, positions)
+
+
+def standings(lake: Lakehouse) -> Iterator[TableStanding | Unreadable]:
+    """By table and input. What is wrong with one table is told and stops no other."""
+    catalog = lake.catalog(MAIN)
+    for table in recorded_positions(lake):
+        if isinstance(table, Unreadable):
+            yield table
+        elif consumed := _whole(table.positions):
+            time = recorded_time(table.metadata, table.name)
             for name, position in sorted(consumed.inputs.items()):
                 found = _standing(
-                    catalog, entry.key.name, name, position, consumed, len(positions.partitions)
+                    catalog, table.name, name, position, consumed, len(table.positions.partitions)
                 )
                 if not holds(table.metadata, consumed.at):
-                    found = replace(found, change=None, trouble=rolled_back(entry.key.name).message)
+                    found = replace(found, change=None, trouble=rolled_back(table.name).message)
                 yield replace(found, valid_through=moment(time.ms) if time is not None else None)
 
 

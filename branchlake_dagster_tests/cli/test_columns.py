@@ -1,6 +1,8 @@
 """`branchlake columns`: what is refused, what is listed, and what comes to `main`."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,18 @@ def test_dependents_in_the_code_are_listed() -> None:
     assert columns_of_asset(graph, asked, "lake") == {"id", "at"}
 
 
+@contextmanager
+def without_metadata(lakehouse: Lakehouse, *identifier: str) -> Iterator[None]:
+    """Inside the block the table's metadata file is missing. The lake is shared, so it comes back."""
+    location = lakehouse.catalog().load_table(identifier).metadata_location
+    path = Path(location.removeprefix("file://"))
+    path.rename(path.with_suffix(".away"))
+    try:
+        yield
+    finally:
+        path.with_suffix(".away").rename(path)
+
+
 def test_columns_are_dropped_and_renamed_in_one_publication_each(
     lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -168,6 +182,12 @@ def test_columns_are_dropped_and_renamed_in_one_publication_each(
         tried = command("drop", table, "extra", "--dry-run")
         assert tried["publication"] is None
         assert {"kind": "consumer", "name": f"{namespace}.copy", "declares": []} in tried["dependents"]
+        assert f"{namespace}.copy" not in {one["table"] for one in tried["unreadable"]}
+        with without_metadata(lakehouse, namespace, "copy"):
+            tried = command("drop", table, "extra", "--dry-run")
+        (lost,) = [one for one in tried["unreadable"] if one["table"] == f"{namespace}.copy"]
+        assert "FileNotFoundError" in lost["trouble"]
+        assert f"{namespace}.copy" not in {one["name"] for one in tried["dependents"]}
         assert lakehouse.nessie.reference("main").hash == head
         monkeypatch.chdir(tmp_path)
         (tmp_path / "columns_location.py").write_text(LOCATION.format(namespace=namespace))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import click
 
@@ -70,6 +71,7 @@ def _change(
     from branchlake_dagster.cli.columns import dependents
     from branchlake_dagster.cli.local.home import dagster_home
     from branchlake_dagster.errors import ConfigurationError
+    from branchlake_dagster.incremental.standings import Unreadable
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.lakehouse.nessie.model import ContentKey
     from branchlake_dagster.publication.commit.column_changes import (
@@ -91,7 +93,9 @@ def _change(
     change = ColumnChange(identifier, columns, new_name)
     lake = Lakehouse(settings, start=False)
     lake.endpoints(spark=False)
-    found = [*dependents.consuming_tables(lake, change)]
+    tables = [*dependents.consuming_tables(lake, change)]
+    unreadable = [one for one in tables if isinstance(one, Unreadable)]
+    found = [one for one in tables if not isinstance(one, Unreadable)]
     used: set[str] = set()
     for location in chosen.locations:
         graph = location.repository.asset_graph
@@ -102,6 +106,8 @@ def _change(
         for one in found:
             by = f", which consumes its changes by {', '.join(one.declares)}" if one.declares else ""
             click.echo(f"Depends on {change.table}: {one.kind} {one.name}{by}")
+        for lost in unreadable:
+            click.echo(f"May depend on {change.table}: table {lost.table}, {lost.trouble}")
     commit = None
     if not dry_run:
         dagster_home(settings)
@@ -109,7 +115,11 @@ def _change(
             commit = change_columns(lake, change, instance=instance_id(instance), used=used)
     if as_json:
         told = {"table": change.table, "columns": list(columns), "new_name": new_name, "publication": commit}
-        click.echo(json.dumps({**told, "dependents": [one.as_dict() for one in found]}, indent=2))
+        listed = {
+            "dependents": [one.as_dict() for one in found],
+            "unreadable": [asdict(lost) for lost in unreadable],
+        }
+        click.echo(json.dumps({**told, **listed}, indent=2))
     elif commit is None:
         click.echo("Nothing was changed.")
     else:

@@ -9,13 +9,11 @@ from typing import Any
 from dagster import AssetKey
 
 from branchlake_dagster.branching.consuming.declaration import declared
-from branchlake_dagster.branching.consuming.positions import read
 from branchlake_dagster.branching.consuming.steps import consumer_of
 from branchlake_dagster.branching.table.spec import identifier_of, table_spec
 from branchlake_dagster.errors import BranchlakeError
-from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.nessie.errors import NessieError
-from branchlake_dagster.lakehouse.nessie.model import IcebergTable
+from branchlake_dagster.incremental.standings import Unreadable, recorded_positions
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.library_internals.dagster import AssetGraph
 from branchlake_dagster.publication.commit.column_changes import ColumnChange
 
@@ -33,26 +31,18 @@ class Dependent:
         return {"kind": self.kind, "name": self.name, "declares": list(self.declares)}
 
 
-def consuming_tables(lake: Lakehouse, change: ColumnChange) -> Iterator[Dependent]:
+def consuming_tables(lake: Lakehouse, change: ColumnChange) -> Iterator[Dependent | Unreadable]:
     """The tables on `main` that were computed from changes of the table, in any code location.
 
-    Reads the metadata of each table. A table that cannot be read is left out: `branchlake consumers` lists
-    it.
+    Reads the metadata of each table. A table that cannot be read may be one of them, so it is reported.
     """
-    catalog = lake.catalog(MAIN)
-    for entry in lake.nessie.entries(MAIN, fetch_content=True):
-        if not isinstance(entry.content, IcebergTable):
+    for table in recorded_positions(lake):
+        if isinstance(table, Unreadable):
+            yield table
             continue
-        try:
-            table = catalog.table_of(entry.key.elements, entry.content)
-            positions = read(table.metadata.properties, table=entry.key.name)
-        except NessieError:
-            raise
-        except Exception:  # noqa: BLE001, S112 - whatever a store or a file of metadata comes up with
-            continue
-        every = [*positions.partitions.values(), *filter(None, [positions.floor])]
+        every = [*table.positions.partitions.values(), *filter(None, [table.positions.floor])]
         if any(change.table in one.inputs for one in every):
-            yield Dependent("consumer", entry.key.name)
+            yield Dependent("consumer", table.name)
 
 
 def dependents_in_code(graph: AssetGraph, change: ColumnChange, namespace: str) -> Iterator[Dependent]:
