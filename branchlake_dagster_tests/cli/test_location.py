@@ -1,5 +1,6 @@
 """Commands work with the settings of the code location's lake: named with `-m`, or by the project's files."""
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -171,6 +172,16 @@ def test_a_command_without_a_module_works_with_the_lake_of_the_project(
 def test_a_module_is_named_as_the_source(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command_settings(module).source == f"lakehouse of {module} (-m)"
     assert capsys.readouterr().err == f"settings: lakehouse of {module} (-m)\n"
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_what_a_location_prints_stays_out_of_the_output(named: bool, module: str, project: Path) -> None:
+    (project / "pyproject.toml").write_text(DAGSTER_TABLE)
+    noise = "print('printed at import')\nimport warnings\nwarnings.warn('a warning')\n"
+    write(project, module, noise + MODULE.format(state=project / "of_code"))
+    done = CliRunner().invoke(main, ["status", "--json", *(["-m", module] if named else [])])
+    assert json.loads(done.stdout)["state_dir"] == str(project / "of_code")
+    assert "a warning" not in done.stderr
 
 
 def test_outside_a_project_nothing_is_loaded_or_printed(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +60,8 @@ def module_settings(module: str) -> CommandSettings:
     """The settings of the code location in a module. Raises ConfigurationError."""
     _read_env_file()
     try:
-        repository = repository_of(module_location(module))
+        with _quietly():
+            repository = repository_of(module_location(module))
     except (ImportError, ValueError) as error:
         raise ConfigurationError(
             f"{module} cannot be loaded as a code location: {error}",
@@ -86,8 +90,9 @@ def project_settings(files: Sequence[Path]) -> CommandSettings:
     for file, named in _first_named(files, troubles):
         # A project that is only found must not stop a command that the environment alone can serve.
         try:
-            location = LoadedLocation(named.name, file.name, repository_of(named))
-            lakes += lakes_of(location)
+            with _quietly():
+                location = LoadedLocation(named.name, file.name, repository_of(named))
+                lakes += lakes_of(location)
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything
             troubles.append(_cannot_be_loaded(f"{named.name} (found in {file.name})", error))
         else:
@@ -114,6 +119,17 @@ def _cannot_be_loaded(name: str, error: Exception) -> str:
         text = f"{type(error).__name__}: {text}".removesuffix(": ")
     short = text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]} …"
     return f"{name} cannot be loaded: {short}"
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep what a code location prints out of the command's output, which may be JSON, and its warnings too.
+
+    Dagster's own commands show the warnings whenever they load the code location.
+    """
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _read_env_file() -> None:
