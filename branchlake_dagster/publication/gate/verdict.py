@@ -66,7 +66,7 @@ def judge(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
     if strict_tables:
         reasons += _unexplained(evidence)
     warnings = tuple(
-        _sentence(name, partition, result)
+        _sentence(evidence, name, partition, result)
         for (name, partition), result in sorted(evidence.evaluations.items(), key=repr)
         if not result.passed and not result.blocks
     )
@@ -89,7 +89,7 @@ def _missing(evidence: RunEvidence) -> Iterator[str]:
 def _failed(evidence: RunEvidence) -> Iterator[str]:
     for (name, partition), result in sorted(evidence.evaluations.items(), key=repr):
         if not result.passed and result.blocks:
-            yield _sentence(name, partition, result)
+            yield _sentence(evidence, name, partition, result)
 
 
 def _failed_tables(evidence: RunEvidence) -> tuple[str, ...]:
@@ -157,10 +157,19 @@ def _unexplained(evidence: RunEvidence) -> list[str]:
     ]
 
 
-def _sentence(name: CheckName, partition: str | None, result: Evaluation) -> str:
+def _sentence(evidence: RunEvidence, name: CheckName, partition: str | None, result: Evaluation) -> str:
     # Descriptions end as sentences do; reasons are joined to one.
     told = f": {result.description.rstrip('.')}" if result.description else ""
-    return f"check {_label(name, partition)} failed{told}"
+    return f"check {_label(name, partition)} failed{told}{_scope(evidence, name)}"
+
+
+def _scope(evidence: RunEvidence, name: CheckName) -> str:
+    """Says of a check on a whole partitioned table that the failing rows may be older than the run."""
+    asset, check = name
+    partitioned = any(written == asset and part is not None for written, part in evidence.written)
+    if not partitioned or asset not in evidence.rules or check not in evidence.rules[asset].whole_tables:
+        return ""
+    return " (the check reads all partitions, also those that this run did not write)"
 
 
 def _label(name: CheckName, partition: str | None) -> str:

@@ -157,6 +157,21 @@ def test_a_check_of_the_whole_table_grows_stale_by_any_partition() -> None:
     assert told.blocked
 
 
+def test_the_reason_says_that_a_check_reads_more_partitions_than_the_run_wrote() -> None:
+    rows = AssetRules("lake.a", frozenset({"good"}), demands_checks=True)
+    whole = replace(rows, whole_tables={"good": frozenset({"lake.a"})})
+    failed = {(CHECK, None): result(passed=False)}
+
+    def reason(rules: AssetRules, partition: str | None) -> str:
+        found = verdict(evaluations=failed, written={(A, partition): written()}, rules={A: rules})
+        assert found.blocked
+        return found.reasons[0]
+
+    assert reason(whole, "p") != reason(rows, "p")
+    assert "all partitions" in reason(whole, "p")
+    assert reason(whole, None) == reason(rows, None)
+
+
 def test_a_defined_check_that_was_left_out_blocks() -> None:
     told = verdict(planned=frozenset(), evaluations={})
     assert "check good on lake/a was left out of the run" in told.reasons
