@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,9 +15,9 @@ from pyiceberg.catalog import MetastoreCatalog
 from pyiceberg.expressions import BooleanExpression
 from pyiceberg.io import FileIO
 from pyiceberg.io.pyarrow import _dataframe_to_data_files, _read_deletes
-from pyiceberg.manifest import DataFile
+from pyiceberg.manifest import DataFile, ManifestContent, ManifestFile
 from pyiceberg.schema import Schema
-from pyiceberg.table import CreateTableTransaction, StagedTable, Table, Transaction
+from pyiceberg.table import CreateTableTransaction, StagedTable, Table, TableProperties, Transaction
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Operation, Summary
 from pyiceberg.table.update import (
@@ -28,8 +28,14 @@ from pyiceberg.table.update import (
     _update_table_metadata_log,
 )
 from pyiceberg.table.update import snapshot as snapshot_producers
-from pyiceberg.table.update.snapshot import _FastAppendFiles, _OverwriteFiles
+from pyiceberg.table.update.snapshot import (
+    _FastAppendFiles,
+    _ManifestMergeManager,
+    _MergeAppendFiles,
+    _OverwriteFiles,
+)
 from pyiceberg.utils.concurrent import ExecutorFactory
+from pyiceberg.utils.properties import property_as_bool, property_as_int
 
 from branchlake_dagster.library_internals.column_metrics import ReliableStrictEvaluator
 
@@ -37,6 +43,7 @@ __all__ = [
     "applied",
     "as_compaction",
     "commit_compaction",
+    "commit_files",
     "creation_of",
     "data_files",
     "deleted_positions",
@@ -166,6 +173,72 @@ def _all_written() -> Iterator[None]:
     finally:
         _begun.reset(token)
         wait(begun)
+
+
+def commit_files(
+    table: Table,
+    *,
+    added: Iterable[DataFile],
+    removed: Iterable[DataFile],
+    properties: Mapping[str, str],
+) -> Table:
+    """Remove data files and add others in one snapshot, if the table has not changed meanwhile.
+
+    PyIceberg's own producers repeat a commit when the table has moved, and an append then is not compared
+    with what came; this one is not repeated. Manifests are merged as by Iceberg's Java library: once there
+    are `commit.manifest.min-count-to-merge` of them, unless `commit.manifest-merge.enabled` is false.
+    Raises CommitFailedException.
+    """
+    transaction, removing = transaction_on(table), list(removed)
+    operation = Operation.OVERWRITE if removing else Operation.APPEND
+    kind = _MergingOverwrite if removing else _MergeAppendFiles
+    producer = kind(operation, transaction, table.io, snapshot_properties=dict(properties))
+    if isinstance(producer, _MergeAppendFiles):
+        producer._merge_enabled = _merges_manifests(table.metadata)
+    for file in removing:
+        producer.delete_data_file(file)
+    for file in added:
+        producer.append_data_file(file)
+    transaction._apply(*producer._commit())
+    return transaction.commit_transaction()
+
+
+class _MergingOverwrite(_OverwriteFiles):
+    """An overwrite that merges manifests; PyIceberg's own leaves two more behind each time."""
+
+    def _process_manifests(self, manifests: list[ManifestFile]) -> list[ManifestFile]:
+        metadata = self._transaction.table_metadata
+        merging = _ManifestMergeManager(
+            target_size_bytes=_number(
+                metadata,
+                TableProperties.MANIFEST_TARGET_SIZE_BYTES,
+                TableProperties.MANIFEST_TARGET_SIZE_BYTES_DEFAULT,
+            ),
+            min_count_to_merge=_number(
+                metadata,
+                TableProperties.MANIFEST_MIN_MERGE_COUNT,
+                TableProperties.MANIFEST_MIN_MERGE_COUNT_DEFAULT,
+            ),
+            merge_enabled=_merges_manifests(metadata),
+            snapshot_producer=self,
+        )
+        deletes = [one for one in manifests if one.content == ManifestContent.DELETES]
+        data = [one for one in manifests if one.content == ManifestContent.DATA and self._is_needed(one)]
+        return [*merging.merge_manifests(data), *deletes]
+
+    def _is_needed(self, manifest: ManifestFile) -> bool:
+        """Whether it names a file that is there, or one that this snapshot removes."""
+        counts = (manifest.added_files_count, manifest.existing_files_count)
+        return manifest.added_snapshot_id == self._snapshot_id or any(count != 0 for count in counts)
+
+
+def _number(metadata: TableMetadata, name: str, default: int) -> int:
+    found = property_as_int(metadata.properties, name, default)
+    return default if found is None else found
+
+
+def _merges_manifests(metadata: TableMetadata) -> bool:
+    return property_as_bool(metadata.properties, TableProperties.MANIFEST_MERGE_ENABLED, True)
 
 
 def commit_compaction(transaction: Transaction, producer: Any) -> Table:

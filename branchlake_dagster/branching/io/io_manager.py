@@ -37,6 +37,8 @@ from branchlake_dagster.branching.table.schema import arrow_schema, evolve, requ
 from branchlake_dagster.branching.table.selection import Selection, select
 from branchlake_dagster.branching.table.spec import PREVIEW_ROWS, TableSpec, require_parquet, table_spec
 from branchlake_dagster.branching.table.types import iceberg_schema, stored_schema
+from branchlake_dagster.branching.upserting import merge
+from branchlake_dagster.branching.upserting.engine import SparkReason, engine_metadata
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized
 from branchlake_dagster.lakehouse.spark.quoting import quoted
@@ -49,14 +51,15 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
 
     Writes and loads Spark frames (Connect and classic), pandas, PyArrow and Polars, chosen by the value's
     type on the way in and by the annotation on the way out (none: a Spark frame). Anything but Spark
-    frames goes through PyIceberg and needs no JVM, apart from upserts. How a table is written stands in
-    the asset's metadata: see `table_metadata`. Outside a run it reads `main`. The asset with the key
+    frames goes through PyIceberg and needs no JVM, apart from upserts that only Spark can do (their
+    materialization reports the reason). How a table is written stands in the asset's metadata: see
+    `table_metadata`. Outside a run it reads `main`. The asset with the key
     `["shop", "prices"]` is the table `shop.prices`; one without a prefix is in the default namespace.
 
     Args:
         lakehouse (LakehouseResource): The lake.
-        spark (BranchSparkResource): Spark frames and upserts are written in its session, which is opened for
-            nothing else.
+        spark (BranchSparkResource): Spark frames, and upserts that PyIceberg cannot do, are written in its
+            session, which is opened for nothing else.
 
     Raises:
         UnsupportedType: The asset returned, or an input is annotated with, something else than such a frame.
@@ -235,14 +238,12 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             spec = outputs.effective(consumption, spec)
             if consumption.replaced_keys:
                 changed_keys = inputs.changed_keys(consumption)
-        few_keys = changed_keys is not None and changed_keys.num_rows <= replace_keys.MOST_KEYS
         keys = provenance.asset_partitions(context)
         found = self._existing(catalog, spec)
         if found is not None:
             require_parquet(found.metadata.properties, table=spec.name)
-        # Where there is no row yet, an upsert has none to match, and needs no MERGE.
+        # Where there is no row yet, an upsert has none to match.
         matches = spec.write_mode == "upsert" and found is not None and arrow_frames.may_have_rows(found)
-        by_spark = is_spark or (matches and not few_keys)
         if is_spark:
             spark_frames.require_branch(obj, branch, table=spec.name)
             wanted = stored_schema(spark_frames.arrow_schema(obj, table=spec.name), table=spec.name)
@@ -275,7 +276,7 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
                 "properties": {**spec.properties, **long_keys.properties(selection)},
             }
             try:
-                if not by_spark:
+                if not is_spark:
                     creation = catalog.create_table_transaction(spec.identifier, schema, **how)
                     return self._begin(context, obj, spec, selection, creation)
                 table = catalog.create_table(spec.identifier, schema, **how)
@@ -290,16 +291,21 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             obj = frame_conversion.cast(obj, arrow_schema(table.schema(), name=spec.name), table=spec.name)
         if changed_keys is not None and not changed_keys.num_rows:
             return table  # no key has changed, so nothing of it takes any row's place
-        if not by_spark:
-            if changed_keys is not None:
+        if matches and not is_spark and changed_keys is None and not obj.num_rows:
+            return table  # no row to match, and none to add
+        planned = _planned(obj, table, spec, selection, changed_keys) if matches else None
+        if matches:
+            context.add_output_metadata(engine_metadata(planned))
+        if not is_spark and not isinstance(planned, SparkReason):
+            if isinstance(planned, merge.UpsertPlan):
+                table = merge.write(planned, properties)
+            elif changed_keys is not None:
                 replace_keys.by_arrow(obj, table, spec, changed_keys, properties, selection)
             else:
                 arrow_frames.write(obj, table, spec, selection, properties)
             if not self._attempted_before(context):
                 return table  # what others wrote meanwhile would have been refused, or shown
-        elif (
-            is_spark or obj.num_rows or changed_keys is not None
-        ):  # without rows there is nothing to match, and no Spark is needed
+        else:
             if selection is not None and spec.write_mode == "replace_partitions":
                 table = splitting.divide(table, selection, properties)
             frame = obj if is_spark else spark_inputs.from_arrow(self.spark.own_session(), obj)
@@ -424,6 +430,17 @@ def _several_partitions(
     if definition is None or not spec.columns_by_dimension or len(context.asset_partition_keys) < 2:
         return None
     return RowPartitions(definition, spec.columns_by_dimension)
+
+
+def _planned(
+    obj: Any, table: Table, spec: TableSpec, selection: Selection | None, changed_keys: pa.Table | None
+) -> merge.UpsertPlan | SparkReason | None:
+    """How an upsert into rows is written. None: by PyIceberg, in place of all rows of few changed keys."""
+    if isinstance(obj, DataFrame):
+        return SparkReason.SPARK_FRAME
+    if changed_keys is not None:
+        return SparkReason.CHANGED_KEYS if changed_keys.num_rows > replace_keys.MOST_KEYS else None
+    return merge.plan(obj, table, spec, selection)
 
 
 def _in_step(context: InputContext) -> bool:

@@ -1,0 +1,183 @@
+"""Which engine writes an upsert: PyIceberg in the step's process, or Spark's MERGE. Pure functions.
+
+PyIceberg writes it where the table afterwards holds the rows that MERGE would leave, and where that costs no
+more. Whatever is not known to be the same is left to Spark (docs/adr/0042).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pyiceberg import transforms
+from pyiceberg import types as ice
+from pyiceberg.table import TableProperties
+
+MOST_FRAME_ROWS = 1_000_000
+"""Rows of a frame. They are in the step's memory anyway; their keys are held there a second time."""
+MOST_CANDIDATE_BYTES = 256 * 2**20
+"""Size of the data files that may hold one of the keys. What they hold takes several times that in memory."""
+MOST_CANDIDATE_ROWS = 5_000_000
+"""Rows of those files: text that repeats takes little room in a file, and all of it in memory."""
+MOST_TABLE_FILES = 10_000
+"""Data files of the table: PyIceberg takes some 40 µs for each manifest entry, and reads entries twice."""
+
+
+class SparkReason(StrEnum):
+    """Why Spark writes an upsert. The values are what a materialization reports."""
+
+    SPARK_FRAME = "the asset returned a Spark frame"
+    CHANGED_KEYS = "too many keys of its inputs have changed"
+    FORMAT_VERSION = "the table does not have format version 2"
+    PARTITION_SPECS = "the table has several partition specs"
+    PARTITION_COLUMNS = "the table is partitioned by a column or transform that only Spark writes"
+    SORT_ORDER = "the table has a sort order"
+    MERGE_ON_READ = "the table merges on read"
+    DELETE_FILES = "the table has delete files"
+    REQUIRED_COLUMNS = "the table has columns that must not be null"
+    PROPERTIES = "the table has properties for its files that only Spark follows"
+    KEY_TYPE = "a key is a float or nested"
+    TABLE_FILES = "the table has too many data files"
+    FRAME_ROWS = "the frame has too many rows"
+    CANDIDATE_FORMAT = "files that may hold its keys are not Parquet"
+    CANDIDATE_BYTES = "files that may hold its keys are too large"
+    CANDIDATE_ROWS = "files that may hold its keys have too many rows"
+    SHARED_KEYS = "several rows of the table have one of its keys"
+
+
+UPSERT_ENGINE = "branchlake/upsert_engine"
+"""In a materialization's metadata: which engine matched the rows of an upsert, `PyIceberg` or `Spark`."""
+UPSERT_BY_SPARK_BECAUSE = "branchlake/upsert_by_spark_because"
+"""A value of `SparkReason`; absent if PyIceberg wrote the upsert."""
+
+
+def engine_metadata(plan: object) -> dict[str, str]:
+    """What a materialization reports of a plan: its engine, and the reason if that is Spark."""
+    if isinstance(plan, SparkReason):
+        return {UPSERT_ENGINE: "Spark", UPSERT_BY_SPARK_BECAUSE: plan.value}
+    return {UPSERT_ENGINE: "PyIceberg"}
+
+
+@dataclass(frozen=True)
+class TableFacts:
+    """A table and the frame that goes into it, before a data file of the table is chosen.
+
+    `keys` are the types of the key columns, `partitioned_by` the transform and the type of each partition
+    column, `properties` the table's. `required`: whether a column, or a part of one, must not be null.
+    """
+
+    frame_rows: int
+    keys: tuple[ice.IcebergType, ...]
+    format_version: int = 2
+    partition_specs: int = 1
+    partitioned_by: tuple[tuple[transforms.Transform, ice.IcebergType], ...] = ()  # type: ignore[type-arg]
+    sorted: bool = False
+    required: bool = False
+    delete_files: bool = False
+    data_files: int = 0
+    properties: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CandidateFacts:
+    """The data files that may hold one of the keys: their formats, bytes and rows in all."""
+
+    formats: frozenset[str] = frozenset()
+    size: int = 0
+    rows: int = 0
+
+
+_KEYS = (
+    ice.BooleanType,
+    ice.IntegerType,
+    ice.LongType,
+    ice.DecimalType,
+    ice.DateType,
+    ice.TimeType,
+    ice.TimestampType,
+    ice.TimestamptzType,
+    ice.StringType,
+    ice.UUIDType,
+    ice.FixedType,
+    ice.BinaryType,
+)
+"""Types of which two values are equal to both engines or to neither. Floats have -0.0 and NaN."""
+
+_PARTITIONED = (
+    ice.BooleanType,
+    ice.IntegerType,
+    ice.LongType,
+    ice.DateType,
+    ice.TimestampType,
+    ice.TimestamptzType,
+    ice.StringType,
+)
+_TRANSFORMS = (
+    transforms.IdentityTransform,
+    transforms.BucketTransform,
+    transforms.TruncateTransform,
+    transforms.YearTransform,
+    transforms.MonthTransform,
+    transforms.DayTransform,
+    transforms.HourTransform,
+)
+
+_MERGE_MODE = "write.merge.mode"
+_ONLY_SPARK = (
+    TableProperties.PARQUET_ROW_GROUP_SIZE_BYTES,
+    "write.parquet.bloom-filter",
+    "write.location-provider.impl",
+    "encryption.",
+)
+"""Beginnings of properties that PyIceberg does not follow when it writes a file."""
+
+
+def reason_of_table(facts: TableFacts) -> SparkReason | None:
+    """Why Spark writes this upsert, from the metadata of the table; None if nothing there requires it."""
+    unknown = [
+        kind
+        for transform, kind in facts.partitioned_by
+        if not isinstance(transform, _TRANSFORMS) or not isinstance(kind, _PARTITIONED)
+    ]
+    return _first(
+        (SparkReason.FORMAT_VERSION, facts.format_version != 2),
+        (SparkReason.PARTITION_SPECS, facts.partition_specs > 1),
+        (SparkReason.PARTITION_COLUMNS, bool(unknown)),
+        (SparkReason.SORT_ORDER, facts.sorted),
+        (SparkReason.MERGE_ON_READ, facts.properties.get(_MERGE_MODE, "copy-on-write") != "copy-on-write"),
+        (SparkReason.DELETE_FILES, facts.delete_files),
+        (SparkReason.REQUIRED_COLUMNS, facts.required),
+        (SparkReason.PROPERTIES, any(name.startswith(_ONLY_SPARK) for name in facts.properties)),
+        (SparkReason.KEY_TYPE, not all(isinstance(kind, _KEYS) for kind in facts.keys)),
+        (SparkReason.TABLE_FILES, facts.data_files > MOST_TABLE_FILES),
+        (SparkReason.FRAME_ROWS, facts.frame_rows > MOST_FRAME_ROWS),
+    )
+
+
+def reason_of_candidates(facts: CandidateFacts) -> SparkReason | None:
+    """Why Spark writes this upsert, from the files that may hold a key; None if nothing requires it."""
+    return _first(
+        (SparkReason.CANDIDATE_FORMAT, not facts.formats <= {"PARQUET"}),
+        (SparkReason.CANDIDATE_BYTES, facts.size > MOST_CANDIDATE_BYTES),
+        (SparkReason.CANDIDATE_ROWS, facts.rows > MOST_CANDIDATE_ROWS),
+    )
+
+
+def _first(*tests: tuple[SparkReason, bool]) -> SparkReason | None:
+    return next((reason for reason, applies in tests if applies), None)
+
+
+def requires_values(fields: Iterable[ice.NestedField]) -> bool:
+    """Whether a column, or a part of one, must not be null. Keys of maps never are, so they do not count."""
+    return any(one.required or _requires_values(one.field_type) for one in fields)
+
+
+def _requires_values(kind: ice.IcebergType) -> bool:
+    if isinstance(kind, ice.StructType):
+        return requires_values(kind.fields)
+    if isinstance(kind, ice.ListType):
+        return requires_values([kind.element_field])
+    if isinstance(kind, ice.MapType):
+        return _requires_values(kind.key_type) or requires_values([kind.value_field])
+    return False

@@ -1,0 +1,162 @@
+"""An upsert by PyIceberg: files that hold one of the keys are written again with the frame's rows in them."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+from pyiceberg.expressions import AlwaysTrue
+from pyiceberg.io.pyarrow import ArrowScan
+from pyiceberg.schema import Schema
+from pyiceberg.table import FileScanTask, Table
+
+from branchlake_dagster.branching.frames import frame_conversion
+from branchlake_dagster.branching.frames.arrow_frames import require_inside, require_unique
+from branchlake_dagster.branching.table.selection import Selection
+from branchlake_dagster.branching.table.spec import TableSpec
+from branchlake_dagster.branching.upserting.candidate_files import candidate_files, live_files, stored_values
+from branchlake_dagster.branching.upserting.engine import (
+    CandidateFacts,
+    SparkReason,
+    TableFacts,
+    reason_of_candidates,
+    reason_of_table,
+    requires_values,
+)
+from branchlake_dagster.library_internals.pyiceberg import commit_files, data_files
+
+_READERS = 8
+_KEY = "__branchlake_key"
+
+
+@dataclass(frozen=True)
+class UpsertPlan:
+    """An upsert that PyIceberg writes: its rows, and the data files of `table` with one of their keys."""
+
+    frame: pa.Table
+    table: Table
+    spec: TableSpec
+    matched: tuple[FileScanTask, ...]
+
+
+def plan(
+    frame: pa.Table, table: Table, spec: TableSpec, selection: Selection | None
+) -> UpsertPlan | SparkReason:
+    """Decide which engine upserts `frame`, and for PyIceberg into which files.
+
+    Nothing is written. Rows are matched in the whole table, as by MERGE, not only in the run's partitions.
+
+    Args:
+        frame (pa.Table): At least one row, with the table's columns in the table's types.
+        table (Table): The table on the run's branch, which may have rows.
+        spec (TableSpec): Its `keys` are matched on.
+        selection (Optional[Selection]): The rows that the run may write. None: any.
+
+    Returns:
+        UpsertPlan | SparkReason: The plan for `write`, or why Spark has to do it. Cost: the manifests, and
+        the key columns of the files whose bounds admit one of the keys.
+
+    Raises:
+        UpsertKeyInvalid: A key is null or occurs twice in the frame.
+        PartitionMismatch: The frame has rows outside `selection`.
+    """
+    if reason := reason_of_table(_table_facts(frame, table, spec)):
+        return reason
+    require_unique(frame, spec)
+    require_inside(frame, table.schema(), spec, selection)
+    candidates = candidate_files(table, frame.select(list(spec.keys)))
+    if reason := reason_of_candidates(_candidate_facts(candidates)):
+        return reason
+    keys = _numbered(frame, spec)
+    matches = np.zeros(frame.num_rows, np.int64)
+    matched = []
+    for task, rows in _read(table, table.schema().select(*spec.keys), candidates):
+        found = _matching(rows, keys, spec).drop_nulls().to_numpy()
+        if len(found):
+            matched.append(task)
+            np.add.at(matches, found, 1)
+    if (matches > 1).any():
+        return SparkReason.SHARED_KEYS
+    return UpsertPlan(frame, table, spec, tuple(matched))
+
+
+def write(upsert: UpsertPlan, properties: Mapping[str, str]) -> Table:
+    """Write a planned upsert in one commit, and return the table after it.
+
+    Atomic: all rows are there afterwards, or none. The matched files are removed, and their other rows are
+    written again together with the frame's, one file for each partition (more from the table's target file
+    size on). The commit is not repeated if the table has changed meanwhile, because rows with the same keys
+    may have come: CommitFailedException.
+    """
+    table, frame = upsert.table, upsert.frame
+    keys = _numbered(frame, upsert.spec)
+    parts = [frame]
+    for _, rows in _read(table, table.schema(), upsert.matched):
+        others = rows.filter(_matching(rows, keys, upsert.spec).is_null().to_arrow())
+        parts.append(frame_conversion.cast(others, frame.schema, table=upsert.spec.name))
+    files = data_files(
+        table.metadata, pa.concat_tables(parts), table.io, commit=uuid.uuid4(), numbers=itertools.count()
+    )
+    removed = [task.file for task in upsert.matched]
+    return commit_files(table, added=files, removed=removed, properties=properties)
+
+
+def _table_facts(frame: pa.Table, table: Table, spec: TableSpec) -> TableFacts:
+    schema, metadata = table.schema(), table.metadata
+    files, delete_files = live_files(table)
+    return TableFacts(
+        frame_rows=frame.num_rows,
+        keys=tuple(schema.find_type(key) for key in spec.keys),
+        format_version=metadata.format_version,
+        partition_specs=len(metadata.partition_specs),
+        partitioned_by=tuple(
+            (part.transform, schema.find_type(part.source_id)) for part in metadata.spec().fields
+        ),
+        sorted=not table.sort_order().is_unsorted,
+        required=requires_values(schema.fields),
+        delete_files=delete_files,
+        data_files=files,
+        properties=metadata.properties,
+    )
+
+
+def _candidate_facts(candidates: Sequence[FileScanTask]) -> CandidateFacts:
+    files = [task.file for task in candidates]
+    return CandidateFacts(
+        formats=frozenset(file.file_format.name for file in files),
+        size=sum(file.file_size_in_bytes for file in files),
+        rows=sum(file.record_count for file in files),
+    )
+
+
+def _read(
+    table: Table, columns: Schema, tasks: Sequence[FileScanTask]
+) -> Iterator[tuple[FileScanTask, pa.Table]]:
+    """The columns of each file, in the order of `tasks`."""
+
+    def rows(task: FileScanTask) -> pa.Table:
+        return ArrowScan(table.metadata, table.io, columns, AlwaysTrue()).to_table([task])
+
+    with ThreadPoolExecutor(min(_READERS, max(len(tasks), 1))) as pool:
+        yield from zip(tasks, pool.map(rows, tasks), strict=True)
+
+
+def _numbered(frame: pa.Table, spec: TableSpec) -> pl.DataFrame:
+    """The keys of the frame, each with the number of its row."""
+    return _key_columns(frame, spec).with_row_index(_KEY)
+
+
+def _matching(rows: pa.Table, keys: pl.DataFrame, spec: TableSpec) -> pl.Series:
+    """For each of the rows, the number of the key that it has; null if it has none of them."""
+    found = _key_columns(rows, spec).join(keys, on=list(spec.keys), how="left", maintain_order="left")
+    return found[_KEY]
+
+
+def _key_columns(rows: pa.Table, spec: TableSpec) -> pl.DataFrame:
+    return pl.DataFrame({key: pl.Series(pl.from_arrow(stored_values(rows[key]))) for key in spec.keys})
