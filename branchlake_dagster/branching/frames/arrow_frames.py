@@ -54,9 +54,18 @@ def may_have_rows(table: Table) -> bool:
 def require_unique(frame: pa.Table, spec: TableSpec) -> None:
     """Raise UpsertKeyInvalid when a key of an upsert is null or occurs twice."""
     nulls = any(frame[key].null_count for key in spec.keys)
-    distinct = frame.group_by(list(spec.keys)).aggregate([]).num_rows
+    keys = pa.table({key: comparable(frame[key]) for key in spec.keys})
+    distinct = keys.group_by(list(spec.keys)).aggregate([]).num_rows
     if nulls or distinct < frame.num_rows:
         raise not_unique(spec)
+
+
+def comparable(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A column in a type that Arrow and Polars group and join by: UUIDs and fixed binary as binary."""
+    if isinstance(column.type, pa.BaseExtensionType):
+        storage = [chunk.storage for chunk in column.chunks]
+        column = pa.chunked_array(storage, column.type.storage_type)
+    return column.cast(pa.binary()) if pa.types.is_fixed_size_binary(column.type) else column
 
 
 def write(

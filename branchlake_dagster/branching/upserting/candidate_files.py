@@ -13,6 +13,7 @@ from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression, GreaterTha
 from pyiceberg.manifest import DataFile
 from pyiceberg.table import FileScanTask, Table
 
+from branchlake_dagster.branching.frames.arrow_frames import comparable
 from branchlake_dagster.changes.facts import facts
 
 _MOST_LISTED = 200
@@ -36,20 +37,12 @@ def candidate_files(table: Table, keys: pa.Table) -> list[FileScanTask]:
     manifests whose partitions may hold one of the keys.
     """
     row_filter: BooleanExpression = AlwaysTrue()
-    distinct = {name: pc.unique(stored_values(keys[name])) for name in keys.column_names}
+    distinct = {name: pc.unique(comparable(keys[name])) for name in keys.column_names}
     for name in keys.column_names:
         row_filter = And(row_filter, _condition(name, keys[name], len(distinct[name])))
     columns = [_SortedKeys(table, name, values) for name, values in distinct.items()]
     tasks = table.scan(row_filter=row_filter).plan_files()
     return [task for task in tasks if all(column.may_be_in(task.file) for column in columns)]
-
-
-def stored_values(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A column in a type that every function of Arrow and Polars takes: UUIDs and fixed binary as binary."""
-    if isinstance(column.type, pa.BaseExtensionType):
-        storage = [chunk.storage for chunk in column.chunks]
-        column = pa.chunked_array(storage, column.type.storage_type)
-    return column.cast(pa.binary()) if pa.types.is_fixed_size_binary(column.type) else column
 
 
 def _condition(name: str, values: pa.ChunkedArray, distinct: int) -> BooleanExpression:

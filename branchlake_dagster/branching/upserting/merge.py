@@ -17,10 +17,10 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import FileScanTask, Table
 
 from branchlake_dagster.branching.frames import frame_conversion
-from branchlake_dagster.branching.frames.arrow_frames import require_inside, require_unique
+from branchlake_dagster.branching.frames.arrow_frames import comparable, require_inside, require_unique
 from branchlake_dagster.branching.table.selection import Selection
 from branchlake_dagster.branching.table.spec import TableSpec
-from branchlake_dagster.branching.upserting.candidate_files import candidate_files, live_files, stored_values
+from branchlake_dagster.branching.upserting.candidate_files import candidate_files, live_files
 from branchlake_dagster.branching.upserting.engine import (
     CandidateFacts,
     SparkReason,
@@ -159,4 +159,4 @@ def _matching(rows: pa.Table, keys: pl.DataFrame, spec: TableSpec) -> pl.Series:
 
 
 def _key_columns(rows: pa.Table, spec: TableSpec) -> pl.DataFrame:
-    return pl.DataFrame({key: pl.Series(pl.from_arrow(stored_values(rows[key]))) for key in spec.keys})
+    return pl.DataFrame({key: pl.Series(pl.from_arrow(comparable(rows[key]))) for key in spec.keys})

@@ -1,0 +1,108 @@
+"""Which engine writes an upsert, from plain facts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pyiceberg import types as ice
+from pyiceberg.transforms import BucketTransform, DayTransform, IdentityTransform, VoidTransform
+
+from branchlake_dagster.branching.upserting import engine
+from branchlake_dagster.branching.upserting.engine import (
+    CandidateFacts,
+    SparkReason,
+    TableFacts,
+    reason_of_candidates,
+    reason_of_table,
+    requires_values,
+)
+
+PLAIN = TableFacts(frame_rows=10, keys=(ice.LongType(),))
+STRUCT = ice.StructType(ice.NestedField(2, "a", ice.LongType(), required=False))
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {},
+        {"keys": (ice.StringType(), ice.DecimalType(9, 2), ice.UUIDType(), ice.TimestamptzType())},
+        {"partitioned_by": ((IdentityTransform(), ice.StringType()), (BucketTransform(4), ice.LongType()))},
+        {"partitioned_by": ((DayTransform(), ice.TimestampType()),)},
+        {"properties": {"write.merge.mode": "copy-on-write", "write.parquet.compression-codec": "zstd"}},
+        {"properties": {"write.delete.mode": "merge-on-read"}},
+        {"frame_rows": engine.MOST_FRAME_ROWS, "data_files": engine.MOST_TABLE_FILES},
+    ],
+    ids=str,
+)
+def test_nothing_speaks_for_spark(facts: dict[str, Any]) -> None:
+    assert reason_of_table(replace(PLAIN, **facts)) is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"format_version": 1}, SparkReason.FORMAT_VERSION),
+        ({"format_version": 3}, SparkReason.FORMAT_VERSION),
+        ({"partition_specs": 2}, SparkReason.PARTITION_SPECS),
+        ({"partitioned_by": ((VoidTransform(), ice.LongType()),)}, SparkReason.PARTITION_COLUMNS),
+        ({"partitioned_by": ((IdentityTransform(), ice.DoubleType()),)}, SparkReason.PARTITION_COLUMNS),
+        ({"partitioned_by": ((BucketTransform(4), ice.UUIDType()),)}, SparkReason.PARTITION_COLUMNS),
+        ({"sorted": True}, SparkReason.SORT_ORDER),
+        ({"properties": {"write.merge.mode": "merge-on-read"}}, SparkReason.MERGE_ON_READ),
+        ({"delete_files": True}, SparkReason.DELETE_FILES),
+        ({"required": True}, SparkReason.REQUIRED_COLUMNS),
+        (
+            {"properties": {"write.parquet.bloom-filter-enabled.column.id": "true"}},
+            SparkReason.PROPERTIES,
+        ),
+        ({"properties": {"write.location-provider.impl": "org.example.Own"}}, SparkReason.PROPERTIES),
+        ({"keys": (ice.DoubleType(),)}, SparkReason.KEY_TYPE),
+        ({"keys": (ice.LongType(), ice.FloatType())}, SparkReason.KEY_TYPE),
+        ({"keys": (STRUCT,)}, SparkReason.KEY_TYPE),
+        ({"data_files": engine.MOST_TABLE_FILES + 1}, SparkReason.TABLE_FILES),
+        ({"frame_rows": engine.MOST_FRAME_ROWS + 1}, SparkReason.FRAME_ROWS),
+    ],
+    ids=str,
+)
+def test_a_table_is_left_to_spark(facts: dict[str, Any], reason: SparkReason) -> None:
+    assert reason_of_table(replace(PLAIN, **facts)) is reason
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (CandidateFacts(), None),
+        (CandidateFacts(frozenset({"PARQUET"}), 10, 10), None),
+        (CandidateFacts(frozenset({"PARQUET", "ORC"}), 10, 10), SparkReason.CANDIDATE_FORMAT),
+        (CandidateFacts(size=engine.MOST_CANDIDATE_BYTES + 1), SparkReason.CANDIDATE_BYTES),
+        (CandidateFacts(rows=engine.MOST_CANDIDATE_ROWS + 1), SparkReason.CANDIDATE_ROWS),
+    ],
+)
+def test_candidates_are_left_to_spark(facts: CandidateFacts, reason: SparkReason | None) -> None:
+    assert reason_of_candidates(facts) is reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "required"),
+    [
+        (ice.MapType(2, ice.StringType(), 3, ice.LongType(), value_required=False), False),
+        (ice.MapType(2, ice.StringType(), 3, ice.LongType(), value_required=True), True),
+        (ice.ListType(2, ice.LongType(), element_required=False), False),
+        (ice.ListType(2, ice.LongType(), element_required=True), True),
+        (ice.ListType(4, STRUCT, element_required=False), False),
+        (ice.StructType(ice.NestedField(2, "a", ice.LongType(), required=True)), True),
+    ],
+    ids=str,
+)
+def test_parts_of_columns_that_must_not_be_null(kind: ice.IcebergType, required: bool) -> None:
+    assert requires_values([ice.NestedField(1, "c", kind, required=False)]) is required
+
+
+def test_a_materialization_reports_the_engine_and_why_it_is_spark() -> None:
+    assert engine.engine_metadata(None) == {engine.UPSERT_ENGINE: "PyIceberg"}
+    assert engine.engine_metadata(SparkReason.SORT_ORDER) == {
+        engine.UPSERT_ENGINE: "Spark",
+        engine.UPSERT_BY_SPARK_BECAUSE: "the table has a sort order",
+    }
