@@ -19,6 +19,9 @@ from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType
 
+from branchlake_dagster.branching.frames import spark_frames
+from branchlake_dagster.branching.table.spec import TableSpec
+from branchlake_dagster.branching.upserting import merge
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -86,6 +89,23 @@ class Run:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.table(name).overwrite(frame(rows), snapshot_properties=self.properties("replace_table"))
+
+    def upsert(self, rows: Rows, *keys: str, by: str = "PyIceberg", name: str = "t") -> None:
+        """As the IO manager writes the rows, by one of its two engines."""
+        properties = self.properties("upsert", ",".join(keys))
+        spec = TableSpec(identifier=(self.bench.namespace, name), write_mode="upsert", keys=keys)
+        table = self.table(name)
+        if by == "PyIceberg":
+            planned = merge.plan(frame(rows), table, spec, None)
+            assert isinstance(planned, merge.UpsertPlan), planned
+            merge.write(planned, properties)
+            return
+        session = self.bench.lake.spark_session(self.name)
+        try:
+            source = session.createDataFrame(frame(rows))
+            spark_frames.write(source, spec, table.schema(), None, properties)
+        finally:
+            session.stop()
 
     def sql(self, *statements: str, mode: str | None = None, keys: str = "") -> None:
         """Statements on `{t}` in a Spark session of the branch."""

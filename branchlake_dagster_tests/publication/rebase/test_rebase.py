@@ -419,24 +419,23 @@ def test_checks_on_the_whole_table_are_asked_for_only_when_it_was_rebased(bench:
 
 # -- Spark's own changes -------------------------------------------------------------------------------
 
-MERGE = (
-    "MERGE INTO {{t}} USING (SELECT '{day}' AS day, {id}L AS id) s ON {{t}}.day = s.day AND {{t}}.id = s.id"
-    " WHEN MATCHED THEN UPDATE SET * WHEN NOT MATCHED THEN INSERT *"
-)
+ENGINES = pytest.mark.parametrize("by", ["PyIceberg", pytest.param("Spark", marks=pytest.mark.spark)])
 
 
-def test_upserts_meet_by_partition_and_by_key(bench: Workbench) -> None:
+@ENGINES
+def test_upserts_meet_by_partition_and_by_key(bench: Workbench, by: str) -> None:
     bench.seeded([("a", 1), ("b", 2)])
     one, two, three = bench.run(), bench.run(), bench.run()
-    one.sql(MERGE.format(day="a", id=1), mode="upsert", keys="day,id")
-    two.sql(MERGE.format(day="b", id=5), mode="upsert", keys="day,id")
-    three.sql(MERGE.format(day="a", id=1), mode="upsert", keys="day,id")
+    one.upsert([("a", 1)], "day", "id", by=by)
+    two.upsert([("b", 5)], "day", "id", by=by)
+    three.upsert([("a", 1)], "day", "id", by=by)
     bench.published(one)
     bench.published(two)
     assert bench.refused(three).partitions == ("day=a",)
     assert bench.rows() == [("a", 1), ("b", 2), ("b", 5)]
 
 
+@pytest.mark.spark
 def test_sparks_own_notes_in_the_table_are_no_conflict(bench: Workbench) -> None:
     """Iceberg's Java catalogue writes the commit it started from into the properties, at each commit."""
     bench.seeded([("a", 1)])
@@ -449,20 +448,44 @@ def test_sparks_own_notes_in_the_table_are_no_conflict(bench: Workbench) -> None
     assert len(bench.rows()) == 5
 
 
-def test_upserts_without_partitions_meet_by_the_bounds_of_their_keys(bench: Workbench) -> None:
+@ENGINES
+def test_upserts_without_partitions_meet_by_the_bounds_of_their_keys(bench: Workbench, by: str) -> None:
     bench.seeded([], spec=FLAT)
     for rows in ([("a", 1), ("a", 9)], [("a", 100), ("a", 109)]):
         more = bench.run()
         more.append(rows)
         bench.published(more)
     one, two, three = bench.run(), bench.run(), bench.run()
-    one.sql(MERGE.format(day="a", id=9), mode="upsert", keys="id")
-    two.sql(MERGE.format(day="a", id=109), mode="upsert", keys="id")
-    three.sql(MERGE.format(day="a", id=5), mode="upsert", keys="id")
+    one.upsert([("a", 9)], "id", by=by)
+    two.upsert([("a", 109)], "id", by=by)
+    three.upsert([("a", 5)], "id", by=by)
     bench.published(one)
     bench.published(two)
     assert "the same keys" in bench.refused(three).reason()
     assert bench.rows() == [("a", 1), ("a", 9), ("a", 100), ("a", 109)]
+
+
+def test_an_upsert_of_new_keys_meets_rows_that_were_appended(bench: Workbench) -> None:
+    """It only adds files, but it is no append: after other rows it might have matched them."""
+    bench.seeded([("a", 1)], spec=FLAT)
+    appending, near, far = bench.run(), bench.run(), bench.run()
+    appending.append([("a", 5), ("a", 9)])
+    near.upsert([("a", 7)], "id")
+    far.upsert([("a", 70)], "id")
+    bench.published(appending)
+    bench.published(far)
+    assert "the same keys" in bench.refused(near).reason()
+    assert bench.rows() == [("a", 1), ("a", 5), ("a", 9), ("a", 70)]
+
+
+def test_an_upsert_that_moves_a_row_meets_the_partition_that_it_left(bench: Workbench) -> None:
+    bench.seeded([("a", 1), ("b", 2)])
+    moving, replacing = pair(bench)
+    moving.upsert([("c", 1)], "id")
+    replacing.replace("a", [("a", 10)])
+    bench.published(moving)
+    assert bench.refused(replacing).partitions == ("day=a",)
+    assert bench.rows() == [("b", 2), ("c", 1)]
 
 
 def test_upserts_meet_in_a_row_group_that_the_bounds_leave_out(bench: Workbench) -> None:
@@ -480,6 +503,7 @@ def test_upserts_meet_in_a_row_group_that_the_bounds_leave_out(bench: Workbench)
     assert bench.refused(two).conflicts.keys() == {f"{bench.namespace}.t"}
 
 
+@pytest.mark.spark
 def test_update_and_delete_in_sql(bench: Workbench) -> None:
     bench.seeded([("a", 1), ("a", 2), ("b", 3), ("b", 4)])
     one, two, three = bench.run(), bench.run(), bench.run()
@@ -492,6 +516,7 @@ def test_update_and_delete_in_sql(bench: Workbench) -> None:
     assert bench.rows() == [("a", 2), ("a", 10), ("b", 3)]
 
 
+@pytest.mark.spark
 def test_merge_on_read_is_refused(bench: Workbench) -> None:
     bench.seeded([("a", 1), ("a", 2), ("b", 3)])
     change = bench.run()
