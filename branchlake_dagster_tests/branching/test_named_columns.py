@@ -101,7 +101,6 @@ def spending(namespace: str, orders: Source, customers: Source) -> dg.AssetsDefi
     return spending
 
 
-@pytest.mark.spark  # an upsert into rows that are there
 def test_keys_have_the_names_of_each_input(lakehouse: Lakehouse, namespace: str) -> None:
     orders, customers = orders_of(namespace), customers_of(namespace)
     asset = spending(namespace, orders, customers)

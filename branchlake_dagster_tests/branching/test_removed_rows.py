@@ -95,7 +95,6 @@ def test_rows_that_a_rewritten_file_carries_along_are_not_computed_again(
         assert [row[0] for row in values(p, cents)] == ["b", "c", "d"]
 
 
-@pytest.mark.spark  # an upsert of rows that came
 def test_a_row_that_another_one_of_its_key_outlives(
     lakehouse: Lakehouse, namespace: str, orders: Source
 ) -> None:

@@ -304,23 +304,6 @@ def test_an_upsert_stays_within_the_partitions_of_its_run(lakehouse: Lakehouse, 
         assert p.rows(namespace, "t") == [{"ts": at(3), "id": 1}]
 
 
-def test_an_upsert_from_polars(lakehouse: Lakehouse, namespace: str) -> None:
-    frame = {"now": pl.DataFrame({"kind": ["a"], "id": [1], "seen": [at(1)]})}
-
-    @dg.asset(key=[namespace, "t"], metadata=UPSERT)
-    def t() -> pl.DataFrame:
-        return frame["now"]
-
-    with project(lakehouse, t) as p:
-        settled(p)
-        frame["now"] = pl.DataFrame({"kind": ["a", "b"], "id": [1, 1], "seen": [at(2), None]})
-        settled(p)
-        assert sorted(p.rows(namespace, "t"), key=lambda row: row["kind"]) == [
-            {"kind": "a", "id": 1, "seen": at(2)},
-            {"kind": "b", "id": 1, "seen": None},
-        ]
-
-
 # -- sessions and branches -----------------------------------------------------------------------------
 
 

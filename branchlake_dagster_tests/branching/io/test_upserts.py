@@ -1,0 +1,203 @@
+"""Upserts of pandas, Polars and Arrow frames into tables with rows, on the real Nessie without Spark."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import dagster as dg
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+from pyspark.sql import DataFrame
+
+from branchlake_dagster.branching.branch.run_branch import branch_name
+from branchlake_dagster.branching.branch.run_tags import BASE_TAG
+from branchlake_dagster.branching.errors import PartitionMismatch, UpsertKeyInvalid
+from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
+from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster.branching.upserting.engine import (
+    UPSERT_BY_SPARK_BECAUSE,
+    UPSERT_ENGINE,
+    SparkReason,
+)
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster_tests.harness import Project, project, retry
+
+UPSERT = table_metadata(write_mode="upsert", keys=["kind", "id"], require_checks=False)
+
+
+@pytest.fixture
+def no_spark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that another test left running would answer: no session may be asked for."""
+
+    def refuse(_: object) -> Any:
+        raise AssertionError("Spark was asked for")
+
+    monkeypatch.setattr(BranchSparkResource, "own_session", refuse)
+
+
+def of(frames: list[Any], namespace: str, **options: Any) -> dg.AssetsDefinition:
+    """The asset `t`, which returns the first of `frames` and takes it off."""
+
+    @dg.asset(key=[namespace, "t"], **options)
+    def t() -> Any:
+        return frames.pop(0)
+
+    return t
+
+
+def settled(p: Project, **options: Any) -> str:
+    run_id = p.run(**options)
+    assert p.settle(run_id).action is PublicationAction.PUBLISHED
+    return run_id
+
+
+def engine_of(p: Project) -> tuple[object, object]:
+    """The engine that the last run's materialization reports, and why it was Spark."""
+    (event,) = p.last.get_asset_materialization_events()
+    found = event.materialization.metadata
+    return tuple(
+        found[name].value if name in found else None for name in (UPSERT_ENGINE, UPSERT_BY_SPARK_BECAUSE)
+    )  # type: ignore[return-value]
+
+
+def by_id(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(rows, key=lambda row: row["id"])
+
+
+@pytest.mark.usefixtures("no_spark")
+def test_frames_of_every_kind_are_upserted_without_spark(lakehouse: Lakehouse, namespace: str) -> None:
+    at = datetime(2026, 11, 1, 12, tzinfo=UTC)
+    left: list[Any] = [
+        pl.DataFrame({"kind": ["a", "a"], "id": [1, 2], "at": [at, None]}),
+        pl.DataFrame({"kind": ["a", "a"], "id": [2, 3], "at": [at, None]}),
+        pl.LazyFrame({"kind": ["a"], "id": [1], "at": [None]}),
+        pd.DataFrame({"kind": ["a", "b"], "id": [4, 1], "at": pd.to_datetime([at, at])}),
+        pa.table({"kind": ["a"], "id": pa.array([4], pa.int32()), "at": pa.nulls(1), "vat": [19]}),
+    ]
+    with project(lakehouse, of(left, namespace, metadata=UPSERT)) as p:
+        settled(p)
+        assert engine_of(p) == (None, None)
+        while left:
+            settled(p)
+            assert engine_of(p) == ("PyIceberg", None)
+        rows = sorted(p.rows(namespace, "t"), key=lambda row: (row["kind"], row["id"]))
+    assert [(row["kind"], row["id"], row["at"], row["vat"]) for row in rows] == [
+        ("a", 1, None, None),
+        ("a", 2, at, None),
+        ("a", 3, None, None),
+        ("a", 4, None, 19),
+        ("b", 1, at, None),
+    ]
+
+
+@pytest.mark.usefixtures("no_spark")
+def test_the_snapshot_says_what_a_merge_says(lakehouse: Lakehouse, namespace: str) -> None:
+    left: list[Any] = [pa.table({"kind": ["a"], "id": [number], "n": [number]}) for number in (1, 2, 1)]
+    with project(lakehouse, of(left, namespace, metadata=UPSERT, code_version="v3")) as p:
+        settled(p)
+        for operation, rows in (("append", 2), ("overwrite", 2)):
+            run_id = p.run()
+            table = lakehouse.catalog(branch_name(run_id)).load_table((namespace, "t"))
+            summary = table.current_snapshot().summary
+            told = summary.additional_properties
+            assert {key: value for key, value in told.items() if key.startswith("branchlake.")} == {
+                "branchlake.run_id": run_id,
+                "branchlake.root_run_id": run_id,
+                "branchlake.asset": f"{namespace}/t",
+                "branchlake.code_version": "v3",
+                "branchlake.base_hash": p.instance.get_run_by_id(run_id).tags[BASE_TAG],
+                "branchlake.write_mode": "upsert",
+                "branchlake.keys": "kind,id",
+                "branchlake.step": f"{namespace}__t",
+                "branchlake.attempt": "1",
+            }
+            assert (summary.operation.value, told["total-records"]) == (operation, str(rows))
+            assert p.settle(run_id).action is PublicationAction.PUBLISHED
+
+
+@pytest.mark.usefixtures("no_spark")
+def test_an_upsert_writes_rows_of_its_partitions_and_matches_rows_of_all(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    left: list[Any] = [pl.DataFrame({"day": [day], "id": [n]}) for day, n in (("mon", 1), ("tue", 2))]
+    asset = of(
+        left,
+        namespace,
+        partitions_def=dg.StaticPartitionsDefinition(["mon", "tue"]),
+        metadata=table_metadata(write_mode="upsert", keys=["id"], partition_by="day", require_checks=False),
+    )
+    with project(lakehouse, asset) as p:
+        settled(p, partition="mon")
+        settled(p, partition="tue")
+        left += [
+            pl.DataFrame({"day": ["tue", "mon"], "id": [1, 3]}),
+            pl.DataFrame({"day": ["tue"], "id": [1]}),
+        ]
+        p.run(partition="tue", ok=False)
+        p.failed_with(PartitionMismatch, f"{namespace}.t")
+        settled(p, partition="tue")
+        assert by_id(p.rows(namespace, "t")) == [{"day": "tue", "id": 1}, {"day": "tue", "id": 2}]
+
+
+@pytest.mark.usefixtures("no_spark")
+def test_a_bad_key_stops_an_upsert_into_rows(lakehouse: Lakehouse, namespace: str) -> None:
+    ids: list[list[Any]] = [[1], [7, 7], [None, 8]]
+    left: list[Any] = [pl.DataFrame({"kind": ["a"] * len(one), "id": one}) for one in ids]
+    with project(lakehouse, of(left, namespace, metadata=UPSERT)) as p:
+        settled(p)
+        while left:
+            run_id = p.run(ok=False)
+            p.failed_with(UpsertKeyInvalid, f"{namespace}.t")
+            assert p.rows(namespace, "t", ref=branch_name(run_id)) == [{"kind": "a", "id": 1}]
+
+
+@pytest.mark.usefixtures("no_spark")
+def test_a_step_that_is_attempted_again_takes_its_upsert_back(lakehouse: Lakehouse, namespace: str) -> None:
+    left: list[Any] = [
+        pl.DataFrame({"kind": ["a"], "id": [number], "n": [n]}) for number, n in ((1, 0), (2, 1), (3, 2))
+    ]
+    fails = [False, True, False]
+
+    @dg.asset(key=[namespace, "t"], metadata=UPSERT)
+    def t() -> pl.DataFrame:
+        return left.pop(0)
+
+    @dg.asset(key=[namespace, "u"], deps=[t], metadata=table_metadata(require_checks=False))
+    def u() -> None:
+        if fails.pop(0):
+            raise RuntimeError("the step fails")
+
+    with project(lakehouse, t, u) as p:
+        settled(p)
+        run_id = p.run(ok=False)
+        again = retry(p, run_id, f"{namespace}__t", f"{namespace}__u")
+        p.settle(again)
+        assert by_id(p.rows(namespace, "t")) == [
+            {"kind": "a", "id": 1, "n": 0},
+            {"kind": "a", "id": 3, "n": 2},
+        ]
+
+
+@pytest.mark.spark
+def test_a_materialization_says_why_spark_wrote_an_upsert(lakehouse: Lakehouse, namespace: str) -> None:
+    frames = [pl.DataFrame({"id": [0.5], "n": [1]}), pl.DataFrame({"id": [0.5, 1.0], "n": [2, 3]})]
+
+    @dg.asset(
+        key=[namespace, "t"], metadata=table_metadata(write_mode="upsert", keys=["id"], require_checks=False)
+    )
+    def t(spark: BranchSparkResource) -> Any:
+        if frames:
+            return frames.pop(0)
+        found: DataFrame = spark.spark_session.createDataFrame([(0.5, 4)], "id double, n long")
+        return found
+
+    with project(lakehouse, t) as p:
+        settled(p)
+        settled(p)
+        assert engine_of(p) == ("Spark", SparkReason.KEY_TYPE.value)
+        settled(p)
+        assert engine_of(p) == ("Spark", SparkReason.SPARK_FRAME.value)
+        assert by_id(p.rows(namespace, "t")) == [{"id": 0.5, "n": 4}, {"id": 1.0, "n": 3}]
