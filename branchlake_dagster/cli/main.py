@@ -474,6 +474,23 @@ def registry(as_json: bool, rows: int, rounds: int) -> None:
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)
 
 
+@bench.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option(
+    "--rounds", default=5, show_default=True, help="Times that each way is timed; the median counts."
+)
+def upserts(as_json: bool, rounds: int) -> None:
+    """Time upserts into small and larger tables.
+
+    Each is done by Spark's MERGE, without a JVM as assets with pandas, Polars and Arrow frames do it, and by
+    PyIceberg's own upsert.
+    """
+    from branchlake_dagster.cli.bench.writing.upserts import measure, show
+
+    found = measure(Settings(), rounds=rounds, say=say)
+    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+
+
 @bench.command(name="receive")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.option("--seconds", default=5.0, show_default=True, help="Of each measurement.")
