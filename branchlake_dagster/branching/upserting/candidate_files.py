@@ -62,11 +62,11 @@ class _SortedKeys:
         self._specs = table.specs()
         self._field = table.schema().find_field(name)
         kind = self._field.field_type
-        self._values: Sequence[Any] | None = None
+        self._values: _Ordered | None = None
         if type(kind) in _COUNTED:
-            self._values = sorted(values.cast(_COUNTED[type(kind)]).to_pylist())
+            self._values = _Ordered(values.cast(_COUNTED[type(kind)]))
         elif isinstance(kind, _BOUNDED):
-            self._values = sorted(values.to_pylist())
+            self._values = _Ordered(values)
 
     def may_be_in(self, file: DataFile) -> bool:
         """Whether the file may hold one of the values. False is a proof, True is not."""
@@ -77,6 +77,19 @@ class _SortedKeys:
             return True
         place = 0 if known.low is None else bisect_left(self._values, known.low)
         return place < len(self._values) and (known.high is None or self._values[place] <= known.high)
+
+
+class _Ordered(Sequence[Any]):
+    """Values in ascending order. One becomes a Python object when it is asked for: a search needs few."""
+
+    def __init__(self, values: pa.Array) -> None:
+        self._values = values.take(pc.array_sort_indices(values))
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._values[place].as_py()
 
 
 def live_files(table: Table) -> tuple[int, bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ from branchlake_dagster.branching.upserting.engine import (
 from branchlake_dagster.library_internals.pyiceberg import commit_files, data_files
 
 _READERS = 8
-_KEY = "__branchlake_key"
+_ROW = "__branchlake_row"
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,17 @@ def plan(
     require_unique(frame, spec)
     require_inside(frame, table.schema(), spec, selection)
     candidates = candidate_files(table, frame.select(list(spec.keys)))
-    if reason := reason_of_candidates(_candidate_facts(candidates)):
+    if reason := reason_of_candidates(_candidate_facts(candidates, columns=frame.num_columns)):
         return reason
-    keys = _numbered(frame, spec)
-    matches = np.zeros(frame.num_rows, np.int64)
-    matched = []
-    for task, rows in _read(table, table.schema().select(*spec.keys), candidates):
-        found = _matching(rows, keys, spec).drop_nulls().to_numpy()
-        if len(found):
-            matched.append(task)
-            np.add.at(matches, found, 1)
-    if (matches > 1).any():
+    if not candidates:
+        return UpsertPlan(frame, table, spec, ())
+    parts = _read(table, table.schema().select(*spec.keys), candidates)
+    matches = _matching_rows(_together(parts), frame, spec)
+    if matches.drop_nulls().is_duplicated().any():
         return SparkReason.SHARED_KEYS
-    return UpsertPlan(frame, table, spec, tuple(matched))
+    ends = np.cumsum([part.num_rows for part in parts])
+    numbers = np.unique(np.searchsorted(ends, matches.is_not_null().arg_true().to_numpy(), side="right"))
+    return UpsertPlan(frame, table, spec, tuple(candidates[number] for number in numbers))
 
 
 def write(upsert: UpsertPlan, properties: Mapping[str, str]) -> Table:
@@ -94,17 +92,32 @@ def write(upsert: UpsertPlan, properties: Mapping[str, str]) -> Table:
     size on). The commit is not repeated if the table has changed meanwhile, because rows with the same keys
     may have come: CommitFailedException.
     """
-    table, frame = upsert.table, upsert.frame
-    keys = _numbered(frame, upsert.spec)
-    parts = [frame]
-    for _, rows in _read(table, table.schema(), upsert.matched):
-        others = rows.filter(_matching(rows, keys, upsert.spec).is_null().to_arrow())
-        parts.append(frame_conversion.cast(others, frame.schema, table=upsert.spec.name))
-    files = data_files(
-        table.metadata, pa.concat_tables(parts), table.io, commit=uuid.uuid4(), numbers=itertools.count()
-    )
+    table = upsert.table
+    rows = pa.concat_tables([upsert.frame, *_other_rows(upsert)])
+    files = data_files(table.metadata, rows, table.io, commit=uuid.uuid4(), numbers=itertools.count())
     removed = [task.file for task in upsert.matched]
     return commit_files(table, added=files, removed=removed, properties=properties)
+
+
+def _other_rows(upsert: UpsertPlan) -> list[pa.Table]:
+    """The rows of the matched files whose keys the frame has not, file by file."""
+    if not upsert.matched:
+        return []
+    frame, spec = upsert.frame, upsert.spec
+    parts = _read(upsert.table, upsert.table.schema(), upsert.matched)
+    keys = _together([part.select(list(spec.keys)) for part in parts])
+    others = _matching_rows(keys, frame, spec).is_null().to_arrow()
+    begin = 0
+    for number, part in enumerate(parts):  # in place, so that one file at a time is in memory twice
+        kept = part.filter(others.slice(begin, part.num_rows))
+        parts[number] = frame_conversion.cast(kept, frame.schema, table=spec.name)
+        begin += part.num_rows
+    return parts
+
+
+def _together(parts: Sequence[pa.Table]) -> pa.Table:
+    """One table of several; scans differ in how they hold text."""
+    return pa.concat_tables(parts, promote_options="permissive")
 
 
 def _table_facts(frame: pa.Table, table: Table, spec: TableSpec) -> TableFacts:
@@ -126,36 +139,29 @@ def _table_facts(frame: pa.Table, table: Table, spec: TableSpec) -> TableFacts:
     )
 
 
-def _candidate_facts(candidates: Sequence[FileScanTask]) -> CandidateFacts:
+def _candidate_facts(candidates: Sequence[FileScanTask], *, columns: int) -> CandidateFacts:
     files = [task.file for task in candidates]
     return CandidateFacts(
         formats=frozenset(file.file_format.name for file in files),
         size=sum(file.file_size_in_bytes for file in files),
-        rows=sum(file.record_count for file in files),
+        values=sum(file.record_count for file in files) * columns,
     )
 
 
-def _read(
-    table: Table, columns: Schema, tasks: Sequence[FileScanTask]
-) -> Iterator[tuple[FileScanTask, pa.Table]]:
+def _read(table: Table, columns: Schema, tasks: Sequence[FileScanTask]) -> list[pa.Table]:
     """The columns of each file, in the order of `tasks`."""
 
     def rows(task: FileScanTask) -> pa.Table:
         return ArrowScan(table.metadata, table.io, columns, AlwaysTrue()).to_table([task])
 
-    with ThreadPoolExecutor(min(_READERS, max(len(tasks), 1))) as pool:
-        yield from zip(tasks, pool.map(rows, tasks), strict=True)
+    with ThreadPoolExecutor(_READERS) as pool:
+        return list(pool.map(rows, tasks))
 
 
-def _numbered(frame: pa.Table, spec: TableSpec) -> pl.DataFrame:
-    """The keys of the frame, each with the number of its row."""
-    return _key_columns(frame, spec).with_row_index(_KEY)
-
-
-def _matching(rows: pa.Table, keys: pl.DataFrame, spec: TableSpec) -> pl.Series:
-    """For each of the rows, the number of the key that it has; null if it has none of them."""
-    found = _key_columns(rows, spec).join(keys, on=list(spec.keys), how="left", maintain_order="left")
-    return found[_KEY]
+def _matching_rows(rows: pa.Table, frame: pa.Table, spec: TableSpec) -> pl.Series:
+    """For each of `rows`, the number of the frame's row with the same key; null if there is none."""
+    keys = _key_columns(frame, spec).with_row_index(_ROW)
+    return _key_columns(rows, spec).join(keys, on=list(spec.keys), how="left", maintain_order="left")[_ROW]
 
 
 def _key_columns(rows: pa.Table, spec: TableSpec) -> pl.DataFrame:

@@ -77,7 +77,7 @@ def test_a_table_is_left_to_spark(facts: dict[str, Any], reason: SparkReason) ->
         (CandidateFacts(frozenset({"PARQUET"}), 10, 10), None),
         (CandidateFacts(frozenset({"PARQUET", "ORC"}), 10, 10), SparkReason.CANDIDATE_FORMAT),
         (CandidateFacts(size=engine.MOST_CANDIDATE_BYTES + 1), SparkReason.CANDIDATE_BYTES),
-        (CandidateFacts(rows=engine.MOST_CANDIDATE_ROWS + 1), SparkReason.CANDIDATE_ROWS),
+        (CandidateFacts(values=engine.MOST_CANDIDATE_VALUES + 1), SparkReason.CANDIDATE_VALUES),
     ],
 )
 def test_candidates_are_left_to_spark(facts: CandidateFacts, reason: SparkReason | None) -> None:

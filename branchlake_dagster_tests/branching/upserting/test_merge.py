@@ -308,6 +308,6 @@ def test_the_facts_of_a_table_are_read_from_its_metadata(catalog: Catalog) -> No
 def test_large_candidates_are_left_to_spark(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     table = created(catalog, PLAIN)
     table.append(plain(("mon", 1, 0), ("mon", 3, 0)))
-    monkeypatch.setattr("branchlake_dagster.branching.upserting.engine.MOST_CANDIDATE_ROWS", 1)
-    assert merge.plan(plain(("mon", 2, 1)), table, spec_of("id"), None) is SparkReason.CANDIDATE_ROWS
+    monkeypatch.setattr("branchlake_dagster.branching.upserting.engine.MOST_CANDIDATE_VALUES", 5)
+    assert merge.plan(plain(("mon", 2, 1)), table, spec_of("id"), None) is SparkReason.CANDIDATE_VALUES
     assert isinstance(merge.plan(plain(("mon", 4, 1)), table, spec_of("id"), None), merge.UpsertPlan)
