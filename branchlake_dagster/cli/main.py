@@ -485,7 +485,7 @@ def upserts(as_json: bool, rounds: int) -> None:
     Each is done by Spark's MERGE, without a JVM as assets with pandas, Polars and Arrow frames do it, and by
     PyIceberg's own upsert.
     """
-    from branchlake_dagster.cli.bench.writing.upserts import measure, show
+    from branchlake_dagster.cli.bench.upserts import measure, show
 
     found = measure(Settings(), rounds=rounds, say=say)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)

@@ -15,9 +15,9 @@ from rich.table import Table
 from branchlake_dagster.branching.branch.run_tags import REASON_TAG
 from branchlake_dagster.cli.bench.daemon.backfills import backfill_ratios
 from branchlake_dagster.cli.bench.daemon.floor import floor_seconds
+from branchlake_dagster.cli.bench.daemon.materialise import measure as materialise_figures
 from branchlake_dagster.cli.bench.daemon.ui import BenchFailed, launch_run
 from branchlake_dagster.cli.bench.own_lake import own_lake
-from branchlake_dagster.cli.bench.writing.materialise import measure as materialise_figures
 from branchlake_dagster.cli.local.dagster_dev import dagster_dev
 from branchlake_dagster.cli.local.demo import plan_for
 from branchlake_dagster.cli.local.home import dagster_home

@@ -1,1 +1,1 @@
-"""What is timed through a real `dagster dev`: its floor, and backfills beside a plain IO manager's."""
+"""What is timed beside a plain IO manager, and through a real `dagster dev`: its floor, and backfills."""
