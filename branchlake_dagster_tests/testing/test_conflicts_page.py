@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from branchlake_dagster import RunOutcome, table_metadata
-from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.testing import ThrowawayLake
 from branchlake_dagster_tests.harness import assign_main
 from branchlake_dagster_tests.testing.documented import CONFLICTS
@@ -128,25 +128,17 @@ def test_they_replace_the_whole_table(shop: Shop) -> None:
     assert shop.on_main("stock", "n") == [2]
 
 
-@pytest.mark.spark
-class TestUpserts:
-    @pytest.fixture
-    def lake_settings(self, lakehouse: Lakehouse) -> Mapping[str, Any]:
-        """The session's Spark server, where a project would have its own started."""
-        endpoints = lakehouse.endpoints()
-        return {"spark_remote": endpoints.spark_remote, "spark_token": endpoints.spark_token}
-
-    def test_they_upsert_different_keys_and_the_same(self, shop: Shop) -> None:
-        shop.table("colors", write_mode="upsert", keys=["k"])
-        shop.start(colors=[{"k": 1, "c": "red"}])
-        a, b = shop.run(colors=[{"k": 2, "c": "sky"}]), shop.run(colors=[{"k": 2000, "c": "sea"}])
-        assert statuses(shop.publish(a, b)) == ["published", "published"]
-        assert shop.on_main("colors", "k") == [1, 2, 2000]
-        a, b = (shop.run(colors=[{"k": 1, "c": color}]) for color in ("green", "blue"))
-        first, second = shop.publish(a, b)
-        assert first.published
-        assert_refused(second, "They upsert the same key")
-        assert shop.on_main("colors", "c") == ["green", "sea", "sky"]
+def test_they_upsert_different_keys_and_the_same(shop: Shop) -> None:
+    shop.table("colors", write_mode="upsert", keys=["k"])
+    shop.start(colors=[{"k": 1, "c": "red"}])
+    a, b = shop.run(colors=[{"k": 2, "c": "sky"}]), shop.run(colors=[{"k": 2000, "c": "sea"}])
+    assert statuses(shop.publish(a, b)) == ["published", "published"]
+    assert shop.on_main("colors", "k") == [1, 2, 2000]
+    a, b = (shop.run(colors=[{"k": 1, "c": color}]) for color in ("green", "blue"))
+    first, second = shop.publish(a, b)
+    assert first.published
+    assert_refused(second, "They upsert the same key")
+    assert shop.on_main("colors", "c") == ["green", "sea", "sky"]
 
 
 @pytest.mark.parametrize("adding_one_is_first", [True, False])

@@ -44,6 +44,7 @@ class SparkReason(StrEnum):
     CANDIDATE_FORMAT = "files that may hold its keys are not Parquet"
     CANDIDATE_BYTES = "files that may hold its keys are too large"
     CANDIDATE_VALUES = "files that may hold its keys hold too many values"
+    UNREADABLE = "PyIceberg cannot read files that may hold its keys"
     SHARED_KEYS = "several rows of the table have one of its keys"
 
 

@@ -16,7 +16,6 @@ from pyiceberg.io.pyarrow import ArrowScan
 from pyiceberg.schema import Schema
 from pyiceberg.table import FileScanTask, Table
 
-from branchlake_dagster.branching.frames import frame_conversion
 from branchlake_dagster.branching.frames.arrow_frames import comparable, require_inside, require_unique
 from branchlake_dagster.branching.table.selection import Selection
 from branchlake_dagster.branching.table.spec import TableSpec
@@ -37,12 +36,16 @@ _ROW = "__branchlake_row"
 
 @dataclass(frozen=True)
 class UpsertPlan:
-    """An upsert that PyIceberg writes: its rows, and the data files of `table` with one of their keys."""
+    """An upsert that PyIceberg writes.
+
+    `matched` are the data files of `table` that hold a row with one of the frame's keys. `others` are the
+    rows of these files with other keys, a table for each file.
+    """
 
     frame: pa.Table
     table: Table
-    spec: TableSpec
-    matched: tuple[FileScanTask, ...]
+    matched: tuple[FileScanTask, ...] = ()
+    others: tuple[pa.Table, ...] = ()
 
 
 def plan(
@@ -59,8 +62,9 @@ def plan(
         selection (Optional[Selection]): The rows that the run may write. None: any.
 
     Returns:
-        UpsertPlan | SparkReason: The plan for `write`, or why Spark has to do it. Cost: the manifests, and
-        the key columns of the files whose bounds admit one of the keys.
+        UpsertPlan | SparkReason: The plan for `write`, or why Spark has to do it. Cost: the manifests, the
+        key columns of the files whose bounds admit one of the keys, and the matched files. All rows of those
+        are held in memory.
 
     Raises:
         UpsertKeyInvalid: A key is null or occurs twice in the frame.
@@ -74,14 +78,44 @@ def plan(
     if reason := reason_of_candidates(_candidate_facts(candidates, columns=frame.num_columns)):
         return reason
     if not candidates:
-        return UpsertPlan(frame, table, spec, ())
+        return UpsertPlan(frame, table)
+    try:
+        return _matched(frame, table, spec, candidates)
+    except (ValueError, TypeError, NotImplementedError, pa.ArrowException):
+        # Files of other writers, such as files without field ids. What no engine can read, Spark reports.
+        return SparkReason.UNREADABLE
+
+
+def _matched(
+    frame: pa.Table, table: Table, spec: TableSpec, candidates: Sequence[FileScanTask]
+) -> UpsertPlan | SparkReason:
     parts = _read(table, table.schema().select(*spec.keys), candidates)
-    matches = _matching_rows(_together(parts), frame, spec)
-    if matches.drop_nulls().is_duplicated().any():
+    rows = _matching_rows(_together(parts), frame, spec)
+    if rows.drop_nulls().is_duplicated().any():
         return SparkReason.SHARED_KEYS
     ends = np.cumsum([part.num_rows for part in parts])
-    numbers = np.unique(np.searchsorted(ends, matches.is_not_null().arg_true().to_numpy(), side="right"))
-    return UpsertPlan(frame, table, spec, tuple(candidates[number] for number in numbers))
+    numbers = np.unique(np.searchsorted(ends, rows.is_not_null().arg_true().to_numpy(), side="right"))
+    matched = tuple(candidates[number] for number in numbers)
+    return UpsertPlan(frame, table, matched, _other_rows(frame, table, spec, matched))
+
+
+def _other_rows(
+    frame: pa.Table, table: Table, spec: TableSpec, matched: Sequence[FileScanTask]
+) -> tuple[pa.Table, ...]:
+    """The rows of each file whose keys the frame has not, in the frame's types."""
+    if not matched:
+        return ()
+    parts = _read(table, table.schema(), matched)
+    keys = _together([part.select(list(spec.keys)) for part in parts])
+    others = _matching_rows(keys, frame, spec).is_null().to_arrow()
+    begin = 0
+    for number, part in enumerate(parts):  # in place, so that one file at a time is in memory twice
+        kept = part.filter(others.slice(begin, part.num_rows))
+        parts[number] = pa.table(
+            [kept[column.name].cast(column.type) for column in frame.schema], schema=frame.schema
+        )
+        begin += part.num_rows
+    return tuple(parts)
 
 
 def write(upsert: UpsertPlan, properties: Mapping[str, str]) -> Table:
@@ -93,26 +127,10 @@ def write(upsert: UpsertPlan, properties: Mapping[str, str]) -> Table:
     may have come: CommitFailedException.
     """
     table = upsert.table
-    rows = pa.concat_tables([upsert.frame, *_other_rows(upsert)])
+    rows = pa.concat_tables([upsert.frame, *upsert.others])
     files = data_files(table.metadata, rows, table.io, commit=uuid.uuid4(), numbers=itertools.count())
     removed = [task.file for task in upsert.matched]
     return commit_files(table, added=files, removed=removed, properties=properties)
-
-
-def _other_rows(upsert: UpsertPlan) -> list[pa.Table]:
-    """The rows of the matched files whose keys the frame has not, file by file."""
-    if not upsert.matched:
-        return []
-    frame, spec = upsert.frame, upsert.spec
-    parts = _read(upsert.table, upsert.table.schema(), upsert.matched)
-    keys = _together([part.select(list(spec.keys)) for part in parts])
-    others = _matching_rows(keys, frame, spec).is_null().to_arrow()
-    begin = 0
-    for number, part in enumerate(parts):  # in place, so that one file at a time is in memory twice
-        kept = part.filter(others.slice(begin, part.num_rows))
-        parts[number] = frame_conversion.cast(kept, frame.schema, table=spec.name)
-        begin += part.num_rows
-    return parts
 
 
 def _together(parts: Sequence[pa.Table]) -> pa.Table:

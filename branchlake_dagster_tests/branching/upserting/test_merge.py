@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pyiceberg.catalog import Catalog
 from pyiceberg.catalog.memory import InMemoryCatalog
@@ -19,7 +20,7 @@ from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation
 from pyiceberg.transforms import BucketTransform, DayTransform, IdentityTransform, Transform
-from pyiceberg.types import LongType
+from pyiceberg.types import LongType, StringType
 
 from branchlake_dagster.branching.errors import PartitionMismatch, UpsertKeyInvalid
 from branchlake_dagster.branching.frames import frame_conversion
@@ -29,6 +30,7 @@ from branchlake_dagster.branching.table.spec import TableSpec
 from branchlake_dagster.branching.table.types import iceberg_schema, stored_schema
 from branchlake_dagster.branching.upserting import candidate_files, merge
 from branchlake_dagster.branching.upserting.engine import SparkReason
+from branchlake_dagster_tests.publication.rebase.deleting import delete_equal
 
 NOON = dt.datetime(2026, 11, 1, 12, tzinfo=dt.UTC)
 DAY = dt.date(2026, 11, 1)
@@ -311,3 +313,45 @@ def test_large_candidates_are_left_to_spark(catalog: Catalog, monkeypatch: pytes
     monkeypatch.setattr("branchlake_dagster.branching.upserting.engine.MOST_CANDIDATE_VALUES", 5)
     assert merge.plan(plain(("mon", 2, 1)), table, spec_of("id"), None) is SparkReason.CANDIDATE_VALUES
     assert isinstance(merge.plan(plain(("mon", 4, 1)), table, spec_of("id"), None), merge.UpsertPlan)
+
+
+def test_files_that_pyiceberg_cannot_read_are_left_to_spark(catalog: Catalog) -> None:
+    """Files of a table that was migrated have no field ids, and PyIceberg needs a name mapping for them."""
+    table = created(catalog, PLAIN)
+    table.append(plain(("mon", 1, 0)))
+    (task,) = table.scan().plan_files()
+    path = Path(task.file.file_path.removeprefix("file://"))
+    without_ids = pa.table(pq.read_table(path).to_pydict(), schema=PLAIN)
+    pq.write_table(without_ids, path)
+    assert merge.plan(plain(("mon", 1, 1)), table, spec_of("id"), None) is SparkReason.UNREADABLE
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        merge.plan(plain(("mon", 1, 1)), table, spec_of("id"), None)
+
+
+def test_rows_of_a_table_with_delete_files_are_left_to_spark(catalog: Catalog) -> None:
+    table = created(catalog, PLAIN)
+    table.append(plain(("mon", 1, 0)))
+    delete_equal(table, "id", 1)
+    assert merge.plan(plain(("mon", 2, 1)), table, spec_of("id"), None) is SparkReason.DELETE_FILES
+
+
+def test_rows_that_are_written_again_get_new_fields_and_wider_types(catalog: Catalog) -> None:
+    schema = pa.schema([("id", pa.int32()), ("place", pa.struct([("lat", pa.float32())]))])
+    table = created(catalog, schema)
+    table.append(pa.Table.from_pylist([{"id": 1, "place": {"lat": 0.5}}, {"id": 2, "place": None}], schema))
+    with table.update_schema() as change:
+        change.update_column("id", LongType())
+        change.add_column(("place", "name"), StringType())
+    wider = pa.schema(
+        [("id", pa.int64()), ("place", pa.struct([("lat", pa.float32()), ("name", pa.string())]))]
+    )
+    table = upserted(table, pa.Table.from_pylist([{"id": 2**40, "place": None}], wider), "id")
+    table = upserted(
+        table, pa.Table.from_pylist([{"id": 2, "place": {"lat": 1.0, "name": "x"}}], wider), "id"
+    )
+    assert sorted(rows_of(table), key=lambda row: row["id"]) == [
+        {"id": 1, "place": {"lat": 0.5, "name": None}},
+        {"id": 2, "place": {"lat": 1.0, "name": "x"}},
+        {"id": 2**40, "place": None},
+    ]
