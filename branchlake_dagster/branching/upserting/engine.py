@@ -17,10 +17,12 @@ from pyiceberg.table import TableProperties
 MOST_FRAME_ROWS = 1_000_000
 """Rows of a frame. They are in the step's memory anyway; their keys are held there a second time."""
 MOST_CANDIDATE_BYTES = 256 * 2**20
-"""Size of the data files that may hold one of the keys. Random numbers took 1.7 times that in memory."""
+"""Size of the data files that may hold one of the keys. Random numbers took 2.3 times that in memory."""
 MOST_CANDIDATE_VALUES = 20_000_000
 """Rows times columns of those files. Text that repeats takes little room in a file, and all of it in memory:
 20 million texts of 44 bytes took 1 GB."""
+MOST_CANDIDATE_PARTITIONS = 1_000
+"""Partitions of those files: PyIceberg looks through all rows that are written for each of them."""
 MOST_TABLE_FILES = 10_000
 """Data files of the table: PyIceberg takes some 40 µs for each manifest entry, and reads entries twice."""
 
@@ -44,6 +46,7 @@ class SparkReason(StrEnum):
     CANDIDATE_FORMAT = "files that may hold its keys are not Parquet"
     CANDIDATE_BYTES = "files that may hold its keys are too large"
     CANDIDATE_VALUES = "files that may hold its keys hold too many values"
+    CANDIDATE_PARTITIONS = "files that may hold its keys are in too many partitions"
     UNREADABLE = "PyIceberg cannot read files that may hold its keys"
     SHARED_KEYS = "several rows of the table have one of its keys"
 
@@ -83,11 +86,15 @@ class TableFacts:
 
 @dataclass(frozen=True)
 class CandidateFacts:
-    """The data files that may hold one of the keys: their formats, bytes, and rows times columns in all."""
+    """The data files that may hold one of the keys, in all.
+
+    `size` is in bytes, `values` are rows times columns.
+    """
 
     formats: frozenset[str] = frozenset()
     size: int = 0
     values: int = 0
+    partitions: int = 0
 
 
 _KEYS = (
@@ -163,6 +170,7 @@ def reason_of_candidates(facts: CandidateFacts) -> SparkReason | None:
         (SparkReason.CANDIDATE_FORMAT, not facts.formats <= {"PARQUET"}),
         (SparkReason.CANDIDATE_BYTES, facts.size > MOST_CANDIDATE_BYTES),
         (SparkReason.CANDIDATE_VALUES, facts.values > MOST_CANDIDATE_VALUES),
+        (SparkReason.CANDIDATE_PARTITIONS, facts.partitions > MOST_CANDIDATE_PARTITIONS),
     )
 
 

@@ -163,6 +163,7 @@ def _candidate_facts(candidates: Sequence[FileScanTask], *, columns: int) -> Can
         formats=frozenset(file.file_format.name for file in files),
         size=sum(file.file_size_in_bytes for file in files),
         values=sum(file.record_count for file in files) * columns,
+        partitions=len({file.partition for file in files}),
     )
 
 

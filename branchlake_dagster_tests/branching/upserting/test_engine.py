@@ -77,6 +77,10 @@ def test_a_table_is_left_to_spark(facts: dict[str, Any], reason: SparkReason) ->
         (CandidateFacts(frozenset({"PARQUET"}), 10, 10), None),
         (CandidateFacts(frozenset({"PARQUET", "ORC"}), 10, 10), SparkReason.CANDIDATE_FORMAT),
         (CandidateFacts(size=engine.MOST_CANDIDATE_BYTES + 1), SparkReason.CANDIDATE_BYTES),
+        (
+            CandidateFacts(partitions=engine.MOST_CANDIDATE_PARTITIONS + 1),
+            SparkReason.CANDIDATE_PARTITIONS,
+        ),
         (CandidateFacts(values=engine.MOST_CANDIDATE_VALUES + 1), SparkReason.CANDIDATE_VALUES),
     ],
 )
