@@ -9,6 +9,7 @@ from importlib.metadata import distribution
 from importlib.resources import files
 from pathlib import Path
 
+from branchlake_dagster.cli.local.home import prepare_home
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.extras import DISTRIBUTION
 
@@ -25,7 +26,8 @@ def new_project(target: Path, *, requirement: str | None = None) -> list[Path]:
     """Make a project in the folder `target`, named after it; the files that were made.
 
     `requirement` is how it depends on this package (None: on the one that runs now, see
-    `requirement_of`). Dagster's home is the folder `.branchlake/dagster` of the project, which is made too.
+    `requirement_of`). Dagster's home is the folder `.branchlake/dagster` of the project; it is made too, with
+    the `dagster.yaml` that `branchlake up` writes, so that `dg dev` may come first.
     Raises ConfigurationError when the folder holds something already, or its name is no Python name.
     """
     name = re.sub(r"[-. ]", "_", target.name)
@@ -53,6 +55,7 @@ def new_project(target: Path, *, requirement: str | None = None) -> list[Path]:
         path.write_text(text)
         made.append(path)
     home.mkdir(mode=0o700, parents=True)
+    prepare_home(home)
     return made
 
 

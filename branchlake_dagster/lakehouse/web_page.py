@@ -11,7 +11,7 @@ from branchlake_dagster.settings import Settings
 def nessie_page(endpoints: Endpoints, settings: Settings) -> str:
     """Its address. A guarded embedded server gives it to nobody: the page has no way to send a token."""
     if settings.embedded_nessie and endpoints.nessie_token is not None:
-        return "off while Nessie asks for a token; BRANCHLAKE_GUARD_NESSIE=false, then down and up, shows it"
+        return "off, as Nessie asks for a token: set BRANCHLAKE_GUARD_NESSIE=false, then down and up"
     return f"{_base(endpoints)}/"
 
 

@@ -22,6 +22,7 @@ Path = tuple[str, ...]
 
 TABLES = "entry.contentType == 'ICEBERG_TABLE'"
 _EXPLAIN = re.compile(r"^\s*explain(\s+analyze)?\s", re.IGNORECASE)
+_PIVOT = re.compile(r"\bpivot", re.IGNORECASE)
 _SHOW = re.compile(r"^\s*show\s+(all\s+)?tables\b", re.IGNORECASE)
 _LIST = "`branchlake sql` without a query lists the lake's tables."
 _OF_DUCKDB = ("information_schema", "pg_catalog", "system", "temp")
@@ -42,12 +43,18 @@ def named_tables(connection: DuckDBPyConnection, sql: str) -> list[Path]:
         told = (
             tree["error_message"] if syntax else "Only one query (SELECT, WITH, FROM, DESCRIBE …) can be run."
         )
-        # A PIVOT without its values is two statements for DuckDB.
-        raise QueryFailed(told, hint=None if syntax else "PIVOT needs its values: PIVOT t ON x IN (1, 2).")
+        raise QueryFailed(told, hint=None if syntax else _hint(query))
     if len(tree.get("statements", ())) != 1:
         raise QueryFailed("Only one query can be run at a time.")
     paths = (tuple(node["qualified_name"]["path"]) for node in _base_tables(tree))
     return list(dict.fromkeys(paths))
+
+
+def _hint(query: str) -> str:
+    # A PIVOT without its values is two statements for DuckDB.
+    if _PIVOT.search(query):
+        return "PIVOT needs its values: PIVOT t ON x IN (1, 2)."
+    return "Queries only read; a run of an asset changes its table."
 
 
 def _base_tables(node: object) -> Iterator[dict[str, Any]]:

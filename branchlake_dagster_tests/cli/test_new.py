@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from dagster import DagsterInstance
 
+from branchlake_dagster import WarmRunLauncher
 from branchlake_dagster.cli.new import new_project, requirement_of
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -71,6 +73,17 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = new_project(target)
     assert target / "src" / "my_shop" / "definitions.py" in made
     return target
+
+
+def test_dg_dev_finds_the_configuration_that_up_would_write(project: Path) -> None:
+    """Without it `dg dev` would not watch its runs, and would send usage statistics."""
+    home = project / ".branchlake" / "dagster"
+    with DagsterInstance.from_config(str(home)) as instance:
+        assert isinstance(instance.run_launcher, WarmRunLauncher)
+        assert instance.run_monitoring_enabled
+        assert not instance.telemetry_enabled
+        assert not instance.nux_enabled
+    assert {one.name for one in home.rglob("*.db")} == {"runs.db", "index.db", "schedules.db"}
 
 
 @pytest.mark.soak  # its own tests, and its launch, load it too

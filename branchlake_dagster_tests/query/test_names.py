@@ -55,8 +55,9 @@ def test_the_tables_of_a_query(
     ],
 )
 def test_what_is_no_query(connection: duckdb.DuckDBPyConnection, sql: str, told: str) -> None:
-    with pytest.raises(QueryFailed, match=told):
+    with pytest.raises(QueryFailed, match=told) as failed:
         named_tables(connection, sql)
+    assert ("PIVOT" in (failed.value.hint or "")) == ("PIVOT" in sql)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def as_dict(found: Examination) -> dict[str, Any]:
 def show(found: Examination) -> None:
     """The findings as a table, and below it what to do about those that are wrong."""
     console = Console()
-    table = Table("place", "looked at", "state", "told")
+    table = Table("subject", "check", "state", "result")
     for finding in found.findings:
         colour = _COLOURS[finding.state]
         table.add_row(finding.place, finding.looked_at, f"[{colour}]{finding.state}[/]", _plain(finding.told))

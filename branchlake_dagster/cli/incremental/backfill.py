@@ -68,10 +68,13 @@ def asked(where: Place, asset: str, partitions: Sequence[str], *, everything: bo
     """What the options mean; None: nothing is stale. Raises ConfigurationError."""
     key = AssetKey.from_user_string(asset)
     if not where.graph.has(key):
-        raise ConfigurationError(f"There is no asset {asset} in this code location.")
+        raise ConfigurationError(
+            f"There is no asset {asset} in this code location.",
+            hint="Write its key as on Dagster's page: namespace/table.",
+        )
     if partitions or everything:
         given = None if everything else tuple(partitions)
-        return Asked(key, given, "asked for by hand")
+        return Asked(key, given, "requested")
     stale = stale_partitions(where.graph, where.lake.lakehouse, key, instance=where.instance)
     if stale == ():
         return None

@@ -51,22 +51,32 @@ def dagster_home(settings: Settings) -> Path:
     home.mkdir(parents=True, exist_ok=True)
     os.environ["DAGSTER_HOME"] = str(home)
     os.environ["BRANCHLAKE_STATE_DIR"] = str(settings.state_dir)
-    config, preparing = home / "dagster.yaml", home / ".preparing"
-    if not config.exists() or preparing.exists():
-        with preparing.open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not config.exists():
-                config.write_text(_DAGSTER_YAML)
-            _make_databases()
-            preparing.unlink(missing_ok=True)
+    prepare_home(home)
     return home
 
 
-def _make_databases() -> None:
+def prepare_home(home: Path) -> None:
+    """Write `dagster.yaml` and create the databases in an existing folder that has no `dagster.yaml`.
+
+    A folder that somebody configured is left as it is. Safe when several processes do it at once. Takes two
+    seconds the first time.
+    """
+    config, preparing = home / "dagster.yaml", home / ".preparing"
+    if config.exists() and not preparing.exists():
+        return
+    with preparing.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not config.exists():
+            config.write_text(_DAGSTER_YAML)
+        _make_databases(home)
+        preparing.unlink(missing_ok=True)
+
+
+def _make_databases(home: Path) -> None:
     """Dagster makes each when it is first used; several processes that do so at once leave it broken."""
     from dagster import AssetKey, DagsterInstance
 
-    with DagsterInstance.get() as instance:
+    with DagsterInstance.from_config(str(home)) as instance:
         instance.get_runs(limit=1)
         instance.fetch_observations(AssetKey("none"), limit=1)
         instance.all_instigator_state()

@@ -111,7 +111,9 @@ class _Planner:
         unknown = sorted(set(partitions) - set(every))
         if unknown:
             raise ConfigurationError(
-                f"Asset {root.to_user_string()} has no such partitions.", partitions=unknown
+                f"Asset {root.to_user_string()} has no such partitions.",
+                partitions=unknown,
+                hint=f"It has {len(every)}: {every[0]} to {every[-1]}." if every else "It has none yet.",
             )
         wanted = set(partitions)
         return tuple(key for key in every if key in wanted)

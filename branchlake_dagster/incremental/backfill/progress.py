@@ -109,7 +109,7 @@ def require_backfill(instance: DagsterInstance, graph: AssetGraph, backfill_id: 
     if state is None:
         raise ConfigurationError(
             f"There is no asset backfill {backfill_id} in this Dagster instance.",
-            hint="Its page lists them: Overview, Backfills.",
+            hint="Dagster's page lists them: Runs, Backfills.",
         )
     return state
 

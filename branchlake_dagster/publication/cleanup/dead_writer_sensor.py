@@ -67,7 +67,7 @@ def dead_writer_sensor(
             context.log.info(str(one))
         context.update_cursor(remembered)
         if not dead:
-            return SkipReason("Every writer beats, or is watched.")
+            return SkipReason("No dead writers.")
         writers = ", ".join(sorted(f"process {beat.pid} on {beat.host}" for beat in dead)[:20])
         return SkipReason(f"{len(dead)} dead: {writers}. {' | '.join(map(str, told[:20]))}")
 

@@ -118,7 +118,7 @@ def test_the_commands(
         assert result.exit_code == 0, result.output
         return result.output
 
-    assert "asked for by hand" in call("plan", f"{namespace}/events", "--all")
+    assert "requested" in call("plan", f"{namespace}/events", "--all")
     number = call("run", f"{namespace}/events", "--all", "--approval").split()[1].rstrip(".")
     assert "0 of 1 partition" in call("status", number)
     assert json.loads(call("retry", number, "--json")) == {"launched": [], "lost": []}
