@@ -67,7 +67,7 @@ def dead_writer_sensor(
             context.log.info(str(one))
         context.update_cursor(remembered)
         if not dead:
-            return SkipReason("No dead writers.")
+            return SkipReason("Every writer sends heartbeats, or is being observed.")
         writers = ", ".join(sorted(f"process {beat.pid} on {beat.host}" for beat in dead)[:20])
         return SkipReason(f"{len(dead)} dead: {writers}. {' | '.join(map(str, told[:20]))}")
 

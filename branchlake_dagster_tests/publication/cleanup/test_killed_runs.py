@@ -217,7 +217,7 @@ def test_a_killed_run_ends_by_itself_while_a_healthy_one_works_on(own_lake: Lake
     """No code server knows of this process: only its heartbeat tells that it is gone."""
     with dg.DagsterInstance.get() as instance:
         watching = ticks(own_lake, instance)
-        assert {next(watching) for _ in range(4)} == {"No dead writers."}
+        assert {next(watching) for _ in range(4)} == {"Every writer sends heartbeats, or is being observed."}
         run.end(signal.SIGKILL)
         for _ in range(12):
             if "dead" in (told := next(watching)):
@@ -226,7 +226,7 @@ def test_a_killed_run_ends_by_itself_while_a_healthy_one_works_on(own_lake: Lake
         assert f"{run.branch}: discarded, its writer is dead" in told
         assert run.status(instance) is dg.DagsterRunStatus.FAILURE
         assert run.tags(instance)[VERDICT_TAG] == "fenced"
-        assert next(watching) == "No dead writers."
+        assert next(watching) == "Every writer sends heartbeats, or is being observed."
         list(sweep_discarded(own_lake, instance))
 
 
