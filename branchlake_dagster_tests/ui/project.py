@@ -1,6 +1,7 @@
 """A code location with assets that pass their check and assets that do not."""
 
 import os
+import runpy
 from pathlib import Path
 
 import dagster as dg
@@ -11,6 +12,9 @@ from branchlake_dagster import BranchSparkResource, branchlake_definitions, sql_
 
 BAD_DAY = "BRANCHLAKE_TEST_BAD_DAY"
 """Names a file; while it exists, the next runs of `daily` write a negative number."""
+
+READERS_FILE = "BRANCHLAKE_TEST_READERS_FILE"
+"""Names the `my_lake.py` that the reader of docs/getting-started.md has written."""
 
 DAYS = dg.StaticPartitionsDefinition(["mon", "tue", "wed"])
 
@@ -41,10 +45,15 @@ def daily(context: dg.AssetExecutionContext) -> pl.DataFrame:
 
 NEGATIVE = "select * from {this} where id < 0"
 
+readers_file = runpy.run_path(os.environ[READERS_FILE]) if READERS_FILE in os.environ else None
+
 defs = branchlake_definitions(
     definitions=dg.Definitions(
-        assets=[good, bad, daily],
-        asset_checks=[sql_check(asset, "not_negative", NEGATIVE) for asset in (good, bad, daily)],
+        assets=[good, bad, daily, *([readers_file["prices"]] if readers_file else [])],
+        asset_checks=[
+            *(sql_check(asset, "not_negative", NEGATIVE) for asset in (good, bad, daily)),
+            *([readers_file["prices_are_positive"]] if readers_file else []),
+        ],
         executor=dg.in_process_executor,
     ),
 )

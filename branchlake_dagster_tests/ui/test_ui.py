@@ -1,6 +1,7 @@
 """The real UI in headless Chromium, on a real daemon: launch, see the checks, see the publication.
 
-With BRANCHLAKE_TEST_SCREENSHOTS the pages of the documents are drawn anew into that folder.
+With BRANCHLAKE_TEST_SCREENSHOTS the pages of the documents are drawn anew into that folder, and those of the
+newcomer's walk; without it the walk leaves its pictures in the test's temporary folder.
 """
 
 from __future__ import annotations
@@ -9,21 +10,26 @@ import os
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from playwright.sync_api import Page, expect, sync_playwright
 
+from branchlake_dagster.cli import main
 from branchlake_dagster.cli.local.dagster_dev import dagster_dev
 from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.waiting import holds_within
 from branchlake_dagster_tests.suite.absent import absent
-from branchlake_dagster_tests.ui.project import BAD_DAY
+from branchlake_dagster_tests.testing.documented import GETTING_STARTED, files
+from branchlake_dagster_tests.ui.project import BAD_DAY, READERS_FILE
 
 pytestmark = [pytest.mark.daemon, pytest.mark.timeout(1200)]
 
+SHOP = f"shop_{uuid.uuid4().hex[:8]}"
 MODULE = "branchlake_dagster_tests.ui.project"
 PATIENCE_MS = 180_000
 RELOAD_MS = 5_000
@@ -39,11 +45,22 @@ def bad_day(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(lakehouse: Lakehouse, tmp_path_factory: pytest.TempPathFactory, bad_day: Path) -> Iterator[str]:
+def readers_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`my_lake.py` as docs/getting-started.md has it, but for the namespace: the lake outlives a session."""
+    path = tmp_path_factory.mktemp("reader") / "my_lake.py"
+    path.write_text(files(GETTING_STARTED)["my_lake.py"].replace('"shop"', f'"{SHOP}"'))
+    return path
+
+
+@pytest.fixture(scope="module")
+def url(
+    lakehouse: Lakehouse, tmp_path_factory: pytest.TempPathFactory, bad_day: Path, readers_file: Path
+) -> Iterator[str]:
     home = tmp_path_factory.mktemp("dagster_home")
     before = dict(os.environ)
     os.environ["DAGSTER_HOME"] = str(home)
     environment = {"BRANCHLAKE_STATE_DIR": str(lakehouse.settings.state_dir), BAD_DAY: str(bad_day)}
+    environment[READERS_FILE] = str(readers_file)
     try:
         dagster_home(lakehouse.settings)
         lakehouse.endpoints()
@@ -77,8 +94,8 @@ def page(tmp_path: Path) -> Iterator[Page]:
         browser.close()
 
 
-def press_materialize(page: Page, url: str, asset: str) -> None:
-    page.goto(f"{url}/assets/ui/{asset}")
+def press_materialize(page: Page, url: str, asset: str, *, namespace: str = "ui") -> None:
+    page.goto(f"{url}/assets/{namespace}/{asset}")
     page.get_by_text(re.compile(r"^Materialize(…|\.\.\.)?$")).first.click()
 
 
@@ -161,6 +178,98 @@ def test_a_blocked_launch_is_red_and_says_why(page: Page, url: str, lakehouse: L
     page.goto(f"{url}/assets/ui/bad")
     expect(page.get_by_text("Row count").first.locator("xpath=..")).to_contain_text("0")
     assert not lakehouse.catalog().table_exists(("ui", "bad"))
+
+
+def launch_days(page: Page, url: str, days: str) -> str:
+    """Launch one day of the reader's asset, or begin a backfill of several; the message that appears."""
+    press_materialize(page, url, "prices", namespace=SHOP)
+    page.get_by_text("Custom", exact=True).first.click()
+    field = page.get_by_placeholder(re.compile("^ex: |^No matching partitions$")).first
+    field.fill(days)
+    field.press("Enter")
+    page.get_by_text(re.compile("^Launch 1 run$|^Launch backfill$")).last.click()
+    message = page.get_by_text(re.compile(r"Launched run [0-9a-f]{8}|Created backfill")).first
+    expect(message).to_be_visible()
+    return message.inner_text()
+
+
+def open_run(page: Page, url: str, run: str) -> None:
+    page.goto(f"{url}/runs")
+    page.get_by_text(run, exact=True).first.click()
+
+
+def write_wrong_days(page: Page, url: str, readers_file: Path, wrong_days: dict[str, float]) -> None:
+    """Change the reader's file and reload its code location."""
+    before = readers_file.read_text()
+    readers_file.write_text(re.sub("(?m)^(WRONG_DAYS.*) = .*$", rf"\1 = {wrong_days}", before))
+    page.goto(f"{url}/deployment/locations")
+    page.get_by_text("Reload", exact=True).first.click()
+    expect(page.get_by_text("Code location reloaded").first).to_be_visible()
+
+
+def prices_by_day(lakehouse: Lakehouse) -> dict[str, float]:
+    """Day -> the lowest price that `main` has."""
+    rows = lakehouse.catalog().load_table((SHOP, "prices")).scan().to_arrow()
+    lowest = rows.group_by("day").aggregate([("eur", "min")])
+    return dict(sorted(zip(map(str, lowest["day"].to_pylist()), lowest["eur_min"].to_pylist(), strict=True)))
+
+
+def test_the_walk_of_getting_started(
+    page: Page, url: str, lakehouse: Lakehouse, readers_file: Path, tmp_path: Path
+) -> None:
+    """A good day, a bad day, its rows, the correction, its re-execution, a backfill with another bad day."""
+
+    def picture_of(step: str) -> None:
+        page.screenshot(path=Path(SCREENSHOTS or tmp_path) / f"walk-{step}.png")
+
+    published = re.compile("^Published as [0-9a-f]{64}")
+    partitions = f"{url}/assets/{SHOP}/prices?view=partitions"
+    open_run(page, url, launch_days(page, url, "2026-11-01").split()[-1])
+    expect(page.get_by_text(published).first).to_be_visible()
+    picture_of("1-good-day")
+    assert prices_by_day(lakehouse) == {"2026-11-01": 0.1}
+
+    write_wrong_days(page, url, readers_file, {"2026-11-02": -0.1})
+    bad_run = launch_days(page, url, "2026-11-02").split()[-1]
+    open_run(page, url, bad_run)
+    error = (
+        f"Not published: check prices_are_positive on {SHOP}/prices [2026-11-02] failed. main is as it was."
+    )
+    expect(page.get_by_text(error).first).to_be_visible()
+    picture_of("2-bad-day")
+    assert prices_by_day(lakehouse) == {"2026-11-01": 0.1}
+    query = [
+        "sql",
+        f"SELECT item, eur FROM {SHOP}.prices WHERE eur <= 0",
+        "--run",
+        bad_run,
+        "--format",
+        "csv",
+    ]
+    rows = CliRunner().invoke(main, query, env={"BRANCHLAKE_STATE_DIR": str(lakehouse.settings.state_dir)})
+    assert rows.stdout.splitlines()[1:] == ['"nut",-0.1']
+
+    # The daemon begins a backfill within half a minute; the re-execution goes on meanwhile.
+    write_wrong_days(page, url, readers_file, {"2026-11-04": -0.1})
+    launch_days(page, url, "[2026-11-03...2026-11-05]")
+    open_run(page, url, bad_run)
+    page.get_by_text(re.compile("^Re-execute all")).first.click()
+    page.wait_for_url(lambda address: "/runs/" in address and bad_run not in address)
+    expect(page.get_by_text(published).first).to_be_visible()
+    picture_of("3-corrected")
+    assert prices_by_day(lakehouse)["2026-11-02"] == 0.1
+
+    await_text(page, partitions, r"^Failed \(1\)$")
+    await_text(page, partitions, r"^Materialized \(4\)$")
+    picture_of("4-backfill")
+    days = dict.fromkeys(("2026-11-01", "2026-11-02", "2026-11-03", "2026-11-05"), 0.1)
+    assert holds_within(PATIENCE_MS / 1000, lambda: prices_by_day(lakehouse) == days, every_s=0.5)
+    page.goto(f"{url}/runs?view=backfills")
+    page.locator("a[href*='/runs/b/']").first.click()
+    page.get_by_text("Runs", exact=True).last.click()
+    expect(page.get_by_text("branchlake: published", exact=True)).to_have_count(2)
+    expect(page.get_by_text("branchlake: blocked", exact=True)).to_have_count(1)
+    picture_of("5-runs-of-the-backfill")
 
 
 @pytest.mark.soak
