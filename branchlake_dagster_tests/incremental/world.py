@@ -96,7 +96,7 @@ class World:
                 table = self._empty()
                 self.lake.put({name: self.writer.append(table, self._rows(3))})
                 self.tell("input", f"{name} {_shown(self.lake.main[name])}")
-            for _ in range(MOVES):
+            for _ in range(2 * MOVES if self.redefined else MOVES):
                 self._move()
             self._settle()
 
