@@ -261,9 +261,10 @@ class World:
     def _rename_days(self, name: str) -> None:
         """The column of the days gets another name, or its own again."""
         table = self.lake.main[name]
-        if all(kind.needs_days for kind in self.kinds if name in kind.inputs):
-            self.lake.put({name: table.changed(renamed=not table.metadata.renamed)})
-            self.tell("rename back" if table.metadata.renamed else "rename", name)
+        back = table.metadata.renamed
+        if back or all(kind.needs_days for kind in self.kinds if name in kind.inputs):
+            self.lake.put({name: table.changed(renamed=not back)})
+            self.tell("rename back" if back else "rename", name)
 
     def _create(self, name: str) -> None:
         made = self._empty()
@@ -343,7 +344,8 @@ class World:
     def _consume_in(self, run: Run, kind: Kind, *, rebuild: bool = False) -> Step | None:
         """The step of a consumer on a run's branch, for some of what is pending."""
         if self._is_renamed(kind, run.view):
-            self._require_gone(kind, run)
+            if kind.needs_days:
+                self._require_gone(kind, run)
             return None
         partitions: tuple[str, ...] = ()
         if kind.definition is not None:
@@ -385,9 +387,7 @@ class World:
 
     @staticmethod
     def _is_renamed(kind: Kind, tables: Mapping[str, Table]) -> bool:
-        return kind.needs_days and any(
-            tables[name].metadata.renamed for name in kind.inputs if name in tables
-        )
+        return any(tables[name].metadata.renamed for name in kind.inputs if name in tables)
 
     def _require_gone(self, kind: Kind, run: Run) -> None:
         """The step of a consumer fails before it reads anything."""

@@ -459,11 +459,13 @@ class Consumption:
         """The partitions to compute anew until nothing is lost any more; asked of a rebuild.
 
         A partition whose position is still there is among them only if it has something left. Where all have
-        such positions, and only that of the table as a whole is lost, it is the first partition: a run that
-        computes any of them anew moves the table as a whole.
+        such positions, and only that of the table as a whole, or of partitions that have left the definition,
+        is lost, it is the first partition: a run that computes any of them anew moves the table as a whole.
         """
         found = pending(self._backlog(lost_is_all=True))
-        return found or ({*self._every[:1]} if self._is_floor_lost() else set())
+        if not found and (self.positions.void or self._is_floor_lost()):
+            return {*self._every[:1]}
+        return found
 
     def _is_floor_lost(self) -> bool:
         """Whether it cannot be told what has changed since the position of the table as a whole."""
