@@ -266,7 +266,9 @@ def test_the_walk_of_getting_started(
     assert holds_within(PATIENCE_MS / 1000, lambda: prices_by_day(lakehouse) == days, every_s=0.5)
     page.goto(f"{url}/runs?view=backfills")
     page.locator("a[href*='/runs/b/']").first.click()
-    page.get_by_text("Runs", exact=True).last.click()
+    page.wait_for_url(re.compile("/runs/b/"))
+    # Not the link of the same name, which leads to the runs of everything.
+    page.get_by_role("tab", name="Runs").click()
     expect(page.get_by_text("branchlake: published", exact=True)).to_have_count(2)
     expect(page.get_by_text("branchlake: blocked", exact=True)).to_have_count(1)
     picture_of("5-runs-of-the-backfill")
