@@ -62,14 +62,14 @@ def inherited_tags(
 
 
 def requires_approval(run: DagsterRun) -> bool:
-    """Whether a run must not consume results that are not approved: one that nobody launched by hand.
+    """Whether a run must not consume results that are not approved: one that no person launched.
 
     These are the runs of the incremental sensor and of automation conditions. A person's re-execution copies
     the tags of such a run, but it is a launch by a person and does not wait. Dagster's automatic retries are
     numbered, and wait as the first run does.
     """
-    launched_alone = not run.tags.keys().isdisjoint((HELD_TAG, AUTOMATION_CONDITION_TAG))
-    return launched_alone and (run.parent_run_id is None or RETRY_NUMBER_TAG in run.tags)
+    launched_by_machine = not run.tags.keys().isdisjoint((HELD_TAG, AUTOMATION_CONDITION_TAG))
+    return launched_by_machine and (run.parent_run_id is None or RETRY_NUMBER_TAG in run.tags)
 
 
 class Approvals:
@@ -108,8 +108,8 @@ class Approvals:
     def inherit(self, run_id: str, consumed: Collection[str], *, asset: str) -> None:
         """Let the result of run `run_id` wait for approval if a run that it consumed has one of the states.
 
-        Raises NotApproved if nobody launched the run for `asset` by hand (`requires_approval`), and a result
-        that was not approved was published before the run began to read.
+        Raises NotApproved if no person launched the run for `asset` (`requires_approval`), and a result that
+        was not approved was published before the run began to read.
         """
         consumed_tags = {one: self._tags[one] for one in self.chosen(consumed)}
         own = self._instance.get_run_by_id(run_id) if consumed_tags else None

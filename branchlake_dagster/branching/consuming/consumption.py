@@ -468,7 +468,7 @@ class Consumption:
         return found
 
     def _is_floor_lost(self) -> bool:
-        """Whether it cannot be told what has changed since the position of the table as a whole."""
+        """Whether the change of an input since the position of the table as a whole is no longer known."""
         floor = self.positions.floor
         if floor is None:
             return False
@@ -523,8 +523,15 @@ class Consumption:
 
     def _backlog(self, *, lost_is_all: bool = False) -> Backlog:
         inputs = tuple(self.inputs.values())
-        told = self.consumer, self.positions, inputs, self.change_since, self.instance, self._target
-        return Backlog(*told, lost_is_all=lost_is_all)
+        return Backlog(
+            self.consumer,
+            self.positions,
+            inputs,
+            self.change_since,
+            instance=self.instance,
+            own_table=self._target,
+            lost_is_all=lost_is_all,
+        )
 
 
 def _load(catalog: NessieCatalog, identifier: Identifier) -> Table | None:

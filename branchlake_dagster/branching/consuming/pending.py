@@ -413,8 +413,8 @@ def _with_files(
     that dimension.
     """
     schema = table.schema()
-    there = {field.name for field in schema.fields}
-    known = {dimension: column for dimension, column in columns.items() if column in there}
+    names = {field.name for field in schema.fields}
+    known = {dimension: column for dimension, column in columns.items() if column in names}
     scan = table.scan()
     if known:
         selection = select(
