@@ -16,13 +16,16 @@ from pyiceberg.types import LongType, NestedField, StringType
 from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.branch.run_tags import Place, opened
 from branchlake_dagster.branching.frames import arrow_frames
+from branchlake_dagster.branching.table.provenance import BRANCH_HEAD
 from branchlake_dagster.branching.table.replaced import replaced as predicate_of
 from branchlake_dagster.branching.table.replaced import to_text
 from branchlake_dagster.branching.table.selection import select
 from branchlake_dagster.branching.table.spec import table_metadata, table_spec
+from branchlake_dagster.changes.summary import RUN_ID
+from branchlake_dagster.lakehouse.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.library_internals.dagster import StepMaterializationData
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 
 _NAMESPACE = "waiting"
@@ -91,13 +94,14 @@ def _seconds(
         began = time.perf_counter()
         while published < count:
             start, before = time.perf_counter(), published
+            outcome: Outcome | None = None
             for outcome in reconciler.run(budget_s=_BUDGET_S):
                 if outcome.action is PublicationAction.PUBLISHED:
                     first = first or time.perf_counter() - began
                     published += 1
             passes.append(time.perf_counter() - start)
             if published == before:
-                raise RuntimeError(f"Nothing was published of {count - published} waiting runs.")
+                raise RuntimeError(f"None of {count - published} waiting runs was published: {outcome}")
         took = time.perf_counter() - began
     rows = lake.catalog().load_table((_NAMESPACE, runs.spec.identifier[-1])).scan().to_arrow()
     if sorted(rows["token"].to_pylist()) != sorted(runs.tokens) or set(rows["n"].to_pylist()) != {1}:
@@ -139,7 +143,10 @@ class _Runs:
             dg.DagsterRun("__ASSET_JOB", run_id=run_id, status=dg.DagsterRunStatus.STARTED, tags=tags)
         )
         partition = token if asset.partitions_def is not None else None
-        written = dg.AssetMaterialization(asset.key, metadata={"rows": 1}, partition=partition)
+        head = self.lake.nessie.reference(name).hash
+        written = dg.AssetMaterialization(
+            asset.key, metadata={"rows": 1, BRANCH_HEAD: head}, partition=partition
+        )
         materialised = StepMaterializationData(written)
         passed = dg.AssetCheckEvaluation(asset.key, "waiting_check", passed=True, partition=partition)
         for kind, data, step in (
@@ -151,8 +158,9 @@ class _Runs:
             instance.report_dagster_event(event, run_id)
 
     def _write(self, branch: str, run_id: str, token: str) -> None:
-        table = self.lake.catalog(branch).load_table(self.spec.identifier)
-        how = {"branchlake.write_mode": self.spec.write_mode, "branchlake.run_id": run_id}
+        options = {f"{COMMIT_PROPERTY}{RUN_ID}": run_id}
+        table = self.lake.catalog(branch, properties=options).load_table(self.spec.identifier)
+        how = {"branchlake.write_mode": self.spec.write_mode, RUN_ID: run_id}
         selection = None
         if self.asset.partitions_def is not None:
             one = dg.StaticPartitionsDefinition([token])
