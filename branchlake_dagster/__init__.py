@@ -175,7 +175,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
     found = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
     globals()[name] = found
     return found

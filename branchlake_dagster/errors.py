@@ -3,6 +3,11 @@
 Every error carries one marker. `Transient`: nothing happened, the same call may be made again.
 `Terminal`: repeating cannot help. `OutcomeUnknown`: a change was asked for and the answer is missing,
 so look before repeating. Retry policies ask for the marker and never read an error's text.
+
+Where one class has several causes, `reason` tells them apart by a code (in snake case, or as another
+system names it), and `subject` names what the error is about if that is not a table, partition, branch or
+run. Neither is part of the text, so sentences may be rewritten at any time: code and tests use the class and
+its fields only.
 """
 
 # The class names are the words of the design ("refused", "conflict", "outcome unknown"), not ...Error.
@@ -79,9 +84,9 @@ class OutcomeUnknown:
 class BranchlakeError(Exception):
     """Root of every error this package raises on purpose.
 
-    All arguments are attributes and part of the text. Passwords in URLs are taken out of it. Instances
-    survive pickling, because Dagster ships them between processes. Each is one of `Transient`, `Terminal` or
-    `OutcomeUnknown` as well, which says what may be done next.
+    All arguments are attributes, and all but `reason` and `subject` are part of the text. Passwords in URLs
+    are taken out. Instances survive pickling, because Dagster ships them between processes. Each is one of
+    `Transient`, `Terminal` or `OutcomeUnknown` as well, which says what may be done next.
 
     Args:
         message (str): What happened, in a sentence.
@@ -90,6 +95,8 @@ class BranchlakeError(Exception):
         branch (Optional[str]): The Nessie reference.
         run_id (Optional[str]): The Dagster run.
         hint (Optional[str]): One sentence that says what to do.
+        reason (Optional[str]): A code for the cause, such as `unknown_setting`, where the class has several.
+        subject (Optional[str]): The setting, column, topic, file or asset that is wrong.
 
     Examples:
         .. code-block:: python
@@ -110,6 +117,8 @@ class BranchlakeError(Exception):
         branch: str | None = None,
         run_id: str | None = None,
         hint: str | None = None,
+        reason: str | None = None,
+        subject: str | None = None,
     ) -> None:
         super().__init__(without_credentials(message))
         self.table = table
@@ -117,6 +126,8 @@ class BranchlakeError(Exception):
         self.branch = branch
         self.run_id = run_id
         self.hint = without_credentials(hint) if hint else None
+        self.reason = reason
+        self.subject = None if subject is None else without_credentials(subject)
 
     @property
     def message(self) -> str:

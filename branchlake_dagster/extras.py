@@ -23,4 +23,5 @@ def require(extra: str, *modules: str, wanted_by: str) -> None:
         raise MissingExtra(
             f"{wanted_by} needs {' and '.join(absent)}, which is not installed.",
             hint=f"Install the extra: pip install '{DISTRIBUTION}[{extra}]'.",
+            subject=", ".join(absent),
         )

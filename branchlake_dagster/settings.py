@@ -69,7 +69,10 @@ def require_known_fields(given: Iterable[str], known: Collection[str], owner: st
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             meant = f"Did you mean {close[0]}? " if close else ""
             raise ConfigurationError(
-                f"{owner} has no field {name}.", hint=f"{meant}See docs/settings.md for the fields."
+                f"{owner} has no field {name}.",
+                hint=f"{meant}See docs/settings.md for the fields.",
+                reason="unknown_field",
+                subject=name,
             )
 
 
@@ -237,6 +240,8 @@ class Settings(BaseSettings):
                 raise ConfigurationError(
                     f"Nothing reads the environment variable {name}.",
                     hint=f"{meant}Unset it, or see docs/settings.md for those that are read.",
+                    reason="unknown_variable",
+                    subject=name,
                 )
         if isinstance(given, Mapping):
             require_known_fields(given, cls.model_fields, cls.__name__)

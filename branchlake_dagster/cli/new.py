@@ -33,10 +33,18 @@ def new_project(target: Path, *, requirement: str | None = None) -> list[Path]:
     name = re.sub(r"[-. ]", "_", target.name)
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigurationError(
-            f"{target.name!r} cannot name a Python package.", hint="Use letters, digits and _."
+            f"{target.name!r} cannot name a Python package.",
+            hint="Use letters, digits and _.",
+            reason="package_name",
+            subject=target.name,
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigurationError(f"{target} is there already.", hint="Name a folder that is new or empty.")
+        raise ConfigurationError(
+            f"{target} is there already.",
+            hint="Name a folder that is new or empty.",
+            reason="folder_exists",
+            subject=str(target),
+        )
     home = target.absolute() / ".branchlake" / "dagster"
     texts = {
         _DAGSTER_HOME: str(home),

@@ -237,6 +237,7 @@ def unconsumed(asset: AssetsDefinition, lakehouse: LakehouseResource) -> Unconsu
     raise ConfigurationError(
         f"{', '.join(key.to_user_string() for key in asset.keys)} does not say what it consumes.",
         hint="Add consumes({…}) to its metadata.",
+        reason="consumes_nothing",
     )
 
 

@@ -95,10 +95,15 @@ class _Template:
             answer, _ = receive(self._channel)
         except (OSError, ChannelClosed) as error:
             self.kill()
-            raise NoWorker(f"The warm process of {load.location} did not get ready: {error}") from error
+            raise NoWorker(
+                f"The warm process of {load.location} did not get ready: {error}", reason="not_ready"
+            ) from error
         if "failed" in answer:
             self.kill()
-            raise NoWorker(f"{load.location} could not be loaded into a warm process: {answer['failed']}")
+            raise NoWorker(
+                f"{load.location} could not be loaded into a warm process: {answer['failed']}",
+                reason="load_failed",
+            )
 
     def fork(self, run_id: str) -> int:
         """A worker that executes the run. Raises NoWorker, when there will be none, or _Changed."""

@@ -257,6 +257,8 @@ def _attach(connection: DuckDBPyConnection, tables: Mapping[Path, Table]) -> Non
             raise QueryFailed(
                 f"DuckDB knows three levels, and {'.'.join(path)} has {len(path)}.",
                 hint=f"Write {sql_name(path)}.",
+                reason="more_than_three_levels",
+                subject=".".join(path),
             )
         if path[0].lower() in _RESERVED:
             raise QueryFailed(

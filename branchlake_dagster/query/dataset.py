@@ -95,6 +95,7 @@ class IcebergDataset(ds.Dataset):  # type: ignore[misc]  # PyArrow has no types
                     f"The table cannot be read here: {str(error).rstrip('.')}.",
                     table=".".join(self._table.name()),
                     hint="Read it with Spark or Trino, or compact it.",
+                    reason="not_readable",
                 ) from error
         return self._planned
 

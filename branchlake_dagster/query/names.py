@@ -34,7 +34,9 @@ def named_tables(connection: DuckDBPyConnection, sql: str) -> list[Path]:
     Raises QueryFailed for what is not one query.
     """
     if _SHOW.match(sql):
-        raise QueryFailed("DuckDB knows only the tables that a query names.", hint=_LIST)
+        raise QueryFailed(
+            "DuckDB knows only the tables that a query names.", hint=_LIST, reason="show_tables"
+        )
     query = _EXPLAIN.sub("", sql, count=1)
     ((text,),) = connection.execute("SELECT json_serialize_sql(?)", [query]).fetchall()
     tree = json.loads(text)
@@ -43,9 +45,11 @@ def named_tables(connection: DuckDBPyConnection, sql: str) -> list[Path]:
         told = (
             tree["error_message"] if syntax else "Only one query (SELECT, WITH, FROM, DESCRIBE …) can be run."
         )
-        raise QueryFailed(told, hint=None if syntax else _hint(query))
+        raise QueryFailed(
+            told, hint=None if syntax else _hint(query), reason="syntax" if syntax else "not_one_query"
+        )
     if len(tree.get("statements", ())) != 1:
-        raise QueryFailed("Only one query can be run at a time.")
+        raise QueryFailed("Only one query can be run at a time.", reason="not_one_query")
     paths = (tuple(node["qualified_name"]["path"]) for node in _base_tables(tree))
     return list(dict.fromkeys(paths))
 
@@ -98,7 +102,9 @@ def _alike(path: Path, keys: Iterable[ContentKey], where: Where) -> ContentKey:
     close = difflib.get_close_matches(wanted, by_name.values(), n=3)
     likely = last[:3] or [key for key, name in by_name.items() if name in close]
     hint = f"Did you mean {_shown(likely)}?" if likely else _LIST
-    raise TableNotThere(f"There is no table {'.'.join(path)} at {where.told}.", hint=hint)
+    raise TableNotThere(
+        f"There is no table {'.'.join(path)} at {where.told}.", hint=hint, subject=".".join(path)
+    )
 
 
 def _folded(path: Iterable[str]) -> str:

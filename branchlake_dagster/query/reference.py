@@ -44,7 +44,7 @@ class Where:
         Raises NoSuchState, ConfigurationError.
         """
         if sum(value is not None for value in (branch, run, at)) > 1:
-            raise ConfigurationError("Only one of branch, run and at can be given.")
+            raise ConfigurationError("Only one of branch, run and at can be given.", reason="several_states")
         if run is not None:
             return _of_run(client, run)
         if at is not None:
@@ -62,14 +62,21 @@ def _of_branch(client: NessieClient, name: str) -> Where:
     try:
         return _pinned(client.reference(name), name)
     except ReferenceNotFound as missing:
-        raise NoSuchState(f"There is no branch or tag {name!r}.", hint=_LISTED) from missing
+        raise NoSuchState(
+            f"There is no branch or tag {name!r}.", hint=_LISTED, reason="no_reference", subject=name
+        ) from missing
 
 
 def _of_run(client: NessieClient, run: str) -> Where:
     """The run's branch; else what was discarded of it; else `main` as its publication left it."""
     prefix = run.strip().lower()
     if not _RUN_ID.fullmatch(prefix):
-        raise ConfigurationError(f"{run!r} is no run id.", hint="Give six or more characters of its UUID.")
+        raise ConfigurationError(
+            f"{run!r} is no run id.",
+            hint="Give six or more characters of its UUID.",
+            reason="run_id",
+            subject=run,
+        )
     found = _references(client, prefix)
     for kind, told in ((RUN_BRANCH_PREFIX, "on its branch"), (DISCARDED_PREFIX, "as it was discarded")):
         names = [name for name in found if name.startswith(kind)]
@@ -81,10 +88,17 @@ def _of_run(client: NessieClient, run: str) -> Where:
     if published is not None:
         return published
     if found:
-        raise NoSuchState(f"The files of run {run} are being deleted.", hint="Launch it again.")
+        raise NoSuchState(
+            f"The files of run {run} are being deleted.",
+            hint="Launch it again.",
+            reason="being_deleted",
+            subject=run,
+        )
     raise NoSuchState(
         f"Run {run} has no branch, was not published and is not discarded (any more).",
         hint=f"What a run left is deleted some time after it was discarded. {_LISTED}",
+        reason="run_left_nothing",
+        subject=run,
     )
 
 
@@ -113,6 +127,8 @@ def _of_text(client: NessieClient, at: str) -> Where:
         raise ConfigurationError(
             f"{at!r} is neither a time nor a commit hash of main.",
             hint="Write 2026-11-20T12:00 (UTC), 2026-11-20T12:00+01:00, or eight characters of a hash.",
+            reason="neither_time_nor_hash",
+            subject=str(at),
         ) from error
     return _of_moment(client, moment)
 
@@ -126,7 +142,12 @@ def _of_moment(client: NessieClient, moment: datetime) -> Where:
     older = client.log(MAIN, filter=f"timestamp(commit.commitTime) < timestamp('{after}')", limit=1)
     found = next(iter(older), None)
     if found is None:
-        raise NoSuchState(f"main has no commit as old as {text}.", hint="The lake was made later.")
+        raise NoSuchState(
+            f"main has no commit as old as {text}.",
+            hint="The lake was made later.",
+            reason="before_first_commit",
+            subject=text,
+        )
     return Where(f"{MAIN}@{found.commit.hash}", f"main at {text} (commit {found.commit.hash[:16]})")
 
 
@@ -146,4 +167,4 @@ def _of_hash(client: NessieClient, text: str) -> Where:
 
 
 def _no_commit(text: str) -> NoSuchState:
-    return NoSuchState(f"main has no commit {text}.", hint=_LISTED)
+    return NoSuchState(f"main has no commit {text}.", hint=_LISTED, reason="no_commit", subject=text)

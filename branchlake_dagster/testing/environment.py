@@ -34,6 +34,8 @@ def settings_in_environment(state_dir: str, given: Mapping[str, Any]) -> Iterato
         raise ConfigurationError(
             f"A throw-away lake is a lake of its own, so it takes no {', '.join(refused)}.",
             hint="Give settings of behaviour only, such as require_checks or default_namespace.",
+            reason="names_another_lake",
+            subject=", ".join(refused),
         )
     ours = {f"{_PREFIX}{name}".upper(): name for name in Settings.model_fields}
     before = {name: os.environ[name] for name in os.environ if name.upper() in ours}

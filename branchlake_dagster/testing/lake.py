@@ -144,6 +144,7 @@ class ThrowawayLake:
             raise ConfigurationError(
                 f"Run {run_id} was not made by lake.run, so its checks are not known.",
                 hint="Give them: lake.publish(run, definitions).",
+                reason="checks_unknown",
             )
         return publish(run_id, known, instance=self.instance, lakehouse=self.lakehouse)
 
@@ -179,6 +180,7 @@ class ThrowawayLake:
                 table=table_name(identifier),
                 branch=ref,
                 hint=f"There are: {', '.join(self.tables(of=of)) or 'none'}.",
+                reason="no_table",
             ) from error
         return table.scan().to_arrow()
 
@@ -221,6 +223,7 @@ class ThrowawayLake:
             "The run has no branch: it was published, or it touched no table.",
             run_id=run_id,
             hint="What is published is on main: leave `of` out.",
+            reason="no_branch",
         )
 
 

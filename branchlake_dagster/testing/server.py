@@ -55,6 +55,7 @@ class ThrowawayServer:
             raise ConfigurationError(
                 "A throw-away lake of this server is open already.",
                 hint="Close it first, or take a second throwaway_server().",
+                reason="open_already",
             )
         self._in_use = True
         try:

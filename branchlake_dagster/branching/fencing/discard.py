@@ -81,6 +81,7 @@ def take_over(client: NessieClient, branch: str, own: str) -> Reference | None:
         "The branch of the run's parent is being written to or cleaned up.",
         branch=branch,
         hint="Re-execute all steps.",
+        reason="branch_busy",
     )
 
 

@@ -123,6 +123,8 @@ class RunLeases:
             branch=place.branch,
             run_id=self._run_id,
             hint="Launch the run anew: it then starts from what the other one has published.",
+            reason="silent_too_long" if base.holder == own else "taken_over",
+            subject=now.name,
         )
 
     def _wait(self, now: Lease, waited_s: float) -> None:
@@ -134,6 +136,7 @@ class RunLeases:
                 run_id=self._run_id,
                 hint="Nothing was changed. Launch it again when that run has ended, or raise"
                 " BRANCHLAKE_EXCLUSIVE_WAIT_S.",
+                subject=now.name,
             )
         # So often that a silent holder is looked at often enough within the time that it may be silent.
         self._sleep(min(1.0, MISSED * self._interval_s / (2 * LOOKS)))

@@ -10,6 +10,7 @@ from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.fencing.discard import give_back
 from branchlake_dagster.branching.reaping.rules import Owner, Reaping, ReapingAction, RunState
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.wording import Reason
 
 
 def give_passed_back(
@@ -40,5 +41,5 @@ def give_passed_back(
         if branch in claims or owner.continued:
             continue
         if dry_run or give_back(client, branch, tag):
-            reason = "it was fenced before a verdict was told, and its run has passed"
-            yield Reaping(branch, owner.run_id, ReapingAction.GIVE_BACK, reason, owner.state)
+            why = Reason("it was fenced before a verdict was told, and its run has passed", "run_passed")
+            yield Reaping(branch, owner.run_id, ReapingAction.GIVE_BACK, why, owner.state)

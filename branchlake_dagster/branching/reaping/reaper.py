@@ -47,6 +47,7 @@ from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import Reference
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX
+from branchlake_dagster.wording import Reason
 
 OUR_BRANCHES = branches(RUN_BRANCH_PREFIX, PUBLICATION_PREFIX)
 """Nessie's filter for the branches that the reaper looks at."""
@@ -308,9 +309,13 @@ class Reaper:
             elif decision.action is ReapingAction.DELETE:
                 self._client.delete_branch(branch.name, expected_hash=branch.hash)
         except NessieConflict:
-            return replace(decision, action=ReapingAction.KEEP, reason="it was written to while we looked")
+            return replace(
+                decision,
+                action=ReapingAction.KEEP,
+                reason=Reason("it was written to while we looked", "written_meanwhile"),
+            )
         except ReferenceNotFound:
-            return replace(decision, reason="somebody else deleted it meanwhile")
+            return replace(decision, reason=Reason("somebody else deleted it meanwhile", "deleted_meanwhile"))
         return decision
 
     def _report_dead(self, branch: str, seen: Seen, ended: Collection[str]) -> None:

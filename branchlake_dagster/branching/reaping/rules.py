@@ -12,6 +12,7 @@ from enum import StrEnum
 from branchlake_dagster.branching.branch.retention import Retention
 from branchlake_dagster.branching.liveness.failure_detector import Liveness
 from branchlake_dagster.branching.reaping.origin import UNKNOWN, Maker, Origin
+from branchlake_dagster.wording import Reason
 
 
 class RunState(StrEnum):
@@ -105,7 +106,7 @@ class Reaping:
     branch: str
     run_id: str
     action: ReapingAction
-    reason: str
+    reason: Reason
     state: RunState = RunState.MISSING
     age: timedelta | None = None
     heartbeat: str = "none"
@@ -121,25 +122,34 @@ class Reaping:
         return f"{self.branch}: {self.action}, {self.reason}"
 
 
-def decide(facts: Facts, limits: Limits) -> tuple[ReapingAction, str]:
+def decide(facts: Facts, limits: Limits) -> tuple[ReapingAction, Reason]:
     """What becomes of a branch, and why. A pure function."""
     if facts.publishers - {Liveness.DEAD}:
-        return ReapingAction.KEEP, "its publication is in progress"
+        return ReapingAction.KEEP, Reason("its publication is in progress", "being_published")
     if facts.state is RunState.PUBLISHED and not facts.on_main:
-        return ReapingAction.KEEP, "Dagster calls its run published, but main does not hold its publication"
+        return ReapingAction.KEEP, Reason(
+            "Dagster calls its run published, but main does not hold its publication",
+            "publication_not_on_main",
+        )
     if facts.state is RunState.PUBLISHED:
-        return ReapingAction.DELETE, "its run is published and only the clean-up was missed"
+        return ReapingAction.DELETE, Reason(
+            "its run is published and only the clean-up was missed", "published"
+        )
     if facts.claimed and facts.state is not RunState.MISSING:
-        return ReapingAction.KEEP, "a publisher has claimed it and has not reported yet how it ended"
+        return ReapingAction.KEEP, Reason(
+            "a publisher has claimed it and has not reported yet how it ended", "claimed"
+        )
     if facts.state is RunState.UNPUBLISHED:
         return _unpublished(facts, limits.keep_failed)
     if facts.state is RunState.AWAITING_PUBLICATION:
         waits = f" for {_hours(facts.since_end)}" if facts.since_end is not None else ""
-        return ReapingAction.KEEP, f"its run waits for the publisher{waits}"
+        return ReapingAction.KEEP, Reason(f"its run waits for the publisher{waits}", "awaiting_publication")
     if Liveness.ALIVE in facts.writers:
-        return ReapingAction.KEEP, "its writer beats"
+        return ReapingAction.KEEP, Reason("its writer beats", "writer_alive")
     if Liveness.SUSPECT in facts.writers:
-        return ReapingAction.KEEP, "its writer is silent, and only a watch can tell whether it is dead"
+        return ReapingAction.KEEP, Reason(
+            "its writer is silent, and only a watch can tell whether it is dead", "writer_silent"
+        )
     if facts.state is RunState.ACTIVE:
         return _active(facts, limits)
     return _ended(facts, limits) if facts.state is RunState.ENDED else _missing(facts, limits)
@@ -147,64 +157,82 @@ def decide(facts: Facts, limits: Limits) -> tuple[ReapingAction, str]:
 
 def decide_publication(
     publishers: frozenset[Liveness], *, run_branch_exists: bool, state: RunState, made: Origin
-) -> tuple[ReapingAction, str]:
+) -> tuple[ReapingAction, Reason]:
     """What becomes of a branch on which a publisher prepares what had to be rebased, and why.
 
     `state` is that of the run it is about, `made` says who made it where that is missing.
     """
     if publishers - {Liveness.DEAD}:
-        return ReapingAction.KEEP, "a publication is in progress"
+        return ReapingAction.KEEP, Reason("a publication is in progress", "being_published")
     if run_branch_exists:
-        return ReapingAction.KEEP, "its run's branch waits for publication"
+        return ReapingAction.KEEP, Reason("its run's branch waits for publication", "run_branch_waits")
     if state is RunState.MISSING and made.maker is not Maker.HERE:
-        return ReapingAction.KEEP, f"no run of that id is known: {made}"
-    return ReapingAction.DELETE, "the branch that it was prepared for is gone"
+        return ReapingAction.KEEP, Reason(f"no run of that id is known: {made}", "made_elsewhere")
+    return ReapingAction.DELETE, Reason("the branch that it was prepared for is gone", "run_branch_gone")
 
 
-def _unpublished(facts: Facts, keep: timedelta) -> tuple[ReapingAction, str]:
+def _unpublished(facts: Facts, keep: timedelta) -> tuple[ReapingAction, Reason]:
     since_end = facts.since_end
     if not keep and not facts.told:
         # The reaper came before the publisher, and its word is what the run will show.
-        return ReapingAction.DISCARD, "its run has failed, so it is not published"
+        return ReapingAction.DISCARD, Reason("its run has failed, so it is not published", "run_failed")
     if not keep:
-        return ReapingAction.DISCARD, "its run was not published and only the clean-up was missed"
+        return ReapingAction.DISCARD, Reason(
+            "its run was not published and only the clean-up was missed", "not_published"
+        )
     if since_end is None or since_end < keep:
         left = f" for another {_hours(keep - since_end)}" if since_end is not None else ""
-        return ReapingAction.KEEP, f"its run was not published; it is kept for debugging{left}"
-    return ReapingAction.DISCARD, f"its run was not published, and it was kept for {_hours(keep)}"
+        return ReapingAction.KEEP, Reason(
+            f"its run was not published; it is kept for debugging{left}", "kept_for_debugging"
+        )
+    return ReapingAction.DISCARD, Reason(
+        f"its run was not published, and it was kept for {_hours(keep)}", "kept_long_enough"
+    )
 
 
-def _active(facts: Facts, limits: Limits) -> tuple[ReapingAction, str]:
+def _active(facts: Facts, limits: Limits) -> tuple[ReapingAction, Reason]:
     if Liveness.DEAD in facts.writers:
         if facts.reports:
-            return ReapingAction.KEEP, "one of its writers is dead, but the run still reports"
-        return ReapingAction.DISCARD, "its writer is dead"
+            return ReapingAction.KEEP, Reason(
+                "one of its writers is dead, but the run still reports", "run_still_reports"
+            )
+        return ReapingAction.DISCARD, Reason("its writer is dead", "writer_dead")
     if facts.age is not None and facts.age > limits.max_age:
         return (
             ReapingAction.DISCARD,
-            f"its run is active, but its last sign of life is {_hours(facts.age)} old",
+            Reason(
+                f"its run is active, but its last sign of life is {_hours(facts.age)} old", "no_sign_of_life"
+            ),
         )
-    return ReapingAction.KEEP, "its run is active"
+    return ReapingAction.KEEP, Reason("its run is active", "run_active")
 
 
-def _ended(facts: Facts, limits: Limits) -> tuple[ReapingAction, str]:
+def _ended(facts: Facts, limits: Limits) -> tuple[ReapingAction, Reason]:
     # A run that was ended in Dagster alone may still have its process.
     if facts.age is None or facts.age <= min(limits.orphan_grace, limits.max_age):
-        return ReapingAction.KEEP, "its live run has ended, but it was written to a short while ago"
-    return ReapingAction.DISCARD, "it is an unfinished batch of a live run that has ended"
+        return ReapingAction.KEEP, Reason(
+            "its live run has ended, but it was written to a short while ago", "written_recently"
+        )
+    return ReapingAction.DISCARD, Reason(
+        "it is an unfinished batch of a live run that has ended", "live_run_ended"
+    )
 
 
-def _missing(facts: Facts, limits: Limits) -> tuple[ReapingAction, str]:
+def _missing(facts: Facts, limits: Limits) -> tuple[ReapingAction, Reason]:
     # Another Dagster instance may work on the same lake; its runs are not ours to judge.
     if facts.made.maker is Maker.ELSEWHERE:
-        return ReapingAction.KEEP, f"no run of that id is known: {facts.made}"
+        return ReapingAction.KEEP, Reason(f"no run of that id is known: {facts.made}", "made_elsewhere")
     if facts.age is None:
-        return ReapingAction.KEEP, "no run of that id is known, and its age is unknown"
+        return ReapingAction.KEEP, Reason("no run of that id is known, and its age is unknown", "age_unknown")
     if facts.age <= min(limits.orphan_grace, limits.max_age):
-        return ReapingAction.KEEP, "no run of that id is known, but it was written to a short while ago"
+        return ReapingAction.KEEP, Reason(
+            "no run of that id is known, but it was written to a short while ago", "written_recently"
+        )
     if facts.made.maker is Maker.UNKNOWN:
-        return ReapingAction.KEEP, f"no run of that id is known, and {facts.made}"
-    return ReapingAction.DISCARD, "no run of that id is known any more to the Dagster instance that made it"
+        return ReapingAction.KEEP, Reason(f"no run of that id is known, and {facts.made}", "maker_unknown")
+    return ReapingAction.DISCARD, Reason(
+        "no run of that id is known any more to the Dagster instance that made it", "run_unknown"
+    )
 
 
 def _hours(span: timedelta) -> str:

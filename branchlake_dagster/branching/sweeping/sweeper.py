@@ -33,7 +33,7 @@ from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import Reference
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX
-from branchlake_dagster.wording import agree, counted
+from branchlake_dagster.wording import Reason, agree, counted
 
 TAGS = tags(DISCARDED_PREFIX, SWEEPING_PREFIX)
 """Nessie's filter for the tags that the sweeper looks at."""
@@ -41,6 +41,9 @@ TAGS = tags(DISCARDED_PREFIX, SWEEPING_PREFIX)
 _AT_ONCE = 8
 _OURS = (RUN_BRANCH_PREFIX, DISCARDED_PREFIX, CLAIM_PREFIX)
 """References whose own end takes care of the files that they still need."""
+
+
+_CLAIMED = Reason("somebody else claimed it meanwhile", "claimed_meanwhile")
 
 
 class FilesNotDeleted(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
@@ -54,7 +57,7 @@ class Sweeping:
     tag: str
     run_id: str
     done: bool
-    reason: str
+    reason: Reason
     files: int = 0
     size: int = 0
 
@@ -147,36 +150,37 @@ class Sweeper:
                 yield Sweeping(name, run_id, False, why)
                 continue
             if base is None:
-                yield Sweeping(
-                    name, run_id, False, "it shares no commit with main, so its own files are unknown"
-                )
+                unknown = "it shares no commit with main, so its own files are unknown"
+                yield Sweeping(name, run_id, False, Reason(unknown, "no_common_commit"))
             elif run_id in history.published_since(base):
                 yield _Due(run_id, tag, None)
             else:
                 recorded = owner.base_hash if owner is not None else ""
                 yield _Due(run_id, tag, base, history.time_of(base), recorded)
 
-    def _too_early(self, tag: Reference, owner: Owner | None) -> str | None:
+    def _too_early(self, tag: Reference, owner: Owner | None) -> Reason | None:
         if owner is not None and owner.state is RunState.ACTIVE:
-            return f"run {owner.run_id} may continue it"
+            return Reason(f"run {owner.run_id} may continue it", "run_may_continue")
         if owner is not None and owner.state is RunState.AWAITING_PUBLICATION and not owner.continued:
-            return f"run {owner.run_id} has passed, so the reaper gives it back"
+            return Reason(f"run {owner.run_id} has passed, so the reaper gives it back", "run_passed")
         head = tag.metadata.head_commit if tag.metadata else None
         signs = [moment for moment in (head.commit_time if head else None, owner and owner.ended) if moment]
         if not signs:
-            return "its age is unknown"
+            return Reason("its age is unknown", "age_unknown")
         recorded = None if self._anyones or owner is None else owner.retention
         grace = self._grace if recorded is None else recorded.discard_grace
         left = grace - (self._now() - max(signs))
         if left > timedelta(0):
-            return f"a retry may continue it for another {left.total_seconds() / 3600:.1f} h"
+            hours = f"{left.total_seconds() / 3600:.1f} h"
+            return Reason(f"a retry may continue it for another {hours}", "retry_may_continue")
         return None
 
-    def _not_ours(self, tag: Reference, base: str | None) -> str | None:
+    def _not_ours(self, tag: Reference, base: str | None) -> Reason | None:
         made = self._makers.of(tag, base=base)
         if self._anyones or made.maker is Maker.HERE:
             return None
-        return f"no run of that id is known, and {made}; `branchlake reap --branch {tag.name}` sweeps it"
+        why = f"no run of that id is known, and {made}; `branchlake reap --branch {tag.name}` sweeps it"
+        return Reason(why, "made_elsewhere" if made.maker is Maker.ELSEWHERE else "maker_unknown")
 
     # -- the claim -------------------------------------------------------------------------------------
 
@@ -190,14 +194,16 @@ class Sweeper:
         except NessieAlreadyExists:
             mine = self._client.reference(name)
             if mine.hash != tag.hash:
-                return Sweeping(tag.name, run_id, False, f"an older sweep is not done: {name}")
+                return Sweeping(
+                    tag.name, run_id, False, Reason(f"an older sweep is not done: {name}", "older_sweep")
+                )
         except ReferenceNotFound:
-            return Sweeping(tag.name, run_id, False, "somebody else claimed it meanwhile")
+            return Sweeping(tag.name, run_id, False, _CLAIMED)
         try:
             self._client.delete_tag(tag.name, expected_hash=tag.hash)
         except (ReferenceNotFound, NessieConflict):
             self._drop(mine)
-            return Sweeping(tag.name, run_id, False, "somebody else claimed it meanwhile")
+            return Sweeping(tag.name, run_id, False, _CLAIMED)
         return mine
 
     def _drop(self, tag: Reference) -> None:
@@ -210,17 +216,20 @@ class Sweeper:
 
     def _sweep(self, due: _Due, planner: SweepPlanner, *, dry_run: bool) -> Sweeping:
         plan = SweepPlan()
-        reason = "nobody needs its files" if due.base_hash else "its run was published: its files are main's"
+        reason, code = "nobody needs its files", "unneeded"
+        if due.base_hash is None:
+            reason, code = "its run was published: its files are main's", "published"
         if due.base_hash is not None:
             try:
                 plan = planner.plan(due.tag, due.base_hash, due.base_time, due.recorded_base)
                 if not dry_run:
                     self._delete(plan)
             except (StateUnreadable, BaseUnknown, FilesNotDeleted) as error:
-                return Sweeping(due.tag.name, due.run_id, False, str(error))
+                why = Reason(str(error), "not_possible")
+                return Sweeping(due.tag.name, due.run_id, False, why)
         strangers = [name for name in plan.held_by if name != MAIN and not is_ours(name, *_OURS)]
         if plan.held_by:
-            reason = f"the rest is needed by {', '.join(plan.held_by[:5])}"
+            reason, code = f"the rest is needed by {', '.join(plan.held_by[:5])}", "needed"
         if plan.foreign:
             reason += "; " + _files(plan.foreign, "outside of the tables' folders")
         if plan.borrowed:
@@ -229,7 +238,7 @@ class Sweeper:
             if not dry_run:
                 self._drop(due.tag)
             planner.forget(due.tag.name)
-        return Sweeping(due.tag.name, due.run_id, not strangers, reason, plan.files, plan.size)
+        return Sweeping(due.tag.name, due.run_id, not strangers, Reason(reason, code), plan.files, plan.size)
 
     def _delete(self, plan: SweepPlan) -> None:
         with ThreadPoolExecutor(_AT_ONCE) as pool:

@@ -62,6 +62,8 @@ def partition_spec(
                 f" {field.field_type}.",
                 table=table,
                 hint="Name another column or transform in table_metadata(layout=[…]).",
+                reason="layout_type",
+                subject=part.column,
             )
         fields.append(_partition(fields, field, transform, suffix, schema))
     return PartitionSpec(*fields) if fields else UNPARTITIONED_PARTITION_SPEC
@@ -71,7 +73,12 @@ def _field(schema: Schema, column: str, table: str) -> NestedField:
     try:
         return schema.find_field(column)
     except ValueError as error:
-        raise SchemaMismatch(f"Partition column {column} is missing from the frame.", table=table) from error
+        raise SchemaMismatch(
+            f"Partition column {column} is missing from the frame.",
+            table=table,
+            reason="column_missing",
+            subject=column,
+        ) from error
 
 
 def _partition(

@@ -143,6 +143,8 @@ def _conditions(
                 f"Partition dimension {name!r} has no column." if name else "The partitions have no column.",
                 table=table,
                 hint="Name it with table_metadata(partition_by=…).",
+                reason="dimension_without_column",
+                subject=name,
             )
         kind = _kind(column, schema, table)
         if isinstance(dimension, TimeWindowPartitionsDefinition):
@@ -156,6 +158,8 @@ def _conditions(
                 f"Partition column {column} is {kind}, but the partition keys are strings.",
                 table=table,
                 hint="Store the partition key itself in a string column and name that in partition_by.",
+                reason="column_type",
+                subject=column,
             )
     others = [Values(column, (value,)) for column, value in strings[:-1]]
     return (*windows, *others), strings[-1] if strings else None
@@ -169,6 +173,8 @@ def _kind(column: str, schema: Schema, table: str) -> IcebergType:
             f"Partition column {column} is missing from the table.",
             table=table,
             hint=f"Its columns are {', '.join(field.name for field in schema.fields)}.",
+            reason="column_missing",
+            subject=column,
         ) from error
 
 
@@ -188,6 +194,8 @@ def _window(
             f"Column {column} is {kind}, but time-window partitions need a timestamp or date.",
             table=table,
             hint="Name a timestamp column in partition_by.",
+            reason="column_type",
+            subject=column,
         )
     if not (_begins_a_day(start) and _begins_a_day(end)):
         raise ConfigurationError(
@@ -197,6 +205,8 @@ def _window(
             table=table,
             partitions=(key,),
             hint="Partition by a timestamp column, or let the windows begin at midnight.",
+            reason="dates_for_hours",
+            subject=column,
         )
     return DateRange(column, start.date(), end.date())
 
@@ -254,6 +264,8 @@ def _bounds(condition: TimeRange | DateRange, kind: IcebergType) -> tuple[str, s
         f"Column {condition.column} is {kind}, but its partitions are"
         f" {'dates' if isinstance(condition, DateRange) else 'moments'}.",
         hint="Name a timestamp or date column in partition_by.",
+        reason="column_type",
+        subject=condition.column,
     )
 
 

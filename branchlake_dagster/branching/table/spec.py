@@ -182,6 +182,8 @@ def identifier_of(key: AssetKey, default_namespace: str) -> tuple[str, ...]:
             raise ConfigurationError(
                 f"Asset {key.to_user_string()!r} has the key part {part!r}, which can name no table.",
                 hint="It must not be empty, '.' or '..', nor hold '/', '@', '#', '?' or a control character.",
+                reason="key_part",
+                subject=part,
             )
     return tuple(key.path) if len(key.path) > 1 else (default_namespace, *key.path)
 
@@ -203,12 +205,18 @@ def table_spec(
     mode: Any = plain(metadata.get(WRITE_MODE)) or ("replace_partitions" if columns else "replace_table")
     if mode not in get_args(WriteMode):
         raise ConfigurationError(
-            f"Unknown write mode {mode!r}.", table=name, hint=f"Use one of {', '.join(get_args(WriteMode))}."
+            f"Unknown write mode {mode!r}.",
+            table=name,
+            hint=f"Use one of {', '.join(get_args(WriteMode))}.",
+            reason="write_mode",
         )
     isolation: Any = plain(metadata.get(ISOLATION)) or "snapshot"
     if isolation not in get_args(Isolation):
         raise ConfigurationError(
-            f"Unknown isolation {isolation!r}.", table=name, hint=f"Use {' or '.join(get_args(Isolation))}."
+            f"Unknown isolation {isolation!r}.",
+            table=name,
+            hint=f"Use {' or '.join(get_args(Isolation))}.",
+            reason="isolation",
         )
     contract: Any = plain(metadata.get(COLUMNS)) or "evolve"
     if contract not in get_args(ColumnContract):
@@ -216,26 +224,32 @@ def table_spec(
             f"Unknown value {contract!r} of columns.",
             table=name,
             hint=f"Use {' or '.join(get_args(ColumnContract))}.",
+            reason="columns",
         )
     if mode == "upsert" and not keys:
-        raise ConfigurationError("An upsert needs keys.", table=name, hint="table_metadata(keys=[…])")
+        raise ConfigurationError(
+            "An upsert needs keys.", table=name, hint="table_metadata(keys=[…])", reason="keys_missing"
+        )
     if any("," in key for key in keys):
         raise ConfigurationError(
             f"The keys {', '.join(map(repr, keys))} hold a comma, which parts them in a snapshot's summary.",
             table=name,
             hint="Rename the column.",
+            reason="comma_in_key",
         )
     if mode == "replace_partitions" and not columns:
         raise ConfigurationError(
             "Replacing partitions needs a partition column.",
             table=name,
             hint="table_metadata(partition_by=…)",
+            reason="partition_column_missing",
         )
     if partitioned and mode == "replace_table":
         raise ConfigurationError(
             "A partitioned asset that replaces its whole table would keep only its last partition.",
             table=name,
             hint="Name the column with table_metadata(partition_by=…), or choose append or upsert.",
+            reason="only_last_partition",
         )
     exclusive_name(metadata, name)
     layout, properties = plain(metadata.get(LAYOUT)) or (), plain(metadata.get(PROPERTIES)) or {}
@@ -244,10 +258,14 @@ def table_spec(
             f"The layout is {layout!r}.",
             table=name,
             hint='It is a list, as layout=["day", "bucket(16, account)"].',
+            reason="layout",
         )
     if not isinstance(properties, Mapping):
         raise ConfigurationError(
-            f"The table's properties are {properties!r}.", table=name, hint="Give a dict."
+            f"The table's properties are {properties!r}.",
+            table=name,
+            hint="Give a dict.",
+            reason="properties",
         )
     table_properties = {str(key): str(value) for key, value in properties.items()}
     require_parquet(table_properties, table=name)
@@ -276,6 +294,7 @@ def require_parquet(properties: Mapping[str, str], *, table: str) -> None:
             f"The table's property {name} is {file_format!r}, and branchlake writes Parquet files only.",
             table=table,
             hint=f"Set {name} to 'parquet'. Files of another format that the table has can still be read.",
+            reason="file_format",
         )
 
 
@@ -288,6 +307,8 @@ def exclusive_name(metadata: Mapping[str, Any], table: str) -> str | None:
         f"{name!r} is no name for what is exclusive.",
         table=table,
         hint="Use letters, digits, '_' and '-', at most 64.",
+        reason="exclusive_name",
+        subject=repr(name),
     )
 
 
@@ -304,5 +325,8 @@ def _columns(expression: Any, table: str) -> Mapping[str, str]:
     if isinstance(expression, Mapping):
         return {str(dimension): str(column) for dimension, column in expression.items()}
     raise ConfigurationError(
-        f"partition_expr is {expression!r}.", table=table, hint="A column or {dimension: column}."
+        f"partition_expr is {expression!r}.",
+        table=table,
+        hint="A column or {dimension: column}.",
+        reason="partition_expr",
     )

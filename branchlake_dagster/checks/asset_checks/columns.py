@@ -69,6 +69,7 @@ def column_metadata(model: type[DataFrameModel[Any]]) -> dict[str, Any]:
         raise ContractError(
             f"{model!r} describes no columns: it is no pandera model for Spark.",
             hint="Derive it from pandera.pyspark.DataFrameModel.",
+            reason="not_a_spark_model",
         )
     schema = model.to_schema()
     columns = {name: column for name, column in schema.columns.items() if not column.regex}

@@ -72,6 +72,8 @@ def pandera_checks(
         raise ContractError(
             f"The contract of {asset_key(asset).to_user_string()} is {model!r}: no pandera model for Spark.",
             hint="Derive it from pandera.pyspark.DataFrameModel; rows are checked where they are, in Spark.",
+            reason="not_a_spark_model",
+            subject=asset_key(asset).to_user_string(),
         )
     schema = model.to_schema()
     prefix = f"{name_prefix}_" if name_prefix else ""
@@ -82,6 +84,8 @@ def pandera_checks(
         raise ContractError(
             f"warn names {', '.join(unknown)}, which {model.__name__} does not have.",
             hint=f"It has {', '.join(names)}.",
+            reason="unknown_constraint",
+            subject=", ".join(unknown),
         )
     warned = {one.name for one in constraints if one.warn} | set(warn)
     key = asset_key(asset)

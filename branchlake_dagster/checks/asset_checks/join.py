@@ -77,6 +77,8 @@ def _joined(group: _Group) -> dg.AssetChecksDefinition:
         raise ContractError(
             f"Asset {group.key.to_user_string()} has two checks called {', '.join(twice)}.",
             hint="Name them apart; a second contract takes name_prefix.",
+            reason="same_name",
+            subject=", ".join(twice),
         )
     whole = "" if group.partitions is not None else "table_"
     declared = [part for one in group.members for part in declared_in(one)]

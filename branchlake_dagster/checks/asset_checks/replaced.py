@@ -72,9 +72,16 @@ def replaced_check(
             compared = replaced_check(prices, sums=["eur"], most_change=0.2)
     """
     if most_change is not None and most_change < 0:
-        raise ContractError(f"most_change is {most_change}, and a change has no sign here.")
+        raise ContractError(
+            f"most_change is {most_change}, and a change has no sign here.", reason="most_change"
+        )
     if severity not in ("error", "warn"):
-        raise ContractError(f"Check {name} has severity {severity!r}.", hint="Say 'error' or 'warn'.")
+        raise ContractError(
+            f"Check {name} has severity {severity!r}.",
+            hint="Say 'error' or 'warn'.",
+            reason="severity",
+            subject=name,
+        )
     key = asset_key(asset)
     limit = "" if most_change is None else f" and change by at most {most_change:.0%}"
     promise = f"{', '.join([_ROWS, *(f'sum({one})' for one in sums)])} are compared with main's{limit}"

@@ -33,7 +33,9 @@ def checked_partitions(
     """
     if whole_table and partitions_def is not None:
         raise ContractError(
-            "A check on the whole table has no partitions.", hint="Pass whole_table or partitions_def."
+            "A check on the whole table has no partitions.",
+            hint="Pass whole_table or partitions_def.",
+            reason="whole_table_with_partitions",
         )
     if whole_table:
         return None

@@ -71,9 +71,16 @@ def sql_check(
     """
     require_examples(examples)
     if not re.fullmatch(r"\w+", name, flags=re.ASCII):
-        raise ContractError(f"SQL check name {name!r} may have letters, digits and _ only.")
+        raise ContractError(
+            f"SQL check name {name!r} may have letters, digits and _ only.", reason="check_name", subject=name
+        )
     if severity not in ("error", "warn"):
-        raise ContractError(f"SQL check {name} has severity {severity!r}.", hint="Say 'error' or 'warn'.")
+        raise ContractError(
+            f"SQL check {name} has severity {severity!r}.",
+            hint="Say 'error' or 'warn'.",
+            reason="severity",
+            subject=name,
+        )
     key = asset_key(asset)
     what = f"SQL check {name} on {key.to_user_string()}"
     if not _QUERY.match(sql):
@@ -81,11 +88,15 @@ def sql_check(
         raise ContractError(
             f"{what} is no query: it begins with {begins!r}.",
             hint="The rows that a SELECT returns are failures.",
+            reason="not_a_query",
+            subject=name,
         )
     if THIS not in sql and "nessie." not in sql.lower():
         raise ContractError(
             f"{what} does not say which rows it checks.",
             hint="Write {this} for the rows of the run, or nessie.<namespace>.<table> for a whole table.",
+            reason="no_rows_named",
+            subject=name,
         )
     text = description or " ".join(sql.split())
     warned = frozenset({name} if severity == "warn" else ())

@@ -77,11 +77,14 @@ def _refuse_parsing(schema: DataFrameSchema) -> None:
         raise ContractError(
             f"Contract {schema.name} coerces {which}; a check reads stored rows and changes none.",
             hint="Cast in the asset and drop coerce from the contract.",
+            reason="coerce",
+            subject=which,
         )
     if schema.strict == "filter":
         raise ContractError(
             f"Contract {schema.name} filters columns; a check reads stored rows.",
             hint="Drop the columns in the asset, or say strict=True to refuse them.",
+            reason="filter",
         )
 
 

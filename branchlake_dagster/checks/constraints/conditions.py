@@ -166,6 +166,8 @@ def builtin_condition(
         raise ContractError(
             f"Check {short} on column {column!r} cannot apply to type {dtype.simpleString()}.",
             hint="Use a check for this type, or write the rule with @row_predicate.",
+            reason="check_on_type",
+            subject=column,
         )
     text, condition, promise = build(arguments)
     return short, (f"{column} {text}", condition, promise)

@@ -141,5 +141,5 @@ class Outcome:
 def require_examples(examples: int) -> int:
     """`examples` when it is within 1..MAX_EXAMPLES; raises `ContractError` otherwise."""
     if not 1 <= examples <= MAX_EXAMPLES:
-        raise ContractError(f"examples={examples} is outside 1..{MAX_EXAMPLES}.")
+        raise ContractError(f"examples={examples} is outside 1..{MAX_EXAMPLES}.", reason="examples")
     return examples

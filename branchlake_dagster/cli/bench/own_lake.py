@@ -29,6 +29,8 @@ def own_lake(settings: Settings) -> Iterator[Settings]:
         raise ConfigurationError(
             f"A benchmark writes to servers of its own, and {', '.join(given)} names others.",
             hint=f"For the benchmark: env {' '.join(f'-u {name}' for name in given)} branchlake bench …",
+            reason="servers_of_others",
+            subject=", ".join(given),
         )
     before = os.environ.get("DAGSTER_HOME")
     with tempfile.TemporaryDirectory(prefix="branchlake-bench-") as folder:

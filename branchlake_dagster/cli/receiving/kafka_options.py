@@ -25,6 +25,11 @@ def kafka_options(bootstrap: str, file: Path | None) -> dict[str, str]:
         name, equals, value = text.partition("=")
         if not equals:
             # Not the line itself: it may hold a password.
-            raise ConfigurationError(f"Line {number} of {file} is no option.", hint="Write it as key=value.")
+            raise ConfigurationError(
+                f"Line {number} of {file} is no option.",
+                hint="Write it as key=value.",
+                reason="kafka_option",
+                subject=str(file),
+            )
         found[name.strip()] = value.strip()
     return {**found, "bootstrap.servers": bootstrap}

@@ -94,6 +94,8 @@ def files_of(folder: str) -> list[Path]:
         raise UnreadableMessage(
             f"There is no ephemeris file in {folder}.",
             hint=f"Put files that end in {', '.join(_ENDINGS)} there.",
+            reason="no_file",
+            subject=str(folder),
         )
     if large := [p.name for p in found if p.stat().st_size > ReadLimits().max_bytes]:
         raise UnreadableMessage(f"Ephemeris file {large[0]} is too large.", hint="Divide it.")

@@ -91,6 +91,8 @@ class Track:
                 f"{time_of(int(origins[wild[0]])):%Y-%m-%dT%H:%M:%S} on: {segment.method} of degree "
                 f"{segment.degree} swings by {float(bound[wild[0]]):.3g} km/s².",
                 hint="Give states that are evenly spaced, or a lower degree.",
+                reason="interpolation",
+                subject=segment.object_name,
             )
         return found
 

@@ -87,6 +87,7 @@ def check_kind(row: Mapping[str, Any]) -> None:
             f"{row['event_id']} is of kind {row['kind']}: it has no time of closest approach of its own, "
             "which a message is of.",
             hint="Ask for --kind encounter.",
+            reason="no_closest_approach",
         )
 
 

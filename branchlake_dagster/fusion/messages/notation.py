@@ -41,7 +41,11 @@ class Item:
     def __post_init__(self) -> None:
         """Raise NotAMessage for a value that is empty, no single printable line, or too long for one."""
         if not self.value.strip() or not _PRINTABLE.fullmatch(self.value):
-            raise NotAMessage(f"{self.keyword} cannot be {self.value!r}: a value is one line of ASCII.")
+            raise NotAMessage(
+                f"{self.keyword} cannot be {self.value!r}: a value is one line of ASCII.",
+                reason="value",
+                subject=self.keyword,
+            )
         if len(self.keyword) + len(self.value) + len(self.unit or "") + 6 > LONGEST_LINE:
             raise NotAMessage(f"{self.keyword} is too long for a line of {LONGEST_LINE} characters.")
 
@@ -66,7 +70,10 @@ def identifier(keyword: str, value: str) -> Item:
     wanted = value.strip().upper().replace(" ", "_")
     if not _IDENTIFIER.fullmatch(wanted):
         raise NotAMessage(
-            f"{keyword} cannot be {value!r}.", hint="Use letters, digits, underscores and dashes."
+            f"{keyword} cannot be {value!r}.",
+            hint="Use letters, digits, underscores and dashes.",
+            reason="value",
+            subject=keyword,
         )
     return Item(keyword, wanted)
 
@@ -84,7 +91,7 @@ def utc(value: datetime) -> str:
 def number(keyword: str, value: float, unit: str | None = None, shape: str = ".9f") -> Item:
     """A finite number; of at most sixteen digits where ``shape`` is right for it."""
     if not isfinite(value):
-        raise NotAMessage(f"{keyword} is {value}, which is no number.")
+        raise NotAMessage(f"{keyword} is {value}, which is no number.", reason="number", subject=keyword)
     return Item(keyword, f"{value:{shape}}", unit)
 
 

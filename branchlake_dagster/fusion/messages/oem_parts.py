@@ -61,22 +61,24 @@ def parts_of(content: bytes, source: str, limits: ReadLimits) -> Parts:
     try:
         told = text_of(content, source, limits)
     except CatalogueError as error:
-        raise _unreadable(source, error.problem) from error
+        raise _unreadable(source, error.problem, "damaged") from error
     head = told.lstrip("\ufeff \t\n")
     if not head:
-        raise _unreadable(source, "it is empty")
+        raise _unreadable(source, "it is empty", "empty")
     parts = _from_xml(told, source, limits) if head.startswith("<") else _from_kvn(told, source, limits)
     if not parts.segments:
-        raise _unreadable(source, "it has no segment")
+        raise _unreadable(source, "it has no segment", "no_segment")
     if len(parts.segments) > _MAX_SEGMENTS:
-        raise _unreadable(source, f"it has more than {_MAX_SEGMENTS:,} segments")
+        raise _unreadable(source, f"it has more than {_MAX_SEGMENTS:,} segments", "too_many_segments")
     return parts
 
 
-def _unreadable(source: str, problem: str) -> UnreadableMessage:
+def _unreadable(source: str, problem: str, reason: str) -> UnreadableMessage:
     return UnreadableMessage(
         f"Ephemeris file {source} cannot be read: {problem}.",
         hint="Give an OEM (CCSDS 502.0-B) in KVN or XML.",
+        reason=reason,
+        subject=source,
     )
 
 
@@ -100,7 +102,7 @@ def _from_kvn(told: str, source: str, limits: ReadLimits) -> Parts:
     version = _version(lines, source)
     begins = lines.filter(pl.col("raw_text") == "META_START")["line_number"].to_list()
     if len(begins) > _MAX_SEGMENTS:
-        raise _unreadable(source, f"it has more than {_MAX_SEGMENTS:,} segments")
+        raise _unreadable(source, f"it has more than {_MAX_SEGMENTS:,} segments", "too_many_segments")
     segments = [Metadata(line) for line in begins]
     inside = lines.filter(pl.col("meta") & (pl.col("segment") > 0) & (pl.col("raw_text") != "META_START"))
     for segment, line in inside.select("segment", "raw_text").iter_rows():
@@ -114,7 +116,7 @@ def _version(lines: pl.DataFrame, source: str) -> str:
     first = lines["raw_text"][0] if lines.height else ""
     keyword, _, value = first.partition("=")
     if keyword.strip() != _MARK:
-        raise _unreadable(source, f"it does not begin with {_MARK}")
+        raise _unreadable(source, f"it does not begin with {_MARK}", "beginning")
     return value.strip()
 
 
@@ -140,9 +142,9 @@ def _from_xml(told: str, source: str, limits: ReadLimits) -> Parts:
     try:
         reader.parser.Parse(told.encode(), True)
     except expat.ExpatError as error:
-        raise _unreadable(source, f"it is not XML ({error})") from error
+        raise _unreadable(source, f"it is not XML ({error})", "not_xml") from error
     if reader.version is None:
-        raise _unreadable(source, "it has no oem element")
+        raise _unreadable(source, "it has no oem element", "no_oem")
     return Parts(
         reader.version,
         reader.segments,
@@ -171,16 +173,16 @@ class _Reader:
         self.parser.StartDoctypeDeclHandler = self._doctype
 
     def _doctype(self, *_: object) -> None:
-        raise _unreadable(self._source, "the XML declares a DTD")
+        raise _unreadable(self._source, "the XML declares a DTD", "dtd")
 
     def _start(self, tag: str, attributes: dict[str, str]) -> None:
         name = tag.rpartition(" ")[2]
         self._path.append(name)
         if len(self._path) > _MAX_DEPTH:
-            raise _unreadable(self._source, f"the XML is nested deeper than {_MAX_DEPTH}")
+            raise _unreadable(self._source, f"the XML is nested deeper than {_MAX_DEPTH}", "depth")
         if name == "oem":
             if self.version is not None:
-                raise _unreadable(self._source, "it has several messages: give each a file")
+                raise _unreadable(self._source, "it has several messages: give each a file", "several")
             self.version = attributes.get("version", "")
         elif name == "metadata" and self.version is not None:
             self.segments.append(Metadata(self.parser.CurrentLineNumber))

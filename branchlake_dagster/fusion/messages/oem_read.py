@@ -95,6 +95,8 @@ def read_oem(content: bytes, source: str, *, limits: ReadLimits | None = None) -
         raise UnreadableMessage(
             f"Ephemeris file {source} is of version {parts.version[:20]!r}.",
             hint=f"Read are {', '.join(_VERSIONS)}.",
+            reason="version",
+            subject=source,
         )
     if len({one.values.get("OBJECT_ID", "").upper() for one in parts.segments}) > 1:
         raise UnreadableMessage(

@@ -103,6 +103,8 @@ class SpaceTrack(GpProvider):
             raise ProviderLoginFailed(
                 f"{' and '.join(absent)} must be set to log in to Space-Track.",
                 hint="Set them where the code location runs; an account is free.",
+                reason="variables_missing",
+                subject=", ".join(absent),
             )
         answer = downloader.ask(f"{self.url}/ajaxauth/login", form=form, before=limit.take)
         if answer.status != _OK or _LOGIN_FAILED in answer.body:

@@ -99,7 +99,11 @@ class _Planner:
 
     def _asked(self, root: AssetKey, partitions: Sequence[str] | None) -> tuple[str, ...] | None:
         if not self._graph.has(root) or root not in self._graph.materializable_asset_keys:
-            raise ConfigurationError(f"There is no asset {root.to_user_string()} to compute.")
+            raise ConfigurationError(
+                f"There is no asset {root.to_user_string()} to compute.",
+                reason="unknown_asset",
+                subject=root.to_user_string(),
+            )
         definition = self._graph.get(root).partitions_def
         if definition is None:
             if partitions is not None:
@@ -114,6 +118,8 @@ class _Planner:
                 f"Asset {root.to_user_string()} has no such partitions.",
                 partitions=unknown,
                 hint=f"It has {len(every)}: {every[0]} to {every[-1]}." if every else "It has none yet.",
+                reason="unknown_partitions",
+                subject=root.to_user_string(),
             )
         wanted = set(partitions)
         return tuple(key for key in every if key in wanted)

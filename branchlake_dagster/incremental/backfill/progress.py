@@ -110,6 +110,8 @@ def require_backfill(instance: DagsterInstance, graph: AssetGraph, backfill_id: 
         raise ConfigurationError(
             f"There is no asset backfill {backfill_id} in this Dagster instance.",
             hint="Dagster's page lists them: Runs, Backfills.",
+            reason="unknown_backfill",
+            subject=backfill_id,
         )
     return state
 

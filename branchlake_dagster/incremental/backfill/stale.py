@@ -34,6 +34,8 @@ def stale_partitions(
         raise ConfigurationError(
             f"Asset {key.to_user_string()} has no code version, so nobody knows what is stale.",
             hint="Give it a code_version, or name the partitions: --partition, or --all.",
+            reason="no_code_version",
+            subject=key.to_user_string(),
         )
     try:
         table = lake.catalog(MAIN).load_table(identifier_of(key, lake.settings.default_namespace))

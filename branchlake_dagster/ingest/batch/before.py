@@ -319,5 +319,6 @@ def with_new_names(
                 table=name,
                 hint=f"Remove the property {TABLES}{ingest.name} of the dead letters' table: the tables are"
                 " then looked for. Or drop this table.",
+                reason="not_among_tables",
             )
     return grown

@@ -144,6 +144,8 @@ class LandingRecords:
             raise ConfigurationError(
                 f"The landing folder {folder} has {' '.join(found)} in it: Spark takes it for a pattern.",
                 hint="Choose another one with BRANCHLAKE_LANDING.",
+                reason="pattern_characters",
+                subject=str(folder),
             )
         self._landing = Landing(folder)
 
@@ -163,6 +165,8 @@ class LandingRecords:
                 raise LandingDamaged(
                     f"{file.path} has {rows} records, and by its name {file.rows}.",
                     hint="Restore it from a backup.",
+                    reason="record_count",
+                    subject=str(file.path),
                 )
         wanted = [
             (F.col("topic") == one.topic)
@@ -183,6 +187,8 @@ class LandingRecords:
             raise LandingUnavailable(
                 f"The landing folder of {in_words(ranges)} has gone while a batch read it: {error}",
                 hint="Is it still mounted? Nothing of the batch is kept; the next one looks again.",
+                reason="folder_gone",
+                subject=in_words(ranges),
             ) from error
 
     def reading(self) -> AbstractContextManager[None]:
@@ -214,6 +220,8 @@ class LandingRecords:
                 f"The files of {in_words(ranges)} have {count} of these {wanted} records: what they hold says"
                 " another topic, partition or offset than their place.",
                 hint="Put files and folders back to where their receiver wrote them.",
+                reason="records_missing",
+                subject=in_words(ranges),
             )
 
 
@@ -225,6 +233,7 @@ def _require_same(ranges: Ranges, ids: Mapping[str, str]) -> None:
             f"Topic {', '.join(replaced)} was deleted and made again while a batch read it.",
             hint="Nothing of the batch is kept. The next one begins with what the rules of the ingestion say"
             " of a topic that was made again.",
+            subject=", ".join(replaced),
         )
 
 

@@ -86,6 +86,7 @@ class Chosen:
                 table=self.table,
                 hint=f"Name one of its tables of mode append: {', '.join(names) or 'there is none'}. Into the"
                 " others a newer record may have been merged since; produce the record again instead.",
+                reason="not_reprocessable",
             )
         parts = ["reprocessed_in IS NULL"]
         arguments: dict[str, object] = {}
@@ -162,6 +163,7 @@ def reprocess_batch(
             "The table is to be filled again, which may add what these dead letters would.",
             table=next(iter(again)),
             hint="Let the ingestion read until the table has caught up, then reprocess.",
+            reason="replay_pending",
         )
     session = place.session()
     frame = _taken_up(session, known, place, chosen)

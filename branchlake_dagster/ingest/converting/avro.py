@@ -227,10 +227,23 @@ def _get(url: str) -> Any:
         answer = requests.get(url, timeout=_TIMEOUT_S)
     except requests.RequestException as error:
         raise KafkaUnavailable(
-            f"The schema registry did not answer: {type(error).__name__}.", hint=f"Is {url} right?"
+            f"The schema registry did not answer: {type(error).__name__}.",
+            hint=f"Is {url} right?",
+            reason="registry_away",
+            subject=url,
         ) from error
     if answer.status_code >= requests.codes.server_error:
-        raise KafkaUnavailable(f"The schema registry answered {answer.status_code}.", hint=f"It was {url}.")
+        raise KafkaUnavailable(
+            f"The schema registry answered {answer.status_code}.",
+            hint=f"It was {url}.",
+            reason="registry_status",
+            subject=url,
+        )
     if not answer.ok:
-        raise ConfigurationError(f"The schema registry answered {answer.status_code}.", hint=f"It was {url}.")
+        raise ConfigurationError(
+            f"The schema registry answered {answer.status_code}.",
+            hint=f"It was {url}.",
+            reason="registry_status",
+            subject=url,
+        )
     return answer.json()

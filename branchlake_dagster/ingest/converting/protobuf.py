@@ -51,6 +51,8 @@ def _handler(descriptors: bytes, message: str):  # type: ignore[no-untyped-def]
         raise ConfigurationError(
             f"The descriptors have no message {message}.",
             hint="protoc --include_imports --descriptor_set_out=FILE",
+            reason="unknown_message",
+            subject=message,
         ) from error
     return ptars.HandlerPool([found.file]).get_for_message(found)
 

@@ -52,6 +52,8 @@ class Cluster:
             raise ConfigurationError(
                 f"A certificate of one's own is shown over TLS only, not with {self.security}.",
                 hint="Set BRANCHLAKE_KAFKA_SECURITY to SSL or SASL_SSL, or no BRANCHLAKE_KAFKA_CERTIFICATE.",
+                reason="certificate_without_tls",
+                subject="BRANCHLAKE_KAFKA_CERTIFICATE",
             )
         if not self.security.startswith("SASL"):
             return

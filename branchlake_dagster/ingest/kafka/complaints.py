@@ -32,6 +32,11 @@ class Cause(Enum):
     PROTOCOL = "did not answer, and closed the connection,"
 
     @property
+    def code(self) -> str:
+        """The `reason` of the error that reports it."""
+        return self.name.lower()
+
+    @property
     def passes(self) -> bool:
         """Whether it may pass by itself."""
         return self in (Cause.ADDRESS, Cause.PROTOCOL)

@@ -16,7 +16,9 @@ def certificates(file: Path) -> str:
     hint = "BRANCHLAKE_KAFKA_CA is a file of PEM certificates."
     found = _text(file, "certificates", hint)
     if "-----BEGIN CERTIFICATE-----" not in found:
-        raise ConfigurationError(f"{file} holds no certificate.", hint=hint)
+        raise ConfigurationError(
+            f"{file} holds no certificate.", hint=hint, reason="no_certificate", subject=str(file)
+        )
     return found
 
 
@@ -26,14 +28,20 @@ def own_certificate(file: Path) -> tuple[str, str]:
     found = _text(file, "certificate", hint)
     key, chain = _KEY.search(found), _CERTIFICATES.findall(found)
     if not chain:
-        raise ConfigurationError(f"{file} holds no certificate.", hint=hint)
+        raise ConfigurationError(
+            f"{file} holds no certificate.", hint=hint, reason="no_certificate", subject=str(file)
+        )
     if key is None:
         if "PRIVATE KEY-----" not in found:
-            raise ConfigurationError(f"{file} holds no private key.", hint=hint)
+            raise ConfigurationError(
+                f"{file} holds no private key.", hint=hint, reason="no_private_key", subject=str(file)
+            )
         raise ConfigurationError(
             f"The private key in {file} is encrypted, or in a form that Java does not read.",
             hint="openssl pkcs8 -topk8 -nocrypt -in key.pem makes one that it does. The certificates come"
             " behind it.",
+            reason="private_key_form",
+            subject=str(file),
         )
     return key[0], "\n".join(chain)
 
@@ -43,4 +51,6 @@ def _text(file: Path, what: str, hint: str) -> str:
         return file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigurationError(f"The {what} {file} cannot be read: {why}.", hint=hint) from error
+        raise ConfigurationError(
+            f"The {what} {file} cannot be read: {why}.", hint=hint, reason="unreadable", subject=str(file)
+        ) from error

@@ -34,11 +34,15 @@ def reading(cluster: Cluster) -> Iterator[None]:
                 text,
                 hint="The same settings did for Dagster's side. Are they still right, and does Spark reach"
                 " the same brokers under these names?",
+                reason=name,
+                subject=cluster.bootstrap,
             ) from error
         if name in _AWAY or told.startswith(_NO_CLIENT):
             raise KafkaUnavailable(
                 text,
                 hint="Do the brokers run, and do Spark's driver and workers reach them under the names that"
                 " BRANCHLAKE_KAFKA_BOOTSTRAP and the brokers' advertised listeners have?",
+                reason=name,
+                subject=cluster.bootstrap,
             ) from error
         raise

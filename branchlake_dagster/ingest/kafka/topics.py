@@ -102,6 +102,8 @@ class KafkaTopics:
                 f"A connection to Kafka at {self._cluster.bootstrap} cannot be set up:"
                 f" {exception.args[0].str()}.",
                 hint="Look at BRANCHLAKE_KAFKA_CA and the settings beside it.",
+                reason="client_options",
+                subject=self._cluster.bootstrap,
             ) from exception
 
     def describe(self, names: Iterable[str]) -> dict[str, Topic]:
@@ -143,6 +145,8 @@ class KafkaTopics:
                     f"The brokers give no id for topic {name}: one that is deleted and made again could not"
                     " be told from it, and its records would be lost.",
                     hint="Use brokers that give topics ids: Kafka 2.8 or newer, or a Redpanda that does.",
+                    reason="topic_id_missing",
+                    subject=name,
                 )
         return told
 
@@ -330,7 +334,10 @@ class KafkaTopics:
             self._complaints.answered()
         if error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
             return KafkaRefused(
-                f"The cluster has no {what}.", hint="Create it, or correct the ingestion's topics."
+                f"The cluster has no {what}.",
+                hint="Create it, or correct the ingestion's topics.",
+                reason="not_there",
+                subject=what,
             )
         self._admin.poll(0)
         if error.code() in _unanswered():
@@ -339,16 +346,20 @@ class KafkaTopics:
             return KafkaUnavailable(
                 f"Kafka did not answer for {what}: {error.str()}.",
                 hint="The brokers are about to choose a leader, or are busy. That passes by itself.",
+                reason="busy",
+                subject=what,
             )
         return KafkaRefused(
             f"Kafka refused to tell of {what}: {error.str()}.",
             hint="Look at the permissions of BRANCHLAKE_KAFKA_USERNAME.",
+            reason="permission",
+            subject=what,
         )
 
     def _unanswered(self, what: str, otherwise: str) -> KafkaRefused | KafkaUnavailable:
         found = self._complaints.worst(what, otherwise)
         kind = KafkaUnavailable if found.cause.passes else KafkaRefused
-        return kind(found.text, hint=_HINTS[found.cause])
+        return kind(found.text, hint=_HINTS[found.cause], reason=found.cause.code, subject=what)
 
 
 def _unanswered() -> tuple[int, ...]:

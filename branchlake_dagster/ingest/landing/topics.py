@@ -38,6 +38,8 @@ class LandingTopics:
                 f"Landing folder {self._landing.folder} has no topic {name}.",
                 hint="Start its receiver (branchlake sda receive --landing …), or correct BRANCHLAKE_LANDING."
                 f" There are: {', '.join(self._landing.topics()) or 'none'}.",
+                reason="unknown_topic",
+                subject=name,
             ) from error
         begins = {number: span[0] for number, span in spans.items()}
         return Topic(name, incarnation, begins, {number: span[1] for number, span in spans.items()})

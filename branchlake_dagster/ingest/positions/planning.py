@@ -143,6 +143,8 @@ def _recreated(topic: Topic, before: set[str], rules: Rules) -> str:
         raise TopicChanged(
             what,
             hint='Choose on_recreated="start_over" to add all records of the new topic to the tables.',
+            reason="recreated",
+            subject=topic.name,
         )
     return what
 
@@ -156,6 +158,8 @@ def _inside(topic: Topic, number: int, at: int, rules: Rules) -> tuple[int, str 
             raise TopicChanged(
                 f"{what} were deleted before they were read.",
                 hint='Put them back, or choose on_lost="skip" to go on without them.',
+                reason="records_deleted",
+                subject=f"{topic.name}[{number}]",
             )
         return topic.begins[number], f"{what} were deleted before they were read, and were left out."
     if at > topic.ends[number]:
@@ -164,6 +168,8 @@ def _inside(topic: Topic, number: int, at: int, rules: Rules) -> tuple[int, str 
             raise TopicChanged(
                 f"{what}: it lost records at its end, or its offsets were set back.",
                 hint='Choose on_reset="continue_at_end" to go on with what comes after that end.',
+                reason="end_set_back",
+                subject=f"{topic.name}[{number}]",
             )
         return topic.ends[number], f"{what}; it is read on from that end."
     return at, None

@@ -81,6 +81,7 @@ def require_put_back(
                 branch=branch,
                 run_id=lost[-1].run_id,
                 hint=_FORWARD + (_MARK_AGAIN if marks else _WAIT_AGAIN),
+                reason="marks_lost" if marks else "reprocessed_rows_lost",
             )
 
 

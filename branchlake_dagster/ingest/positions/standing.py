@@ -127,6 +127,8 @@ def require_replayable(known: Standing, topics: Iterable[Topic]) -> None:
                 " the topic was deleted or made again since, or is not one of the ingestion's any more.",
                 table=name,
                 hint='Choose on_rollback="skip" to leave them out, or roll the table forward again.',
+                reason="topic_gone",
+                subject=", ".join(gone),
             )
 
 
@@ -155,6 +157,7 @@ def require_alone(ingestion: str, tables: Mapping[str, Table | None], topics: Ma
                     table=name,
                     hint="Use one ingestion, or another table. If the other one is gone for good, remove its"
                     f" table property {OFFSETS}{other}.",
+                    subject=other,
                 )
 
 
@@ -173,6 +176,7 @@ def _by_property(ingestion: str, table: Table, name: str) -> Recorded | None:
             table=name,
             hint="Set the property to the offsets that the table holds. docs/ingestion.md has its format"
             " under Where the offsets are.",
+            reason="offsets_unreadable",
         ) from error
 
 
@@ -231,6 +235,7 @@ def _rolled_back(
             table=name,
             hint='Choose with on_rollback="replay" to read the records again into this table alone, or'
             ' with on_rollback="skip" to leave them out.',
+            reason="rolled_back",
         )
     held = told_by_snapshots(ingestion, metadata)
     if held is not None:
@@ -241,6 +246,7 @@ def _rolled_back(
                 " which of its records it still holds is not known.",
                 table=name,
                 hint='Choose on_rollback="skip" to leave them out, or roll the table forward again.',
+                reason="offsets_set_back",
             )
         return _all_of(known, held.offsets)
     _, reached = line(metadata)
@@ -251,6 +257,7 @@ def _rolled_back(
             hint='Choose on_rollback="skip" to leave the records out, or roll the table forward again. Do not'
             " drop it: the new one gets only later records. docs/runbook-ingestion.md shows how to fill one"
             " anew.",
+            reason="snapshots_expired",
         )
     return _all_of(known, {})
 

@@ -98,9 +98,16 @@ class Landing:
             raise ConfigurationError(
                 f"Landing folder {self.folder} has no topic {topic}.",
                 hint=f"It has: {', '.join(self.topics()) or 'none'}.",
+                reason="unknown_topic",
+                subject=topic,
             ) from None
         except ValueError as error:
-            raise LandingDamaged(f"{path} is no UUID.", hint="Restore it from a backup.") from error
+            raise LandingDamaged(
+                f"{path} is no UUID.",
+                hint="Restore it from a backup.",
+                reason="topic_id_unreadable",
+                subject=topic,
+            ) from error
 
     def make_topic(self, topic: str) -> str:
         """The topic's id; made now if it has none."""
@@ -127,6 +134,8 @@ class Landing:
             raise ConfigurationError(
                 f"{topic!r} is no name of a topic.",
                 hint="Up to 249 letters, digits, dots, underscores and hyphens.",
+                reason="topic_name",
+                subject=topic,
             )
         return self.folder / topic
 
@@ -170,6 +179,7 @@ class Landing:
                 f"Partition {partition} of topic {topic} in {self.folder} has the offsets {there[0]} to"
                 f" before {there[1]}; asked for were {start} to before {end}.",
                 hint="Files were removed too early, or the topic was made anew (compare its topic-id).",
+                subject=f"{topic}[{partition}]",
             )
         wanted = [span for span in spans if span[1] >= start and span[0] < end]
         return [self._file(topic, partition, span) for span in wanted]
@@ -200,6 +210,8 @@ class Landing:
                     f"Partition {partition} of topic {topic} in {self.folder} is damaged: between"
                     f" {file_name(*earlier)} and {file_name(*later)} offsets are {what}.",
                     hint="Restore the missing files, or remove what is there twice.",
+                    reason="offsets_missing" if later[0] > earlier[1] else "offsets_twice",
+                    subject=f"{topic}[{partition}]",
                 )
         return found
 

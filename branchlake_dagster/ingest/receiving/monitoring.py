@@ -108,6 +108,8 @@ async def monitored(receivers: Receivers, host: str, port: int) -> AsyncIterator
             raise ConfigurationError(
                 f"{host}:{port} cannot be listened at for /health and /metrics: {error}.",
                 hint="Take another port.",
+                reason="address_in_use",
+                subject=f"{host}:{port}",
             ) from error
         bound = runner.addresses[0]
         yield f"http://{bound[0]}:{bound[1]}"

@@ -204,7 +204,9 @@ class LiveIngestion:
             if isinstance(found, Refused):
                 raise self._refused(found, branch.name)
             if not isinstance(found, Exception):
-                raise Superseded("It needs checks that a batch has not got.", branch=branch.name)
+                raise Superseded(
+                    "It needs checks that a batch has not got.", branch=branch.name, reason="checks_needed"
+                )
             if attempt == _ATTEMPTS or not isinstance(found, Transient | OutcomeUnknown):
                 raise found
             self._sleep(wait)
@@ -220,12 +222,14 @@ class LiveIngestion:
                 branch=branch,
                 run_id=self._run_id,
                 hint="It goes on without taking old snapshots out of the tables.",
+                reason="expired_snapshots",
             )
         return Superseded(
             f"Ingestion {self._ingest.name}: {found.reason()}",
             branch=branch,
             run_id=self._run_id,
             hint="Nothing of this batch was published. The next one begins with what main has now.",
+            reason=found.codes[0] if len(found.codes) == 1 else "refused",
         )
 
     def _alive(self, branch: str) -> None:
@@ -238,6 +242,7 @@ class LiveIngestion:
                 branch=branch,
                 run_id=self._run_id,
                 hint="It was deleted, or reaped while this run slept. A new run goes on from main.",
+                reason="fenced",
             ) from gone
 
     def _end(self, name: str, session: list[SparkSession], *, published: bool) -> None:

@@ -175,4 +175,5 @@ def require_time_partitions(definition: PartitionsDefinition[Any] | None, name: 
         raise ConfigurationError(
             f"{name} is not partitioned by time, so published_through() has no time to wait for.",
             hint='Give one: published_through("raw.orders", "2026-11-24T06:00Z").',
+            subject=name,
         )

@@ -235,6 +235,8 @@ def _check_room(folder: Path) -> None:
         raise ConfigurationError(
             f"Only {free >> 20} MiB are free on the disk of {folder}; the jars and the lake need 1 GiB.",
             hint="Make room, then run the command again.",
+            reason="disk_full",
+            subject=str(folder),
         )
 
 

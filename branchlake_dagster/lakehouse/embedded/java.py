@@ -32,6 +32,8 @@ def user_java() -> Path:
             f"No Java was found{f' in JAVA_HOME={home}' if home else ' on the PATH'}.",
             hint=f"Install Java {_range(SPARK_RUNS_ON)} (Debian: apt install openjdk-17-jre-headless) "
             "or set JAVA_HOME.",
+            reason="java_missing",
+            subject=home,
         )
     check_version(Path(found), java_version_text(Path(found)), SPARK_RUNS_ON)
     return Path(found)
@@ -51,6 +53,8 @@ def check_version(java: Path, text: str, wanted: range) -> int:
         raise ConfigurationError(
             f"{java} is Java {major or 'of an unknown version'}; it takes Java {_range(wanted)}.",
             hint="Install one of these beside it, and point JAVA_HOME to that.",
+            reason="java_version",
+            subject=str(java),
         )
     return major
 

@@ -34,12 +34,17 @@ def not_running(root: Path) -> LakeNotRunning:
     """Why nothing can be read, with the command that helps."""
     if has_lake(root):
         return LakeNotRunning(
-            f"The lake in {root} is not running.", hint=f"Start it: BRANCHLAKE_STATE_DIR={root} branchlake up"
+            f"The lake in {root} is not running.",
+            hint=f"Start it: BRANCHLAKE_STATE_DIR={root} branchlake up",
+            reason="stopped",
+            subject=str(root),
         )
     return LakeNotRunning(
         f"There is no lake in {root}.",
         hint="Name the lake's folder in BRANCHLAKE_STATE_DIR or its server in BRANCHLAKE_NESSIE_URI. "
         "`branchlake up` makes a new lake.",
+        reason="no_lake",
+        subject=str(root),
     )
 
 
@@ -56,12 +61,16 @@ def require_place(root: Path, *, tables_elsewhere: bool) -> None:
         raise LakeMoved(
             f"{root} is a copy of the lake in {made}: its tables point to files there.",
             hint=f"Use the original: BRANCHLAKE_STATE_DIR={made}",
+            reason="copied",
+            subject=str(root),
         )
     if tables_elsewhere:
         return
     raise LakeMoved(
         f"The lake in {root} was moved from {made}: its tables point to files there.",
         hint=f"Let the old name lead to it and use that: ln -s {root} {made}; BRANCHLAKE_STATE_DIR={made}",
+        reason="moved",
+        subject=str(root),
     )
 
 

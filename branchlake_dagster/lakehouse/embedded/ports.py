@@ -26,6 +26,8 @@ def choose_port(wanted: int, *, setting: str) -> int:
         raise ConfigurationError(
             f"Port {wanted} on {LOOPBACK} is in use by another program.",
             hint=f"Stop that program, or set {setting} to another port (0 takes any free one).",
+            reason="port_in_use",
+            subject=setting,
         )
     return wanted
 

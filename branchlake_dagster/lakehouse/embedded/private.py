@@ -31,10 +31,18 @@ def state_folder(root: Path) -> Path:
         if error.errno == errno.ENOSPC:
             raise
         raise ConfigurationError(
-            f"The state folder {root} cannot be made: {error.strerror}.", hint=_OTHER
+            f"The state folder {root} cannot be made: {error.strerror}.",
+            hint=_OTHER,
+            reason="not_made",
+            subject=str(root),
         ) from error
     if not os.access(root, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"The state folder {root} is not writable.", hint=_OTHER)
+        raise ConfigurationError(
+            f"The state folder {root} is not writable.",
+            hint=_OTHER,
+            reason="not_writable",
+            subject=str(root),
+        )
     return root
 
 
@@ -42,7 +50,12 @@ def require_no_file(root: Path) -> None:
     """Raise ConfigurationError when the state folder, or a folder that it would be in, is a file."""
     file = next((path for path in (root, *root.parents) if path.is_file()), None)
     if file is not None:
-        raise ConfigurationError(f"The state folder cannot be {root}: {file} is a file.", hint=_OTHER)
+        raise ConfigurationError(
+            f"The state folder cannot be {root}: {file} is a file.",
+            hint=_OTHER,
+            reason="not_a_folder",
+            subject=str(file),
+        )
 
 
 def private_folder(folder: Path) -> Path:

@@ -121,7 +121,12 @@ def wait_until(ready: Callable[[], bool], record: ProcessRecord, *, log: Path, t
         if ready():
             return True
         if not record.alive():
-            raise ServerDidNotStart(f"{record.name} ended: {_tail(log)}", hint=f"Its log: {log}")
+            raise ServerDidNotStart(
+                f"{record.name} ended: {_tail(log)}",
+                hint=f"Its log: {log}",
+                reason="ended",
+                subject=record.name,
+            )
         return False
 
     if not holds_within(timeout_s, settled, every_s=0.1):
@@ -129,6 +134,8 @@ def wait_until(ready: Callable[[], bool], record: ProcessRecord, *, log: Path, t
         raise ServerDidNotStart(
             f"{record.name} did not answer within {timeout_s:.0f} s: {_tail(log)}",
             hint=f"Its log: {log}. A slow machine may need BRANCHLAKE_STARTUP_TIMEOUT_S.",
+            reason="no_answer",
+            subject=record.name,
         )
 
 

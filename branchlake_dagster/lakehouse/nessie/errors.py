@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient, some
 
@@ -26,13 +26,9 @@ class NessieError(BranchlakeError):
         *,
         status: int | None = None,
         code: str | None = None,
-        table: str | None = None,
-        partitions: Iterable[str] = (),
-        branch: str | None = None,
-        run_id: str | None = None,
-        hint: str | None = None,
+        **where: Any,
     ) -> None:
-        super().__init__(message, table=table, partitions=partitions, branch=branch, run_id=run_id, hint=hint)
+        super().__init__(message, **where)
         self.status = status
         self.code = code
 
@@ -79,11 +75,7 @@ class NessieConflict(NessieError, Terminal):
         conflicts: Iterable[KeyConflict] = (),
         status: int | None = 409,
         code: str | None = None,
-        table: str | None = None,
-        partitions: Iterable[str] = (),
-        branch: str | None = None,
-        run_id: str | None = None,
-        hint: str | None = None,
+        **where: Any,
     ) -> None:
         self.conflicts = tuple(conflicts)
         listed = some(tuple(str(conflict) for conflict in self.conflicts))
@@ -91,11 +83,7 @@ class NessieConflict(NessieError, Terminal):
             f"{message} Conflicts: {listed}." if listed else message,
             status=status,
             code=code,
-            table=table,
-            partitions=partitions,
-            branch=branch,
-            run_id=run_id,
-            hint=hint,
+            **where,
         )
 
 

@@ -78,10 +78,10 @@ def unreadable(status: int, body: str, *, action: str, changes: bool, server: st
     """
     text = f"Nessie at {server} was asked to {action} and gave an unreadable answer (HTTP {status})."
     if changes:
-        return NessieOutcomeUnknown(text, status=status, hint=_LOOK_FIRST)
+        return NessieOutcomeUnknown(text, status=status, hint=_LOOK_FIRST, reason="unreadable_answer")
     if _foreign(body):
         return NotNessie(text, status=status, hint=_NOT_NESSIE)
-    return NessieUnavailable(text, status=status)
+    return NessieUnavailable(text, status=status, reason="unreadable_answer")
 
 
 def _foreign(body: str) -> bool:
@@ -119,9 +119,13 @@ def from_exception(
     kinds = " / ".join(dict.fromkeys(type(item).__name__ for item in chain[:3]))
     text = f"Nessie at {server} could not be asked to {action}: {kinds}."
     if any(isinstance(item, ssl.SSLCertVerificationError) for item in chain):
-        return NessieRefused(text, hint="The server's certificate is not trusted: set the CA bundle.")
+        return NessieRefused(
+            text, hint="The server's certificate is not trusted: set the CA bundle.", reason="certificate"
+        )
     if any(isinstance(item, NewConnectionError | ConnectTimeoutError) for item in chain):
-        return NessieUnavailable(text, hint="Is the server running and the address right?")
+        return NessieUnavailable(
+            text, hint="Is the server running and the address right?", reason="no_connection"
+        )
     if changes:
         lost = f"Nessie at {server} was asked to {action} and the answer was lost: {kinds}."
         return NessieOutcomeUnknown(lost, hint=_LOOK_FIRST)

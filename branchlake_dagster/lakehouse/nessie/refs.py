@@ -51,6 +51,8 @@ def parse_ref(ref: str) -> RefArgument:
     raise NessieRefused(
         f"{ref!r} is no Nessie reference.",
         hint="Give a branch or tag name (letters, digits and . / _ -), name@hash or a hash.",
+        reason="reference_name",
+        subject=ref,
     )
 
 
@@ -58,5 +60,9 @@ def parse_name(ref: str) -> str:
     """A plain branch or tag name; raises NessieRefused for a hash or a name with one."""
     parsed = parse_ref(ref)
     if parsed.hash or not parsed.name:
-        raise NessieRefused(f"{ref!r} carries a hash where a plain branch or tag name is needed.")
+        raise NessieRefused(
+            f"{ref!r} carries a hash where a plain branch or tag name is needed.",
+            reason="hash_in_name",
+            subject=ref,
+        )
     return parsed.name

@@ -27,7 +27,9 @@ def checked_uri(uri: str) -> str:
     parts = urlsplit(uri)
     if parts.username is not None or parts.password is not None:
         raise ConfigurationError(
-            "The Nessie URI holds credentials, which would end in logs.", hint="Use the token setting."
+            "The Nessie URI holds credentials, which would end in logs.",
+            hint="Use the token setting.",
+            reason="credentials_in_address",
         )
     path = parts.path.rstrip("/")
     plain = not parts.query and not parts.fragment
@@ -35,7 +37,10 @@ def checked_uri(uri: str) -> str:
         # Without its query: some put a token there.
         shown = parts._replace(query="", fragment="").geturl()
         raise ConfigurationError(
-            f"{shown!r} is no address of Nessie's API v2.", hint="Example: http://127.0.0.1:19120/api/v2"
+            f"{shown!r} is no address of Nessie's API v2.",
+            hint="Example: http://127.0.0.1:19120/api/v2",
+            reason="not_api_v2",
+            subject=shown,
         )
     return f"{parts.scheme}://{parts.netloc}{path}"
 
@@ -59,7 +64,12 @@ def checked_token(token: str | None) -> str | None:
 def checked_verify(verify: bool | str) -> bool | str:
     """`verify` as requests takes it; raises ConfigurationError for a CA bundle that is not there."""
     if isinstance(verify, str) and not Path(verify).exists():
-        raise ConfigurationError(f"There is no CA bundle at {verify}.", hint="Give a PEM file or a folder.")
+        raise ConfigurationError(
+            f"There is no CA bundle at {verify}.",
+            hint="Give a PEM file or a folder.",
+            reason="ca_bundle_missing",
+            subject=verify,
+        )
     return verify
 
 
@@ -132,6 +142,7 @@ class GuardedTransport:
             raise NessieUnavailable(
                 f"Nessie at {self.uri} was not asked to {action}: most of its last answers were failures.",
                 hint=f"It is asked again in {wait:.1f} s.",
+                reason="not_asked",
             )
         failed = True
         try:

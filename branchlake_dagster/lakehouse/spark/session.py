@@ -114,6 +114,7 @@ def _tell_failures(session: SparkSession, server: str) -> None:
                 f"Spark at {server} does not answer any more.",
                 hint="See its log. The embedded one is started again by whatever needs it next; a run goes on"
                 " by its retry.",
+                subject=server,
             )
         return _refusal_in(str(found or ""))
 

@@ -121,10 +121,18 @@ def published_sensor(
             after_prices = published_sensor("after_prices", assets=[["shop", "prices"]], job=report_job)
     """
     if not isinstance(assets, AssetSelection) and not assets:
-        raise ConfigurationError(f"The sensor {name} watches no asset.", hint="Name some: assets=[…].")
+        raise ConfigurationError(
+            f"The sensor {name} watches no asset.",
+            hint="Name some: assets=[…].",
+            reason="no_assets",
+            subject=name,
+        )
     if request is None and job is None:
         raise ConfigurationError(
-            f"The sensor {name} does not know what to launch.", hint="Give it a job, or request and jobs."
+            f"The sensor {name} does not know what to launch.",
+            hint="Give it a job, or request and jobs.",
+            reason="no_job",
+            subject=name,
         )
 
     @sensor(
@@ -244,6 +252,8 @@ def _launch(
             f"The job {job.name} is partitioned otherwise than {', '.join(others)}.",
             hint="Say what to launch with published_sensor(request=…). Of an asset of another code location "
             "an AssetSpec can tell the partitions.",
+            reason="other_partitions",
+            subject=", ".join(others),
         )
 
     def answer(event: PublishedAssets) -> Sequence[RunRequest] | str:

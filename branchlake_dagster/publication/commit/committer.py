@@ -21,12 +21,19 @@ from branchlake_dagster.publication.commit.table_files import (
     table_states,
     unreadable_candidates,
 )
-from branchlake_dagster.publication.ledger.candidate import Candidate, NeedsChecks, Published, Refused, Result
+from branchlake_dagster.publication.ledger.candidate import (
+    Candidate,
+    NeedsChecks,
+    Published,
+    Refused,
+    Result,
+)
 from branchlake_dagster.publication.ledger.changed_by import brought_by, with_culprits
 from branchlake_dagster.publication.ledger.main_log import BaseNotOnMain, MainLog
 from branchlake_dagster.publication.ledger.publications import message, properties
 from branchlake_dagster.publication.rebase.plan import CommitPlan
 from branchlake_dagster.publication.rebase.replay import Tables
+from branchlake_dagster.wording import Reason
 
 _ATTEMPTS = 5
 
@@ -149,7 +156,7 @@ class Committer:
                 self._client, candidate.branch, base=candidate.base_hash, head=candidate.head_hash, at=at
             )
         except BaseNotOnMain as gone:
-            return Refused(dict.fromkeys(candidate.tables, gone.message))
+            return Refused(dict.fromkeys(candidate.tables, Reason(gone.message, "base_not_on_main")))
 
     def _add(
         self, plan: CommitPlan, candidate: Candidate, *, checked: bool

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from branchlake_dagster.changes.summary import CHANGE_TABLE
 from branchlake_dagster.publication.gate.evidence import CheckName, Evaluation, RunEvidence
-from branchlake_dagster.wording import named
+from branchlake_dagster.wording import Reason, named
 
 
 class Decision(StrEnum):
@@ -27,8 +27,8 @@ class Verdict:
     """
 
     decision: Decision
-    reasons: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    reasons: tuple[Reason, ...] = ()
+    warnings: tuple[Reason, ...] = ()
     checks_passed: int = 0
     checks_total: int = 0
     failed_tables: tuple[str, ...] = ()
@@ -37,6 +37,11 @@ class Verdict:
     def blocked(self) -> bool:
         """Whether the run may not be published."""
         return self.decision is Decision.BLOCKED
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The codes of the reasons, each as often as there is such a reason."""
+        return tuple(reason.code for reason in self.reasons)
 
     def summary(self) -> str:
         """One line: decision, check counts, reasons or warnings."""
@@ -58,7 +63,7 @@ def judge(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
     branch.
     """
     if not evidence.succeeded:
-        return Verdict(Decision.BLOCKED, ("the run did not succeed",))
+        return Verdict(Decision.BLOCKED, (Reason("the run did not succeed", "run_failed"),))
     reasons = [*_missing(evidence), *_failed(evidence), *_stale(evidence), *_left_out(evidence)]
     reasons += _untold(evidence)
     reasons += _changed_columns(evidence)
@@ -79,14 +84,16 @@ def judge(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
     return Verdict(decision, (), warnings, passed, total)
 
 
-def _missing(evidence: RunEvidence) -> Iterator[str]:
+def _missing(evidence: RunEvidence) -> Iterator[Reason]:
     for name, partition in sorted(evidence.planned, key=repr):
         # A check over all partitions of a run reports once, without one.
         if (name, partition) not in evidence.evaluations and (name, None) not in evidence.evaluations:
-            yield f"check {_label(name, partition)} was planned and never evaluated"
+            yield Reason(
+                f"check {_label(name, partition)} was planned and never evaluated", "check_not_evaluated"
+            )
 
 
-def _failed(evidence: RunEvidence) -> Iterator[str]:
+def _failed(evidence: RunEvidence) -> Iterator[Reason]:
     for (name, partition), result in sorted(evidence.evaluations.items(), key=repr):
         if not result.passed and result.blocks:
             yield _sentence(evidence, name, partition, result)
@@ -98,17 +105,18 @@ def _failed_tables(evidence: RunEvidence) -> tuple[str, ...]:
     return tuple(sorted({evidence.rules[asset].table for asset in assets}))
 
 
-def _stale(evidence: RunEvidence) -> Iterator[str]:
+def _stale(evidence: RunEvidence) -> Iterator[Reason]:
     for (name, partition), result in sorted(evidence.evaluations.items(), key=repr):
         for (asset, written_partition), written in evidence.written.items():
             same = asset == name[0] and (partition is None or written_partition in (None, partition))
             # Dagster chooses the order of one step's events. A step that ran again in a retry is two steps.
             one_step = written.step == result.step and written.position.is_same_run(result.position)
             if same and not one_step and written.position > result.position:
-                yield f"check {_label(name, partition)} ran before {asset} was written for the last time"
+                why = f"check {_label(name, partition)} ran before {asset} was written for the last time"
+                yield Reason(why, "check_before_write")
 
 
-def _left_out(evidence: RunEvidence) -> Iterator[str]:
+def _left_out(evidence: RunEvidence) -> Iterator[Reason]:
     seen = evidence.planned | evidence.evaluations.keys()
     names = {name for name, _ in seen}
     for asset, rules in sorted(evidence.rules.items()):
@@ -116,51 +124,60 @@ def _left_out(evidence: RunEvidence) -> Iterator[str]:
         for check in sorted(rules.checks):
             name = (asset, check)
             if name not in names:
-                yield f"check {_label(name, None)} was left out of the run"
+                yield Reason(f"check {_label(name, None)} was left out of the run", "check_left_out")
             elif (name, None) not in seen:
                 for partition in partitions:
                     if partition is not None and (name, partition) not in seen:
-                        yield f"check {_label(name, partition)} was left out of the run"
+                        why = f"check {_label(name, partition)} was left out of the run"
+                        yield Reason(why, "check_left_out")
         if rules.demands_checks and not any(name[0] == asset for name in names):
-            yield (
-                f"asset {asset} has no check (add one, or allow it with table_metadata(require_checks=False))"
+            yield Reason(
+                f"asset {asset} has no check (add one, or allow it with"
+                " table_metadata(require_checks=False))",
+                "no_check",
             )
 
 
-def _untold(evidence: RunEvidence) -> Iterator[str]:
+def _untold(evidence: RunEvidence) -> Iterator[Reason]:
     if evidence.serializable and evidence.untold:
-        yield (
+        yield Reason(
             f"{named('serializable asset', sorted(evidence.serializable))} may have read more than is known:"
-            f" {', '.join(sorted(evidence.untold))}"
+            f" {', '.join(sorted(evidence.untold))}",
+            "reads_unknown",
         )
 
 
-def _changed_columns(evidence: RunEvidence) -> Iterator[str]:
+def _changed_columns(evidence: RunEvidence) -> Iterator[Reason]:
     for table, columns in sorted(evidence.changed_columns.items()):
-        yield (
+        yield Reason(
             f"the run changed frozen columns of {table}: {', '.join(columns)} (leave them as they are, or"
-            ' declare table_metadata(columns="evolve"))'
+            ' declare table_metadata(columns="evolve"))',
+            "frozen_columns",
         )
 
 
-def _unfinished(evidence: RunEvidence) -> Iterator[str]:
+def _unfinished(evidence: RunEvidence) -> Iterator[Reason]:
     for table in sorted(evidence.write_set):
         if CHANGE_TABLE in table:
-            yield f"the change table {table} is still there: the step that made it did not come to its end"
+            why = f"the change table {table} is still there: the step that made it did not come to its end"
+            yield Reason(why, "change_table_left")
 
 
-def _unexplained(evidence: RunEvidence) -> list[str]:
+def _unexplained(evidence: RunEvidence) -> list[Reason]:
     known = {rules.table for rules in evidence.rules.values()}
     return [
-        f"{table} (a table, view or function) was changed, but no materialized asset is stored there"
+        Reason(
+            f"{table} (a table, view or function) was changed, but no materialized asset is stored there",
+            "table_of_no_asset",
+        )
         for table in sorted(evidence.write_set - known)
     ]
 
 
-def _sentence(evidence: RunEvidence, name: CheckName, partition: str | None, result: Evaluation) -> str:
+def _sentence(evidence: RunEvidence, name: CheckName, partition: str | None, result: Evaluation) -> Reason:
     # Descriptions end as sentences do; reasons are joined to one.
     told = f": {result.description.rstrip('.')}" if result.description else ""
-    return f"check {_label(name, partition)} failed{told}{_scope(evidence, name)}"
+    return Reason(f"check {_label(name, partition)} failed{told}{_scope(evidence, name)}", "check_failed")
 
 
 def _scope(evidence: RunEvidence, name: CheckName) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, DiffEntry, Namespace, Reference
 from branchlake_dagster.publication.ledger.publications import Publication
-from branchlake_dagster.wording import named
+from branchlake_dagster.wording import Reason, named
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,15 @@ class Refused:
     publications it collided with. `only_expired`: it could follow, had it not taken snapshots out of a table.
     """
 
-    conflicts: Mapping[str, str]
+    conflicts: Mapping[str, Reason]
     partitions: tuple[str, ...] = ()
     runs: tuple[str, ...] = ()
     only_expired: bool = False
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The causes, each once."""
+        return tuple(dict.fromkeys(why.code for why in self.conflicts.values()))
 
     def reason(self) -> str:
         """The tables, partitions and who changed them meanwhile."""

@@ -10,6 +10,7 @@ from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, Delete, IcebergTable, LogEntry, Put
 from branchlake_dagster.publication.ledger.candidate import Candidate, Refused
 from branchlake_dagster.publication.ledger.publications import publications_in
+from branchlake_dagster.wording import Reason
 
 _MOST = 2000
 """Commits that are looked through, the newest first, for a name to tell."""
@@ -34,7 +35,7 @@ def with_culprits(client: NessieClient, candidate: Candidate, refused: Refused, 
                 runs += [one.run_id for one in publications_in(entry)] or [OUTSIDE]
             old = before.get(key)
             if isinstance(old, IcebergTable) and (name := _renamed(entry, key, old)):
-                conflicts[key.name] = f"it was renamed to {name}"
+                conflicts[key.name] = Reason(f"it was renamed to {name}", "renamed")
     return replace(refused, conflicts=conflicts, runs=tuple(dict.fromkeys(runs)))
 
 

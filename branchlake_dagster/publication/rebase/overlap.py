@@ -20,16 +20,24 @@ from branchlake_dagster.publication.rebase.changes import (
     TableChange,
 )
 from branchlake_dagster.publication.rebase.promotion import readable_as
+from branchlake_dagster.wording import Reason
 
 _NEVER = {
-    Mode.UNKNOWN: "its history does not lead back to the run's base",
-    Mode.OLD_LAYOUT: "files of an older partition spec were touched",
-    Mode.ROW_DELETES: "the run wrote delete files (merge-on-read), which cannot be replayed",
-    Mode.DELETION_VECTORS: "the run wrote deletion vectors (format version 3), which cannot be replayed",
-    Mode.REPLACE_TABLE: "the run replaced the whole table",
+    Mode.UNKNOWN: Reason("its history does not lead back to the run's base", "history_lost"),
+    Mode.OLD_LAYOUT: Reason("files of an older partition spec were touched", "older_partition_spec"),
+    Mode.ROW_DELETES: Reason(
+        "the run wrote delete files (merge-on-read), which cannot be replayed", "run_wrote_delete_files"
+    ),
+    Mode.DELETION_VECTORS: Reason(
+        "the run wrote deletion vectors (format version 3), which cannot be replayed",
+        "run_wrote_deletion_vectors",
+    ),
+    Mode.REPLACE_TABLE: Reason("the run replaced the whole table", "run_replaced_table"),
 }
 _THEIRS = {
-    Mode.UNKNOWN: "its history does not lead back to the run's base (rolled back, or replaced)",
+    Mode.UNKNOWN: Reason(
+        "its history does not lead back to the run's base (rolled back, or replaced)", "history_lost"
+    ),
     Mode.OLD_LAYOUT: _NEVER[Mode.OLD_LAYOUT],
 }
 _DETAILS = "columns' documentation, identifier fields or defaults"
@@ -42,7 +50,7 @@ class Overlap:
     `only_expired`: it could be, had the run not taken snapshots out of the table.
     """
 
-    why: str
+    why: Reason
     partitions: tuple[str, ...] = ()
     runs: tuple[str, ...] = ()
     only_expired: bool = False
@@ -73,7 +81,8 @@ def _step(step: SnapshotChange, own: Set[str], theirs: TableChange) -> Overlap |
         return None  # whatever main did, appending after it is what running later would have done
     for other in theirs.steps:
         if other.mode in (Mode.UNKNOWN, Mode.OLD_LAYOUT):
-            return Overlap(f"main's change cannot be compared: {_THEIRS[other.mode]}", runs=everyone)
+            known = _THEIRS[other.mode]
+            return Overlap(Reason(f"main's change cannot be compared: {known}", known.code), runs=everyone)
     if gone := _gone(step, theirs):
         return gone
     if hit := _hit(step, own, theirs):
@@ -92,7 +101,11 @@ def _step(step: SnapshotChange, own: Set[str], theirs: TableChange) -> Overlap |
         return _upserted(step, shared, others, theirs.after)
     if not shared:
         return None
-    why = "both sides changed the same partitions" if any(shared) else "both sides changed its rows"
+    why = (
+        Reason("both sides changed the same partitions", "same_partitions")
+        if any(shared)
+        else Reason("both sides changed its rows", "same_table")
+    )
     return Overlap(why, tuple(sorted(shared)), _runs([s for steps in shared.values() for s in steps]))
 
 
@@ -106,12 +119,12 @@ def _upserted(
     names = {column.name for column in now.columns}
     if lost := [key for key in step.keys if key not in names]:
         why = f"its key column {lost[0]} was renamed or dropped, so the keys cannot be compared"
-        return Overlap(why, tuple(sorted(shared)), _runs(others))
+        return Overlap(Reason(why, "key_column_gone"), tuple(sorted(shared)), _runs(others))
     by_partition = now.partition_columns and now.partition_columns <= {*step.keys}
     if (not shared and by_partition) or _disjoint(step, others):
         return None
     meeting = [other for steps in shared.values() for other in steps]
-    why = "both sides may have changed the same keys"
+    why = Reason("both sides may have changed the same keys", "same_keys")
     return Overlap(why, tuple(sorted(shared)), _runs(meeting or others))
 
 
@@ -122,17 +135,18 @@ def _replaced(step: SnapshotChange, others: Sequence[SnapshotChange]) -> Overlap
         theirs = other.replaced
         if mine is not None and theirs is not None:
             if mine.meets(theirs):
-                return Overlap("both sides replaced the same partitions", _named(step, other), _runs([other]))
+                why = Reason("both sides replaced the same partitions", "same_partitions_replaced")
+                return Overlap(why, _named(step, other), _runs([other]))
         elif mine is not None:
             held = {file.partition for file in other.touched if file.may_hold(mine)}
             held |= {one.partition for one in other.deletes if one.may_hold(mine)}
             if held:
-                why = "main changed partitions that the run replaced"
+                why = Reason("main changed partitions that the run replaced", "main_changed_replaced")
                 return Overlap(why, _named(step, other, held), _runs([other]))
         elif theirs is not None:
             held = {file.partition for file in step.touched if file.may_hold(theirs)}
             if held:
-                why = "main replaced partitions that the run changed"
+                why = Reason("main replaced partitions that the run changed", "main_replaced_changed")
                 return Overlap(why, _named(other, step, held), _runs([other]))
     return None
 
@@ -154,9 +168,15 @@ def _hit(step: SnapshotChange, own: Set[str], theirs: TableChange) -> Overlap | 
             continue  # deletes written anew for the same rows
         if hit := _which(other.deletes, removed):
             why = (
-                "main deleted rows (deletion vectors) of files that the run replaced"
+                Reason(
+                    "main deleted rows (deletion vectors) of files that the run replaced",
+                    "main_wrote_deletion_vectors",
+                )
                 if other.mode is Mode.DELETION_VECTORS
-                else "main deleted rows (merge-on-read) of files that the run replaced"
+                else Reason(
+                    "main deleted rows (merge-on-read) of files that the run replaced",
+                    "main_wrote_delete_files",
+                )
             )
             return Overlap(why, tuple(sorted({file.partition for file in hit})), _runs([other]))
     return None
@@ -185,7 +205,11 @@ def _gone(step: SnapshotChange, theirs: TableChange) -> Overlap | None:
         return None
     others = [theirs_removed[file.path] for file in twice]
     compacted = all(other.mode is Mode.COMPACT for other in others)
-    why = "files the run replaced were compacted" if compacted else "both sides replaced the same files"
+    why = (
+        Reason("files the run replaced were compacted", "compacted")
+        if compacted
+        else Reason("both sides replaced the same files", "same_files")
+    )
     return Overlap(why, tuple(sorted({file.partition for file in twice})), _runs(others))
 
 
@@ -207,19 +231,21 @@ def _range(files: Sequence[File], column: str) -> list[Bounds] | None:
     return None if not found or any(bounds is None for bounds in found) else list(filter(None, found))
 
 
-def _layouts(mine: TableChange, theirs: TableChange) -> str | None:
+def _layouts(mine: TableChange, theirs: TableChange) -> Reason | None:
     """Why the run's files would not be valid in the table as it is now, or its columns not be the run's."""
     now = theirs.after
     if mine.after.spec != now.spec:
         if [field[1:] for field in mine.after.spec] == [field[1:] for field in now.spec]:
-            return "a column of its partition spec was renamed"
-        return "its partition spec differs"
+            return Reason("a column of its partition spec was renamed", "partition_column_renamed")
+        return Reason("its partition spec differs", "partition_spec")
     if mine.before is None or theirs.before is None:
         if not (mine.created and theirs.created):
-            return "it was dropped and created again"
+            return Reason("it was dropped and created again", "created_again")
         if mine.after.columns != now.columns:
-            return "both sides created it with different columns"
-        return f"both sides created it with different {_DETAILS}" if mine.after.schema != now.schema else None
+            return Reason("both sides created it with different columns", "created_with_other_columns")
+        if mine.after.schema == now.schema:
+            return None
+        return Reason(f"both sides created it with different {_DETAILS}", "created_with_other_details")
     if mine.before.shape == mine.after.shape:
         return _readable(mine.after, now)
     if theirs.before.shape == now.shape and theirs.before.highest_column_id == now.highest_column_id:
@@ -227,10 +253,12 @@ def _layouts(mine: TableChange, theirs: TableChange) -> str | None:
     if mine.after.shape == now.shape:
         return None
     same = mine.after.columns == now.columns
-    return f"both sides changed its {_DETAILS}" if same else "both sides changed its columns"
+    if same:
+        return Reason(f"both sides changed its {_DETAILS}", "column_details")
+    return Reason("both sides changed its columns", "columns")
 
 
-def _readable(written: Layout, now: Layout) -> str | None:
+def _readable(written: Layout, now: Layout) -> Reason | None:
     """Whether files of one layout can be read under a newer one.
 
     By id: missing columns are null, narrower types are widened.
@@ -239,14 +267,14 @@ def _readable(written: Layout, now: Layout) -> str | None:
     known = {column.id for column in written.columns}
     for column in written.columns:
         if column.id not in current:
-            return f"its column {column.name} was dropped"
+            return Reason(f"its column {column.name} was dropped", "column_dropped")
         if not readable_as(column.type, current[column.id].type):
-            return f"its column {column.name} has changed its type"
+            return Reason(f"its column {column.name} has changed its type", "column_type")
         if current[column.id].required and not column.required:
-            return f"its column {column.name} has become required"
+            return Reason(f"its column {column.name} has become required", "column_required")
     for column in now.columns:
         if column.id not in known and column.required:
-            return f"it has a new required column {column.name}"
+            return Reason(f"it has a new required column {column.name}", "new_required_column")
     return None
 
 

@@ -26,11 +26,17 @@ from branchlake_dagster.lakehouse.nessie.model import (
     Put,
     Unchanged,
 )
-from branchlake_dagster.publication.ledger.candidate import Candidate, NeedsChecks, Published, Refused
+from branchlake_dagster.publication.ledger.candidate import (
+    Candidate,
+    NeedsChecks,
+    Published,
+    Refused,
+)
 from branchlake_dagster.publication.rebase.changes import Mode, TableChange
 from branchlake_dagster.publication.rebase.compacted import mapped
 from branchlake_dagster.publication.rebase.overlap import overlap
 from branchlake_dagster.publication.rebase.replay import ReplayImpossible, Staged, Tables
+from branchlake_dagster.wording import Reason
 
 Value = Content | Staged | None
 """What a key holds in the plan: as some reference has it, replayed in memory, or nothing."""
@@ -40,7 +46,7 @@ class _Stop(Exception):  # noqa: N818 - it never leaves this module
     def __init__(
         self,
         key: ContentKey,
-        why: str,
+        why: Reason,
         partitions: tuple[str, ...] = (),
         runs: tuple[str, ...] = (),
         *,
@@ -192,7 +198,7 @@ class CommitPlan:
         for key, value in overlay.items():
             home = ContentKey(key.parent) if key.parent else None
             if home and value is not None and (overlay[home] if home in overlay else self._now(home)) is None:
-                raise _Stop(key, "its namespace was dropped")
+                raise _Stop(key, Reason("its namespace was dropped", "namespace_dropped"))
 
     def _holds(self, candidate: Candidate) -> None:
         """Refuse a candidate whose lease went to another run: it was silent, and the other one wrote."""
@@ -206,7 +212,11 @@ class CommitPlan:
                 else "it was never granted to this run"
             )
             runs = (run_id_of(now.holder),) if now.holder else ()
-            raise _Stop(lease_key(name), f"the run may not write {name!r} alone any more: {why}", (), runs)
+            lost = Reason(
+                f"the run may not write {name!r} alone any more: {why}",
+                "lease_taken_over" if now.holder else "lease_not_granted",
+            )
+            raise _Stop(lease_key(name), lost, (), runs)
 
     def _must_stay(self, candidate: Candidate) -> None:
         """What Nessie holds still, from the plan's hash to the commit."""
@@ -222,9 +232,8 @@ class CommitPlan:
         for key in sorted(candidate.read_set or ()):
             if self._now(key) != reads.get(key):
                 runs = (self.writers[key],) if key in self.writers else ()
-                raise _Stop(
-                    key, "the run has read it, and it has changed since (isolation serializable)", (), runs
-                )
+                why = "the run has read it, and it has changed since (isolation serializable)"
+                raise _Stop(key, Reason(why, "read_and_changed"), (), runs)
 
     def _value(self, entry: DiffEntry) -> Value:
         """What the key shall hold after the candidate, in a plan where it may hold something newer."""
@@ -235,17 +244,24 @@ class CommitPlan:
         if isinstance(after, Namespace) and isinstance(now, Namespace):
             if before is None or after.properties == now.properties:
                 return now  # both made it; the first one's properties stay
-            raise _Stop(key, "both sides changed the namespace's properties", (), runs)
+            raise _Stop(
+                key,
+                Reason("both sides changed the namespace's properties", "namespace_properties"),
+                (),
+                runs,
+            )
         if after is None and now is None:
             return None
         if after is None:
-            raise _Stop(key, "the run dropped or renamed it, and it has changed since", (), runs)
+            why = "the run dropped or renamed it, and it has changed since"
+            raise _Stop(key, Reason(why, "dropped_and_changed"), (), runs)
         if now is None:
-            raise _Stop(key, "it was dropped or renamed", (), runs)
+            raise _Stop(key, Reason("it was dropped or renamed", "dropped"), (), runs)
         if not isinstance(after, IcebergTable) or not isinstance(now, IcebergTable | Staged):
-            raise _Stop(key, "both sides changed it, and it is not a table on both", (), runs)
+            why = "both sides changed it, and it is not a table on both"
+            raise _Stop(key, Reason(why, "not_a_table"), (), runs)
         if before is not None and not isinstance(before, IcebergTable):
-            raise _Stop(key, "it was something else at the run's base", (), runs)
+            raise _Stop(key, Reason("it was something else at the run's base", "another_kind"), (), runs)
         return self._replayed(key, before, after, now, runs)
 
     def _replayed(
@@ -258,18 +274,18 @@ class CommitPlan:
     ) -> Staged:
         current = self.contents.get(key)
         if before and current and before.content_id != current.content_id:
-            raise _Stop(key, "it was dropped and created again", (), runs)
+            raise _Stop(key, Reason("it was dropped and created again", "created_again"), (), runs)
         mine = self.tables.change(key, before, after)
         theirs = self.tables.change(key, before, now, files=not _only_appends(mine))
         if mine.there(theirs):
-            raise _Stop(key, "a part of the run's changes is on main already: merged by hand", (), runs)
+            why = "a part of the run's changes is on main already: merged by hand"
+            raise _Stop(key, Reason(why, "partly_on_main"), (), runs)
         if twice := _same_properties(mine, theirs):
-            why = _met(twice)
-            raise _Stop(key, why, (), runs)
+            raise _Stop(key, _met(twice), (), runs)
         recorded = any(name.startswith((CONSUMED, OFFSETS, REPROCESSED)) for name in mine.properties_set)
         if recorded and not theirs.complete:
             why = "it was rolled back or replaced, and what the run has recorded as read would hide that"
-            raise _Stop(key, why, (), runs)
+            raise _Stop(key, Reason(why, "rolled_back"), (), runs)
         mine = mapped(mine, theirs)
         if found := overlap(mine, theirs):
             # The files of a table without partitions have the partition "".
@@ -279,7 +295,7 @@ class CommitPlan:
         try:
             return self.tables.replay(key, mine, after, onto)
         except ReplayImpossible as error:
-            raise _Stop(key, error.message, (), runs) from error
+            raise _Stop(key, Reason(error.message, "replay_impossible"), (), runs) from error
 
 
 def _written_tables(
@@ -304,15 +320,18 @@ def _only_appends(change: TableChange) -> bool:
     return all(step.mode is Mode.APPEND for step in change.steps)
 
 
-def _met(name: str) -> str:
+def _met(name: str) -> Reason:
     """What it means that both sides set a property."""
     if name.startswith(CONSUMED):
-        return "another run of this consumer was published first: both have consumed the same change"
+        why = "another run of this consumer was published first: both have consumed the same change"
+        return Reason(why, "run_published_first")
     if name.startswith(OFFSETS):
-        return "another batch of this ingestion was published first: both have read the same offsets"
+        why = "another batch of this ingestion was published first: both have read the same offsets"
+        return Reason(why, "batch_published_first")
     if name.startswith(REPROCESSED):
-        return "another run of this ingestion has put dead letters back meanwhile, maybe the same"
-    return f"both sides set its property {name}"
+        why = "another run of this ingestion has put dead letters back meanwhile, maybe the same"
+        return Reason(why, "dead_letters_reprocessed")
+    return Reason(f"both sides set its property {name}", "same_property")
 
 
 def _same_properties(mine: TableChange, theirs: TableChange) -> str | None:

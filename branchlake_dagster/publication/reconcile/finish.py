@@ -74,12 +74,15 @@ class Finisher:
             action = PublicationAction.BLOCKED if held else one.action
             if refused:
                 action = PublicationAction.REFUSED
-            return self._report_unpublished(one, merged, action, on_main=True)
+            codes = (*(refused.codes if refused else one.verdict.codes), "merged_outside")
+            return self._report_unpublished(one, merged, action, on_main=True, codes=codes)
         if done is not None:
             return self._report_published(one, done, until)
         if refused:
             reason = refused.reason()
-            return self._report_unpublished(one, reason, PublicationAction.REFUSED, next_step=LAUNCH_AGAIN)
+            return self._report_unpublished(
+                one, reason, PublicationAction.REFUSED, next_step=LAUNCH_AGAIN, codes=refused.codes
+            )
         if one.action is PublicationAction.PUBLISHED:
             return self._report_unpublished(one, _SET_BACK, PublicationAction.REFUSED, next_step=LAUNCH_AGAIN)
         blocked = one.action is PublicationAction.BLOCKED
@@ -112,6 +115,7 @@ class Finisher:
         *,
         on_main: bool = False,
         next_step: str = "",
+        codes: tuple[str, ...] | None = None,
     ) -> Outcome:
         ended = status_without_verdict(one.run)
         status = Status.UNCHANGED if why == NO_TABLE else _STATUS.get(action, ended)
@@ -123,7 +127,8 @@ class Finisher:
         self._announce(one, math.inf, status, why=why, on_main=on_main, next_step=next_step)
         if not self._keep_hours(one.run):
             finish_branch(self._client, one.branch, keep_data=False)
-        return self._outcome(one, action, why or one.verdict.summary(), None, (), next_step)
+        told = one.verdict.codes if codes is None else codes
+        return self._outcome(one, action, why or one.verdict.summary(), None, (), next_step, told)
 
     def _announce(
         self,
@@ -165,6 +170,7 @@ class Finisher:
         publication: str | None,
         tables: tuple[str, ...],
         next_step: str = "",
+        codes: tuple[str, ...] = (),
     ) -> Outcome:
         return Outcome(
             one.branch.name,
@@ -175,4 +181,5 @@ class Finisher:
             publication,
             tables,
             next_step=next_step,
+            codes=codes,
         )

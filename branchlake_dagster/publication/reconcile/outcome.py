@@ -56,7 +56,7 @@ class Outcome:
     """One branch in one pass. `publication` is the commit on `main`; `detail` says why or what.
 
     `check_run` is the run that a rebased publication needs before it can go on, `next_step` what to do about
-    a run that was not published.
+    a run that was not published. `codes` has the causes in snake case: `check_failed`, `same_files`.
     """
 
     branch: str
@@ -68,6 +68,7 @@ class Outcome:
     tables: tuple[str, ...] = ()
     check_run: CheckRun | None = None
     next_step: str = ""
+    codes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.branch}: {self.action}, {self.detail}"

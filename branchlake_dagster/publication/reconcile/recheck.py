@@ -18,9 +18,14 @@ from branchlake_dagster.lakehouse.nessie.errors import may_pass
 from branchlake_dagster.library_internals.dagster import AssetGraph
 from branchlake_dagster.publication.commit.publication_branch import Prepared, PreparedStates
 from branchlake_dagster.publication.gate.evidence import RunEvidence, collect
-from branchlake_dagster.publication.ledger.candidate import Candidate, NeedsChecks, Published, Refused
+from branchlake_dagster.publication.ledger.candidate import (
+    Candidate,
+    NeedsChecks,
+    Published,
+    Refused,
+)
 from branchlake_dagster.publication.reconcile.outcome import CheckRun
-from branchlake_dagster.wording import agree, counted
+from branchlake_dagster.wording import Reason, agree, counted
 
 ATTEMPTS = 3
 """How often a run that died without a verdict is asked for again."""
@@ -132,13 +137,13 @@ class Recheck:
                 if not failed:
                     return self._publish(prepared, members)
                 why = f"with what main has now, its checks fail (run {run.run_id}): {'; '.join(failed)}"
-                return self._divide(prepared, members, why)
+                return self._divide(prepared, members, Reason(why, "checks_failed"))
         if unfinished := [run.run_id for run in runs if not run.is_finished]:
             # Launched since `at_work` looked. A run that still works has not failed to give a verdict.
             return _all(members, Waits(f"waits for its checks on {prepared.branch} in run {unfinished[0]}"))
         if len(runs) >= ATTEMPTS:
             why = f"rebased, its checks gave no verdict {ATTEMPTS} times (last in run {runs[0].run_id})"
-            return self._divide(prepared, members, why)
+            return self._divide(prepared, members, Reason(why, "checks_gave_no_verdict"))
         return self._ask(prepared, members, attempt=len(runs))
 
     def release(self, prepared: Prepared) -> None:
@@ -163,7 +168,7 @@ class Recheck:
         return {**_all(members, Waits(again)), **done}
 
     def _divide(
-        self, prepared: Prepared, members: Mapping[Candidate, RunEvidence], why: str
+        self, prepared: Prepared, members: Mapping[Candidate, RunEvidence], why: Reason
     ) -> dict[str, Answer]:
         """Refuse the only one; of several, try the older half alone: the others wait and come after it."""
         self._states.forget(prepared.branch)

@@ -162,6 +162,7 @@ def _lake_of(definitions: dg.Definitions, lakehouse: Lakehouse | LakehouseResour
         raise ConfigurationError(
             "There is no LakehouseResource among the definitions' resources, so the lake is not known.",
             hint="Merge branchlake_definitions() into them, or say publish(…, lakehouse=…).",
+            reason="lake_unknown",
         )
     return found.lakehouse if isinstance(found, LakehouseResource) else found
 

@@ -34,6 +34,8 @@ from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster.publication.reconcile.trouble import said
 from branchlake_dagster.publication.runtime.pass_lock import longest_pass_s, one_pass
 
+LEFT_TO_SENSOR = "Left to the publication sensor"
+"""How the event begins with which a run says that it could not publish itself."""
 _SEE_STATUS = "See: branchlake status"
 _PATIENCE_S = 2.0
 """For the runs that publish themselves at this moment, each in some tenths of a second.
@@ -163,9 +165,7 @@ class _Publishing(Executor):
             )
         if outcome.action is not PublicationAction.PUBLISHED:
             nothing = outcome.action is PublicationAction.DISCARDED
-            text = (
-                f"{'Nothing to publish' if nothing else 'Left to the publication sensor'}: {outcome.detail}"
-            )
+            text = f"{'Nothing to publish' if nothing else LEFT_TO_SENSOR}: {outcome.detail}"
             yield engine_event(plan_context, text)
 
     def _publish(self, context: Any) -> Outcome | None:

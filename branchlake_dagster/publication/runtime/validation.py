@@ -113,7 +113,11 @@ def validate(
     if found:
         assets = len({key for key, _ in mistakes})
         count = "one asset" if assets == 1 else f"{assets} assets"
-        raise ConfigurationError("\n".join([f"The definitions have mistakes in {count}.", *found]))
+        raise ConfigurationError(
+            "\n".join([f"The definitions have mistakes in {count}.", *found]),
+            reason="definitions",
+            subject=", ".join(dict.fromkeys(key.to_user_string() for key, _ in mistakes)),
+        )
 
 
 def _mistakes(

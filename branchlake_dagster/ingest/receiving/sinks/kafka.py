@@ -133,11 +133,15 @@ class KafkaSink:
             raise ConfigurationError(
                 f"Topic {self.topic} takes a cursor, so its records need one partition.",
                 hint="Name the partition.",
+                reason="partition_not_named",
+                subject=self.topic,
             )
         try:
             self._producer = self._producer or self._new_producer()
         except ck.KafkaException as error:
-            raise ConfigurationError(f"An option for Kafka is wrong: {error.args[0].str()}.") from error
+            raise ConfigurationError(
+                f"An option for Kafka is wrong: {error.args[0].str()}.", reason="kafka_option"
+            ) from error
         self._complaints.asked()
         try:
             self._reach()
@@ -147,7 +151,7 @@ class KafkaSink:
             found = self._complaints.worst(f"topic {self.topic}", error.args[0].str())
             kind = BrokerUnreachable if found.cause.passes else KafkaRefused
             text = f"Topic {self.topic} cannot be reached: {found.text}"
-            raise kind(text, hint=_HINTS[found.cause]) from error
+            raise kind(text, hint=_HINTS[found.cause], reason=found.cause.code, subject=self.topic) from error
 
     def write(self, records: Sequence[Record], dropped: int = 0) -> None:  # noqa: ARG002 - the log's
         """Produce, and wait for every report."""

@@ -224,6 +224,7 @@ class LandingSink:
                 f"Partition {self.partition} of topic {self.topic} in {self.landing.folder} has a receiver"
                 f" already.",
                 hint="End that one, or take another partition.",
+                subject=f"{self.topic}[{self.partition}]",
             ) from error
         self._lock = number
 
@@ -238,6 +239,8 @@ class LandingSink:
             raise LandingDamaged(
                 f"{path} is not an offset.",
                 hint="If no newest file of the partition is missing, remove it: it is made again.",
+                reason="mark_unreadable",
+                subject=f"{self.topic}[{self.partition}]",
             ) from error
 
     def _logged(self) -> int:

@@ -113,7 +113,10 @@ class HttpSource:
         require("receive", "aiohttp", wanted_by="A receiver over HTTP")
         if not config.url.startswith(_KINDS):
             raise ConfigurationError(
-                f"{without_credentials(config.url)!r} is no URL.", hint="It begins with http:// or https://."
+                f"{without_credentials(config.url)!r} is no URL.",
+                hint="It begins with http:// or https://.",
+                reason="url",
+                subject=config.url,
             )
         self.config, self.trouble, self._stuck = config, "", ""
         self.cursor = config.start
@@ -139,6 +142,8 @@ class HttpSource:
                 raise ConfigurationError(
                     f"The last record has the cursor {resumed.cursor!r}, which is no integer.",
                     hint="The topic belongs to another receiver; take another one.",
+                    reason="cursor",
+                    subject=repr(resumed.cursor),
                 ) from None
         for one in resumed.known:
             self._remember(one)

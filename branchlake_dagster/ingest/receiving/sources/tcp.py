@@ -89,7 +89,10 @@ class TcpSource:
             self._server = await asyncio.start_server(self._serve, *where, limit=2 * _CHUNK)
         except OSError as error:
             raise ConfigurationError(
-                f"TCP {where[0]}:{where[1]} cannot be listened at: {error}.", hint="Take another port."
+                f"TCP {where[0]}:{where[1]} cannot be listened at: {error}.",
+                hint="Take another port.",
+                reason="address_in_use",
+                subject=f"{where[0]}:{where[1]}",
             ) from error
 
     async def stop(self) -> None:

@@ -87,7 +87,10 @@ class UdpSource:
         except OSError as error:
             made.close()
             raise ConfigurationError(
-                f"UDP {where[0]}:{where[1]} cannot be listened at: {error}.", hint="Take another port."
+                f"UDP {where[0]}:{where[1]} cannot be listened at: {error}.",
+                hint="Take another port.",
+                reason="address_in_use",
+                subject=f"{where[0]}:{where[1]}",
             ) from error
         self._socket = made
         self._counts.events["socket_buffer_bytes"] = made.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
