@@ -36,6 +36,7 @@ from branchlake_dagster.ingest.scanning.writer import SET
 from branchlake_dagster.lakehouse.catalog.options import NAMESPACE_CREATE
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.kafka import Broker, Message
+from branchlake_dagster_tests.suite.raised import raising
 
 
 class Contract(pa.DataFrameModel):
@@ -466,7 +467,7 @@ def test_a_topic_that_loses_records_or_is_made_again_stops_and_goes_on_by_the_ru
     assert drive.batch().records == 0
     kafka.send(topic, [_json(id=n) for n in (1, 2, 3)])
     kafka.delete_before(topic, 0, 3)
-    with pytest.raises(TopicChanged, match="records 1 to 2 were deleted before they were read"):
+    with raising(TopicChanged, 1, 2, reason="records_deleted", subject=f"{topic}[0]"):
         drive.batch()
     drive.ingest = replace(drive.ingest, on_lost="skip", start="earliest")
     assert drive.batch().notes
@@ -474,7 +475,7 @@ def test_a_topic_that_loses_records_or_is_made_again_stops_and_goes_on_by_the_ru
     kafka.delete(topic)
     kafka.create(topic)
     kafka.send(topic, [_json(id=4)])
-    with pytest.raises(TopicChanged, match="deleted and made again"):
+    with raising(TopicChanged, reason="recreated", subject=topic):
         drive.batch()
     drive.ingest = replace(drive.ingest, on_recreated="start_over")
     drive.batch()
@@ -494,7 +495,7 @@ def test_a_topic_that_is_made_again_while_a_batch_reads_it_gives_nothing(
     kafka.delete(topic)
     kafka.create(topic)
     kafka.send(topic, [_json(id=2)])
-    with pytest.raises(TopicReplaced, match=f"Topic {topic} was deleted and made again"):
+    with raising(TopicReplaced, subject=topic):
         ingest_batch(before, place, drive.records, tasks=2)
     drive.batch()
     kafka.send(topic, [_json(id=3)])
@@ -540,7 +541,7 @@ def test_a_table_that_is_rolled_back_is_filled_again_alone(
         first = table.metadata.snapshots[0].snapshot_id
         table.manage_snapshots().rollback_to_snapshot(first).commit()
     kafka.send(topic, [_json(id=8), b"bad"])
-    with pytest.raises(PositionLost, match=f"{namespace}"):
+    with raising(PositionLost, namespace, reason="rolled_back"):
         drive.look()
     drive.ingest = replace(ingest, on_rollback="replay", most_records=100)
     while not drive.look().plan.empty:

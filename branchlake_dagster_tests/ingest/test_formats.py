@@ -11,7 +11,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pyarrow as pa
-import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from branchlake_dagster.errors import ConfigurationError
@@ -22,6 +21,7 @@ from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import KafkaUnavailable
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.kafka import Broker
+from branchlake_dagster_tests.suite.raised import raising
 
 FIRST = {
     "type": "record",
@@ -146,9 +146,9 @@ def test_avro_plain_and_with_a_registry(driving: Driving, kafka: Broker, namespa
         ]
         status.append(503)
         kafka.send(framed, [_framed(7, _order(9, "a"))])
-        with pytest.raises(KafkaUnavailable, match="registry answered 503"):
+        with raising(KafkaUnavailable, 503, reason="registry_status"):
             drive.batch(publish=False)
-    with pytest.raises(KafkaUnavailable, match="registry did not answer"):
+    with raising(KafkaUnavailable, reason="registry_away"):
         drive.batch(publish=False)
 
 
@@ -186,7 +186,7 @@ def test_protobuf_and_functions_of_batches(driving: Driving, kafka: Broker, name
     for file in descriptor_pb2.FileDescriptorSet.FromString(descriptors).file:
         pool.Add(file)
     order = message_factory.GetMessageClass(pool.FindMessageTypeByName("shop.Order"))
-    with pytest.raises(ConfigurationError, match=r"no message shop\.Nothing"):
+    with raising(ConfigurationError, reason="unknown_message", subject="shop.Nothing"):
         protobuf(descriptors, "shop.Nothing")
     table = IngestTable(key=[namespace, "orders"], attributes={"at": "offset"})
     reading = protobuf(descriptors, "shop.Order")

@@ -25,6 +25,7 @@ from branchlake_dagster.ingest.landing.topics import LandingTopics
 from branchlake_dagster.ingest.positions.offsets import TopicPartition
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.kafka import Broker, Message
+from branchlake_dagster_tests.suite.raised import raising
 
 ONE = TopicPartition("t", "i", 0)
 OTHER = TopicPartition("t", "i", 1)
@@ -42,7 +43,7 @@ def test_topics_without_an_id_are_refused() -> None:
     admin = SimpleNamespace(describe_topics=describe, poll=lambda _: 0)
     topics.__dict__["_admin"] = admin
     for ask in (topics.describe, topics.ids):
-        with pytest.raises(KafkaRefused, match=r"no id for topic orders.*Kafka 2\.8"):
+        with raising(KafkaRefused, "Kafka 2.8", reason="topic_id_missing", subject="orders"):
             ask(["orders"])
 
 
@@ -142,5 +143,5 @@ def test_what_is_set_back_is_told_from_what_was_before(
     other = Ingest(name=f"{namespace}_2", topics=[topic], tables=[second], route_by="to")
     kafka.send(topic, [Message(b'{"id": 2, "to": "b"}', partition=0)])
     driving(other).batch()
-    with pytest.raises(AnotherIngestion, match=f"{namespace}_2 already fills the table"):
+    with raising(AnotherIngestion, subject=f"{namespace}_2"):
         drive.batch()

@@ -22,6 +22,7 @@ from branchlake_dagster.ingest.receiving.sinks.kafka import BrokerUnreachable, K
 from branchlake_dagster.ingest.receiving.sources.udp import UdpConfig, UdpSource
 from branchlake_dagster_tests.ingest.receiving.harness import an_intake, record, running, until
 from branchlake_dagster_tests.ingest.receiving.test_udp import sender
+from branchlake_dagster_tests.suite.raised import raising
 
 ORIGIN = Origin("r1", "http")
 
@@ -272,9 +273,9 @@ def test_options_that_would_lose_records_are_refused() -> None:
         with pytest.raises(ConfigurationError):
             KafkaSink("t", 0, ORIGIN, option)
     KafkaSink("t", 0, ORIGIN, {"message.timeout.ms": "0", "acks": "all"})
-    with pytest.raises(ConfigurationError, match="option for Kafka is wrong"):
+    with raising(ConfigurationError, "no.such.option", reason="kafka_option"):
         KafkaSink("t", 0, ORIGIN, {"no.such.option": "1"}).open(resume=False)
-    with pytest.raises(ConfigurationError, match="one partition"):
+    with raising(ConfigurationError, reason="partition_not_named", subject="t"):
         KafkaSink("t", None, ORIGIN, {"bootstrap.servers": "x:1"}).open(resume=True)
 
 
@@ -283,7 +284,7 @@ def test_a_broker_that_is_away_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(kafka, "_ANSWER_S", 0.2)
     sink = KafkaSink("t", 0, ORIGIN, {"bootstrap.servers": "127.0.0.1:1", "log_level": 0})
-    with pytest.raises(BrokerUnreachable, match="cannot be reached"):
+    with raising(BrokerUnreachable, "127.0.0.1:1", reason="address", subject="t"):
         sink.open(resume=False)
     sink.close()
 

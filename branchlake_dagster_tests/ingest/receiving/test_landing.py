@@ -32,6 +32,7 @@ from branchlake_dagster.ingest.receiving.records.record import (
 from branchlake_dagster.lakehouse.logs import rotation
 from branchlake_dagster.lakehouse.logs.rotation import EARLIER_FILES, rotate_by_rename
 from branchlake_dagster_tests.ingest.receiving.harness import ORIGIN, landed, landing_sink, record
+from branchlake_dagster_tests.suite.raised import raising
 
 
 def write(folder: Path, *batches: list[Record], partition: int = 0, origin: Origin = ORIGIN) -> None:
@@ -100,7 +101,7 @@ def test_files_of_a_range(tmp_path: Path) -> None:
     assert [f.first for f in landing.files_of("t", 0, 2, 4)] == [0, 3]
     assert [f.first for f in landing.files_of("t", 0, 3, 6)] == [3]
     assert landing.files_of("t", 0, 9, 9) == []
-    with pytest.raises(OffsetsGone, match="has the offsets 0 to before 9"):
+    with raising(OffsetsGone, 0, 8, 9, 10, subject="t[0]"):
         landing.files_of("t", 0, 8, 10)
     assert [f.first for f in landing.remove_before("t", 0, 5)] == [0]
     assert landing.offsets("t", 0) == (3, 9)
@@ -118,7 +119,7 @@ def test_the_newest_file_stays_so_that_offsets_go_on(tmp_path: Path) -> None:
 def test_a_second_receiver_of_a_partition_is_refused(tmp_path: Path) -> None:
     first = landing_sink(tmp_path)
     first.open(resume=False)
-    with pytest.raises(PartitionTaken, match="Partition 0 of topic t"):
+    with raising(PartitionTaken, tmp_path, subject="t[0]"):
         landing_sink(tmp_path).open(resume=False)
     other = landing_sink(tmp_path, partition=1)
     other.open(resume=False)
@@ -177,7 +178,7 @@ def test_a_folder_of_an_older_release_gets_its_mark(tmp_path: Path) -> None:
 def test_a_gap_is_told(tmp_path: Path) -> None:
     write(tmp_path, [record(b"a")], [record(b"b")], [record(b"c")])
     (tmp_path / "t" / "0" / file_name(1, 1)).unlink()
-    with pytest.raises(LandingDamaged, match="offsets are missing"):
+    with raising(LandingDamaged, reason="offsets_missing", subject="t[0]"):
         Landing(tmp_path).files("t", 0)
     with pytest.raises(LandingDamaged):
         landing_sink(tmp_path).open(resume=False)
@@ -195,8 +196,9 @@ def test_a_file_that_cannot_be_written_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pq, "write_table", full)
-    with pytest.raises(NotHandedOver, match="No space left") as caught:
+    with raising(NotHandedOver) as caught:
         sink.write([record(b"a")])
+    assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.records == [record(b"a")]
     assert {path.name for path in (tmp_path / "t" / "0").iterdir()} == {".lock", MARK}
     monkeypatch.setattr(pq, "write_table", whole)
@@ -258,13 +260,13 @@ def test_the_cursor_is_found_again_in_the_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "x" * 250, "ä"])
 def test_names_that_kafka_would_not_take(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="no name of a topic"):
+    with raising(ConfigurationError, reason="topic_name", subject=name):
         Landing(tmp_path).make_topic(name)
 
 
 def test_an_unknown_topic_and_a_broken_id(tmp_path: Path) -> None:
     landing = Landing(tmp_path)
-    with pytest.raises(ConfigurationError, match="has no topic t"):
+    with raising(ConfigurationError, reason="unknown_topic", subject="t"):
         landing.topic_id("t")
     landing.make_topic("t")
     (tmp_path / "t" / "topic-id").write_text("nothing")

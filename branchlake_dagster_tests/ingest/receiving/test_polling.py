@@ -26,6 +26,7 @@ from branchlake_dagster_tests.ingest.receiving.harness import (
     running,
     until,
 )
+from branchlake_dagster_tests.suite.raised import raising
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OURS = Origin("r1", "http")
@@ -410,12 +411,12 @@ def test_a_full_buffer_stops_the_asking() -> None:
 
 
 def test_what_is_no_url_or_no_cursor_is_told() -> None:
-    with pytest.raises(ConfigurationError, match="is no URL"):
+    with raising(ConfigurationError, reason="url", subject="nowhere"):
         asking("nowhere", MemorySink())
 
     async def play() -> None:
         source = asking("http://127.0.0.1:1/", MemorySink()).source
-        with pytest.raises(ConfigurationError, match="no integer"):
+        with raising(ConfigurationError, reason="cursor", subject=repr(b"abc")):
             source.resume(Resumed(b"abc"))
 
     asyncio.run(play())

@@ -18,6 +18,7 @@ from branchlake_dagster.ingest.receiving.sinks.kafka import BrokerUnreachable
 from branchlake_dagster.ingest.receiving.sources.udp import UdpConfig, UdpSource
 from branchlake_dagster_tests.ingest.receiving.harness import MemorySink, adds_up, an_intake, running, until
 from branchlake_dagster_tests.ingest.receiving.test_udp import sender
+from branchlake_dagster_tests.suite.raised import raising
 
 
 def listening(sink: MemorySink, **bounds: int) -> Intake:
@@ -170,7 +171,7 @@ def test_one_that_cannot_start_ends_the_others_with_nothing_lost() -> None:
             config = UdpConfig(*taken.getsockname())
             bad = an_intake(lambda b, c: UdpSource(config, b, c), MemorySink())
             receivers = Receivers([good, bad])
-            with pytest.raises(ConfigurationError, match="cannot be listened at"):
+            with raising(ConfigurationError, reason="address_in_use"):
                 await receivers.run(asyncio.Event())
         assert sink.closed
         assert receivers.finished
@@ -228,7 +229,7 @@ def test_a_monitoring_address_that_is_taken_is_told() -> None:
         receivers = Receivers([])
         async with monitored(receivers, "127.0.0.1", 0) as url:
             port = int(url.rpartition(":")[2])
-            with pytest.raises(ConfigurationError, match="/health and /metrics"):
+            with raising(ConfigurationError, "/health", "/metrics", subject=f"127.0.0.1:{port}"):
                 async with monitored(receivers, "127.0.0.1", port):
                     pass
 

@@ -26,6 +26,7 @@ from branchlake_dagster_tests.ingest.receiving.harness import (
     running,
     until,
 )
+from branchlake_dagster_tests.suite.raised import raising
 
 HERE = "127.0.0.1"
 
@@ -272,7 +273,7 @@ def test_an_address_that_is_taken_is_told() -> None:
         async with running(first):
             port = int(first.source.address.split(":")[1])
             second = an_intake(lambda b, c: TcpSource(TcpConfig(HERE, port), b, c), MemorySink())
-            with pytest.raises(ConfigurationError, match="cannot be listened at"):
+            with raising(ConfigurationError, reason="address_in_use"):
                 async with running(second):
                     pass
 

@@ -21,6 +21,7 @@ from branchlake_dagster_tests.ingest.receiving.harness import (
     running,
     until,
 )
+from branchlake_dagster_tests.suite.raised import raising
 
 HERE = "127.0.0.1"
 
@@ -186,7 +187,7 @@ def test_an_address_that_is_taken_is_told() -> None:
             taken.bind((HERE, 0))
             port = taken.getsockname()[1]
             intake = an_intake(lambda b, c: UdpSource(UdpConfig(HERE, port), b, c), MemorySink())
-            with pytest.raises(ConfigurationError, match="cannot be listened at"):
+            with raising(ConfigurationError, reason="address_in_use"):
                 async with running(intake):
                     pass
 

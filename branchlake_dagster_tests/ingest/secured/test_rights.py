@@ -20,6 +20,7 @@ from branchlake_dagster_tests.ingest.secured.broker import READER, SecuredBroker
 from branchlake_dagster_tests.ingest.secured.conftest import Configure
 from branchlake_dagster_tests.ingest.secured.project import one_table, value
 from branchlake_dagster_tests.suite.kafka import Broker
+from branchlake_dagster_tests.suite.raised import raising
 
 pytestmark = pytest.mark.spark
 SCRAM = "SCRAM-SHA-512"
@@ -46,7 +47,7 @@ def test_a_client_is_known_by_its_certificate(
     cluster = cluster_of(configure("SSL", bootstrap=at, certificate=mine))
     drive = Driver(lakehouse, Broker(cluster), spark_session, one_table(topic))
     # It is known, and may do nothing yet.
-    with pytest.raises(KafkaRefused, match=f"Kafka refused to tell of topic {topic}"):
+    with raising(KafkaRefused, topic, reason="permission", subject=f"topic {topic}"):
         drive.batch()
     secured.allow("User:CN=ingest", (ResourceType.TOPIC, topic, AclOperation.READ))
     drive.batch()
@@ -60,9 +61,8 @@ def test_a_client_is_known_by_its_certificate(
     strange = authorities[1].signed("strange.pem", "ingest")
     stranger = KafkaTopics(cluster_of(configure("SSL", bootstrap=at, certificate=strange)))
     for one in (nobody, stranger):
-        with pytest.raises(KafkaRefused, match=f"Kafka at {at} refused the connection over TLS") as caught:
+        with raising(KafkaRefused, at, "BRANCHLAKE_KAFKA_CERTIFICATE", reason="certificate"):
             one.describe([topic])
-        assert "BRANCHLAKE_KAFKA_CERTIFICATE" in str(caught.value.hint)
 
 
 def test_who_may_only_describe_a_topic_does_not_read_it(
@@ -77,11 +77,10 @@ def test_who_may_only_describe_a_topic_does_not_read_it(
     all_of_it.send(topic, [value(1)])
     cluster = cluster_of(configure("SASL_SSL", SCRAM, username=READER))
     drive = Driver(lakehouse, Broker(cluster), spark_session, one_table(topic))
-    with pytest.raises(KafkaRefused, match=f"Kafka refused to tell of topic {topic}") as caught:
+    with raising(KafkaRefused, topic, "BRANCHLAKE_KAFKA_USERNAME", reason="permission"):
         drive.look()
-    assert "permissions of BRANCHLAKE_KAFKA_USERNAME" in str(caught.value.hint)
     secured.allow(f"User:{READER}", (ResourceType.TOPIC, topic, AclOperation.DESCRIBE))
-    with pytest.raises(KafkaRefused, match=f"TopicAuthorizationException.*{topic}"):
+    with raising(KafkaRefused, topic, reason="TopicAuthorizationException"):
         drive.batch()
     assert drive.known.anchor is None
 
@@ -91,7 +90,8 @@ def test_who_may_only_describe_a_topic_does_not_read_it(
     assert [row["id"] for row in drive.rows(0)] == [1]
     with caplog.at_level(logging.WARNING):
         drive.topics.report(drive.ingest.group, result.recorded.offsets)
-    assert f"Consumer group {drive.ingest.group} was not told" in caplog.text
+    (logged,) = [record for record in caplog.records if record.args and drive.ingest.group in record.args]
+    assert logged.levelno == logging.WARNING
 
 
 def test_a_certificate_that_java_cannot_read_is_refused_at_once(
@@ -100,17 +100,17 @@ def test_a_certificate_that_java_cannot_read_is_refused_at_once(
     whole = authorities[0].signed("own.pem", "ingest").read_text()
     key, _, chain = whole.partition("-----BEGIN CERTIFICATE-----")
     wrong = {
-        "no private key": f"-----BEGIN CERTIFICATE-----{chain}",
-        "no certificate": key,
-        "encrypted, or in a form": whole.replace("PRIVATE KEY", "EC PRIVATE KEY"),
+        "no_private_key": f"-----BEGIN CERTIFICATE-----{chain}",
+        "no_certificate": key,
+        "private_key_form": whole.replace("PRIVATE KEY", "EC PRIVATE KEY"),
     }
-    for told, text in wrong.items():
+    for reason, text in wrong.items():
         file = tmp_path / "wrong.pem"
         file.write_text(text)
         cluster = cluster_of(configure("SSL", certificate=file))
         for side in (cluster.client_options, cluster.spark_options):
-            with pytest.raises(ConfigurationError, match=told) as caught:
+            with raising(ConfigurationError, reason=reason, subject=str(file)) as caught:
                 side()
             assert key.splitlines()[1] not in str(caught.value)
-    with pytest.raises(ConfigurationError, match="over TLS only"):
+    with raising(ConfigurationError, reason="certificate_without_tls"):
         cluster_of(configure("SASL_PLAINTEXT", "PLAIN", certificate=tmp_path / "wrong.pem", ca=None))

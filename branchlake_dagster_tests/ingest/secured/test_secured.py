@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import time
@@ -43,6 +42,7 @@ from branchlake_dagster_tests.ingest.secured.conftest import Configure
 from branchlake_dagster_tests.ingest.secured.project import Project, one_table, value
 from branchlake_dagster_tests.suite.instances import new_instance
 from branchlake_dagster_tests.suite.kafka import Broker
+from branchlake_dagster_tests.suite.raised import raising
 
 pytestmark = pytest.mark.spark
 
@@ -115,16 +115,16 @@ def test_no_run_and_no_server_tells_the_password(
             assert not bad.success
             of_bad = project.told(bad)
             assert "KafkaRefused" in of_bad
-            assert f"Kafka at {secured.address('SASL_SSL')} refused the credentials for topic" in of_bad
-            assert "BRANCHLAKE_KAFKA_USERNAME, _PASSWORD" in of_bad
+            assert secured.address("SASL_SSL") in of_bad
+            assert "BRANCHLAKE_KAFKA_USERNAME" in of_bad
             told += of_bad
-        with pytest.raises(KafkaRefused, match="refused the credentials") as caught:
+        with raising(KafkaRefused, reason="credentials") as caught:
             project.tick("sensor")
         told += "".join(traceback.format_exception(caught.value))
         monkeypatch.setattr(topics, "_TIMEOUT_S", 2.0)
         configure("SASL_SSL", SCRAM, bootstrap=NOWHERE)
         skipped = project.tick("sensor").skip_message
-        assert f"Kafka at {NOWHERE} did not answer for topic" in skipped
+        assert NOWHERE in skipped
         assert "BRANCHLAKE_KAFKA_BOOTSTRAP" in skipped
         assert SECRET not in told + skipped
     assert SECRET not in "".join(capfd.readouterr())
@@ -220,21 +220,19 @@ def doctors() -> dict[str, Any]:
     return dict(found)
 
 
-def refused(kind: type[BranchlakeError], *texts: str) -> None:
-    """What is told instead of a topic."""
-    with pytest.raises(kind) as caught:
+def refused(kind: type[BranchlakeError], reason: str, *names: str) -> None:
+    """The error that comes instead of a topic."""
+    with raising(kind, *names, reason=reason) as caught:
         KafkaTopics(cluster_of(Settings())).describe(["orders"])
-    for text in texts:
-        assert text in str(caught.value)
     assert SECRET not in repr(caught.value)
 
 
-def doctor_refuses(*texts: str) -> None:
+def doctor_refuses(*names: str) -> None:
     """It is no batch that the doctor looks at."""
     found = doctors()
     assert found["state"] == "wrong"
-    for text in texts:
-        assert text in f"{found['told']} {found['remedy']}"
+    for name in names:
+        assert name in f"{found['told']} {found['remedy']}"
     assert "batch" not in found["remedy"]
 
 
@@ -248,15 +246,13 @@ def test_what_spark_alone_cannot_reach(
     cases: list[tuple[type[BranchlakeError], dict[str, object], str]] = [
         (KafkaRefused, {"password": f"not {PASSWORD}"}, "SaslAuthenticationException"),
         (KafkaRefused, {"ca": wrong_ca}, "SslAuthenticationException"),
-        (KafkaUnavailable, {"bootstrap": NOWHERE}, "Failed to create new KafkaAdminClient"),
+        (KafkaUnavailable, {"bootstrap": NOWHERE}, "KafkaException"),
     ]
-    for kind, wrong, text in cases:
+    for kind, wrong, reason in cases:
         others = cluster_of(configure("SASL_SSL", SCRAM, **wrong))
         drive.records = KafkaRecords(others, drive.topics)
-        with pytest.raises(kind, match="Spark could not read from Kafka at") as caught:
+        with raising(kind, reason=reason, subject=others.bootstrap) as caught:
             drive.batch()
-        assert others.bootstrap in caught.value.message
-        assert text in caught.value.message
         assert SECRET not in "".join(traceback.format_exception(caught.value))
     drive.records = KafkaRecords(kafka.cluster, drive.topics)
     drive.batch()
@@ -267,30 +263,27 @@ def test_what_spark_alone_cannot_reach(
 @pytest.mark.parametrize("mechanism", [SCRAM, "PLAIN"])
 def test_a_wrong_password(mechanism: str, configure: Configure, secured: SecuredBroker) -> None:
     configure("SASL_SSL", mechanism, password=f"not {PASSWORD}")
-    told = f"Kafka at {secured.address('SASL_SSL')} refused the credentials for"
-    refused(KafkaRefused, told, "BRANCHLAKE_KAFKA_USERNAME, _PASSWORD")
-    doctor_refuses(told, "BRANCHLAKE_KAFKA_USERNAME, _PASSWORD")
+    refused(KafkaRefused, "credentials", secured.address("SASL_SSL"), "BRANCHLAKE_KAFKA_USERNAME")
+    doctor_refuses(secured.address("SASL_SSL"), "BRANCHLAKE_KAFKA_USERNAME")
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_wrong_authority(configure: Configure, secured: SecuredBroker, wrong_ca: Path) -> None:
     configure("SASL_SSL", SCRAM, ca=wrong_ca)
-    told = f"Kafka at {secured.address('SASL_SSL')} could not be trusted for"
-    refused(KafkaRefused, told, "certificate verify failed", "BRANCHLAKE_KAFKA_CA is the PEM file")
-    doctor_refuses(told, "BRANCHLAKE_KAFKA_CA is the PEM file")
+    refused(KafkaRefused, "trust", secured.address("SASL_SSL"), "BRANCHLAKE_KAFKA_CA")
+    doctor_refuses(secured.address("SASL_SSL"), "BRANCHLAKE_KAFKA_CA")
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_certificate_for_another_host(configure: Configure, secured: SecuredBroker) -> None:
     elsewhere = secured.address("SSL").replace("127.0.0.1", "localhost")
     configure("SSL", bootstrap=elsewhere)
-    refused(KafkaRefused, f"Kafka at {elsewhere} could not be trusted for", "must be for the host")
+    refused(KafkaRefused, "trust", elsewhere)
 
 
 def test_a_listener_that_expects_more(configure: Configure, secured: SecuredBroker) -> None:
     configure("SSL", security="PLAINTEXT", ca=None)
-    told = f"Kafka at {secured.address('SSL')} did not answer, and closed the connection, for"
-    refused(KafkaUnavailable, told, "Set BRANCHLAKE_KAFKA_SECURITY to what the listener expects")
+    refused(KafkaUnavailable, "protocol", secured.address("SSL"), "BRANCHLAKE_KAFKA_SECURITY")
 
 
 def test_a_listener_that_expects_more_and_says_so_before_it_is_asked(
@@ -301,9 +294,8 @@ def test_a_listener_that_expects_more_and_says_so_before_it_is_asked(
     asked = KafkaTopics(cluster_of(configure("SSL", security="PLAINTEXT", ca=None)))
     assert asked._admin is not None  # it connects
     time.sleep(1)
-    told = f"Kafka at {secured.address('SSL')} did not answer, and closed the connection, for"
     for _ in range(2):
-        with pytest.raises(KafkaUnavailable, match=re.escape(told)):
+        with raising(KafkaUnavailable, secured.address("SSL"), reason="protocol"):
             asked.describe(["orders"])
 
 
@@ -311,34 +303,34 @@ def test_a_listener_that_expects_more_and_says_so_before_it_is_asked(
 def test_a_host_that_is_not_there(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topics, "_TIMEOUT_S", 2.0)
     configure("SASL_SSL", SCRAM, bootstrap=NOWHERE)
-    told = f"Kafka at {NOWHERE} did not answer for"
-    refused(KafkaUnavailable, told, "is BRANCHLAKE_KAFKA_BOOTSTRAP the address")
-    doctor_refuses(told, "is BRANCHLAKE_KAFKA_BOOTSTRAP the address")
+    refused(KafkaUnavailable, "address", NOWHERE, "BRANCHLAKE_KAFKA_BOOTSTRAP")
+    doctor_refuses(NOWHERE, "BRANCHLAKE_KAFKA_BOOTSTRAP")
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_file_that_holds_no_certificates(configure: Configure, tmp_path: Path) -> None:
     configure("SSL", ca=tmp_path / "none.pem")
-    refused(ConfigurationError, "none.pem cannot be read: No such file", "BRANCHLAKE_KAFKA_CA is a file of")
-    doctor_refuses("none.pem cannot be read: No such file", "BRANCHLAKE_KAFKA_CA is a file of")
+    refused(ConfigurationError, "unreadable", "none.pem", "BRANCHLAKE_KAFKA_CA")
+    doctor_refuses("none.pem", "BRANCHLAKE_KAFKA_CA")
     (tmp_path / "empty.pem").write_text("nothing\n")
     configure("SSL", ca=tmp_path / "empty.pem")
-    refused(ConfigurationError, "empty.pem holds no certificate", "BRANCHLAKE_KAFKA_CA is a file of")
+    refused(ConfigurationError, "no_certificate", "empty.pem", "BRANCHLAKE_KAFKA_CA")
     (tmp_path / "half.pem").write_text("-----BEGIN CERTIFICATE-----\nnothing\n")
     configure("SSL", ca=tmp_path / "half.pem")
-    refused(ConfigurationError, "cannot be set up: ", "ssl.ca.location failed", "Look at BRANCHLAKE_KAFKA_CA")
+    refused(ConfigurationError, "client_options", "ssl.ca.location", "BRANCHLAKE_KAFKA_CA")
 
 
 @pytest.mark.parametrize(
-    ("kind", "wrong", "option"),
+    ("kind", "wrong", "reason", "option"),
     [
-        (KafkaRefused, {"password": f"not {PASSWORD}"}, "sasl.password"),
-        (BrokerUnreachable, {"bootstrap": NOWHERE}, "its address is right"),
+        (KafkaRefused, {"password": f"not {PASSWORD}"}, "credentials", "sasl.password"),
+        (BrokerUnreachable, {"bootstrap": NOWHERE}, "address", ""),
     ],
 )
 def test_a_receiver_tells_its_own_options(
     kind: type[BranchlakeError],
     wrong: dict[str, str],
+    reason: str,
     option: str,
     configure: Configure,
     monkeypatch: pytest.MonkeyPatch,
@@ -347,7 +339,7 @@ def test_a_receiver_tells_its_own_options(
         monkeypatch.setattr(sinks, "_ANSWER_S", 2.0)
     settings = configure("SASL_SSL", SCRAM, **wrong)
     sink = KafkaSink("orders", 0, Origin("r1", "udp"), cluster_of(settings).client_options())
-    with pytest.raises(kind, match="Topic orders cannot be reached: Kafka at") as caught:
+    with raising(kind, reason=reason, subject="orders") as caught:
         sink.open(resume=False)
     sink.close()
     assert settings.kafka_bootstrap is not None
