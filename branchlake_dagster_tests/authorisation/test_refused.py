@@ -20,11 +20,13 @@ from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized
 from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_discarded
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster.publication.runtime.publish_at_end import LEFT_TO_SENSOR
 from branchlake_dagster_tests.branching.resources.test_retry import Flaky, retry
 from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.publication.runtime import publish_at_end_project
 from branchlake_dagster_tests.publication.runtime.publish_at_end_project import TOKEN_VARIABLE
+from branchlake_dagster_tests.suite.raised import raising
 
 from .assets import FREE, appending, checked, sparked
 from .conftest import Bearer
@@ -32,7 +34,7 @@ from .guard import READ_ONLY, TOKEN, Guard
 
 SOON_S = 50.0
 """Spark tries for a minute where a server may come back."""
-HINT = "Set BRANCHLAKE_NESSIE_TOKEN"
+HINT = "BRANCHLAKE_NESSIE_TOKEN"
 References = dict[str, str]
 
 
@@ -146,7 +148,7 @@ def test_a_run_whose_token_expires_before_it_publishes_itself(
     repository = ReconstructableRepository.for_module(publish_at_end_project.__name__, "defs")
     job = repository.get_reconstructable_job("publishing_job")
     with dg.instance_for_test() as instance, dg.execute_job(job, instance=instance) as result:
-        (told,) = [e.message for e in result.all_events if "Left to the publication" in (e.message or "")]
+        (told,) = [e.message for e in result.all_events if LEFT_TO_SENSOR in (e.message or "")]
         says_so(told)
         guard.full.add(TOKEN)
         graph = publish_at_end_project.defs.get_repository_def().asset_graph
@@ -238,7 +240,7 @@ def test_a_spark_session(spark_session: SparkSession, bearer: Bearer, untouched:
     untouched()
     session = bearer(None).spark_session(MAIN)
     try:
-        with pytest.raises(NessieUnauthorized, match=HINT):
+        with raising(NessieUnauthorized, HINT):
             session.sql("SHOW NAMESPACES IN nessie").collect()
     finally:
         session.stop()

@@ -16,6 +16,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized, NessieUnavailable
 from branchlake_dagster.settings import Settings
+from branchlake_dagster_tests.suite.raised import raising
 
 from .guard import EXPIRED, Guard, guarding, shows
 
@@ -35,10 +36,11 @@ def test_the_guard_escapes_what_it_echoes(guard: Guard) -> None:
 
 def test_a_token_that_comes_back_escaped_is_not_passed_on(guard: Guard) -> None:
     with NessieClient(guard.uri, token=EXPIRED, retry=RetryPolicy(())) as client:
-        with pytest.raises(NessieUnauthorized, match="you sent") as caught:
+        with pytest.raises(NessieUnauthorized) as caught:
             client.config()
         assert guard.asked[-1].header == f"Bearer {EXPIRED}"
     error = caught.value
+    assert "you sent" in str(error)  # what the guard says, so the token would have been beside it
     for form in (str(error), repr(error), repr(vars(error)), "".join(traceback.format_exception(error))):
         assert not shows(form, EXPIRED)
     assert not shows(pickle.dumps(error).decode("latin-1"), EXPIRED)
@@ -46,7 +48,7 @@ def test_a_token_that_comes_back_escaped_is_not_passed_on(guard: Guard) -> None:
 
 
 def test_a_token_in_the_query_of_the_address_is_not_printed() -> None:
-    with pytest.raises(ConfigurationError, match="API v2") as caught:
+    with raising(ConfigurationError, reason="not_api_v2") as caught:
         NessieClient(f"https://nessie.example.org/api/v2?access_token={EXPIRED}")
     assert not shows(str(caught.value), EXPIRED)
     assert "https://nessie.example.org/api/v2" in str(caught.value)

@@ -18,6 +18,7 @@ from branchlake_dagster.lakehouse.embedded.java import bundled_java, user_java
 from branchlake_dagster.lakehouse.embedded.process import ProcessRecord
 from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK, EmbeddedServers
 from branchlake_dagster.settings import Settings
+from branchlake_dagster_tests.suite.raised import raising
 
 
 @pytest.fixture(autouse=True)
@@ -319,5 +320,5 @@ def test_a_recorded_nessie_is_mapped_by_the_next_one(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ConfigurationError, match="is a file"), making():
+    with raising(ConfigurationError, reason="not_a_folder", subject=str(tmp_path / "file")), making():
         pass

@@ -14,6 +14,7 @@ from pyiceberg.schema import Schema
 
 from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.nessie import NessieClient
+from branchlake_dagster_tests.suite.raised import raising
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_only_empty_namespaces_are_dropped(catalog: NessieCatalog, inside: str) 
         catalog.create_namespace("a.b")
     else:
         catalog.create_table("a.t", Schema())
-    with pytest.raises(NamespaceNotEmptyError, match="Namespace a is not empty"):
+    with raising(NamespaceNotEmptyError, "a"):
         catalog.drop_namespace("a")
 
 
@@ -86,18 +87,19 @@ def test_properties_are_updated_together(catalog: NessieCatalog, client: NessieC
     before = client.reference(catalog.ref).hash
     catalog.update_namespace_properties("a", {"absent"}, {"new": "3"})
     assert client.reference(catalog.ref).hash == before
-    with pytest.raises(ValueError, match="overlap"):
+    with raising(ValueError, "x"):
         catalog.update_namespace_properties("a", {"x"}, {"x": "1"})
-    with pytest.raises(NoSuchNamespaceError, match="does not exist"):
+    with raising(NoSuchNamespaceError, "nowhere"):
         catalog.update_namespace_properties("nowhere", updates={"x": "1"})
-    with pytest.raises(NoSuchNamespaceError, match="does not exist"):
+    with raising(NoSuchNamespaceError, "nowhere"):
         catalog.load_namespace_properties("nowhere")
 
 
 @pytest.mark.parametrize("properties", [{None: "v"}, {"k": None}, {"": "v"}])
 def test_properties_are_texts(catalog: NessieCatalog, properties: dict[Any, Any]) -> None:
-    with pytest.raises(ValueError, match=r"None|texts"):
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 - pydantic's error too
         catalog.create_namespace("a", properties)
+    assert str(next(name for name in (*properties, *properties.values()) if not name)) in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["", " ", "a..b", (), ("a", "")])

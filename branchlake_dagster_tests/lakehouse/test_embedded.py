@@ -36,6 +36,7 @@ from branchlake_dagster.lakehouse.embedded.process import ProcessRecord, ServerD
 from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK, EmbeddedServers, Endpoints
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
+from branchlake_dagster_tests.suite.raised import raising
 
 # -- other accounts of the machine ---------------------------------------------------------------------
 
@@ -105,10 +106,10 @@ def test_a_java_too_old_or_too_new_is_one_sentence_that_says_what_to_do(text: st
 def test_no_java_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigurationError, match=r"No Java was found on the PATH\. Install Java 17 to 24"):
+    with raising(ConfigurationError, "17", "24", "JAVA_HOME", reason="java_missing", subject=None):
         java.user_java()
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "gone"))
-    with pytest.raises(ConfigurationError, match=r"No Java was found in JAVA_HOME=.*gone\."):
+    with raising(ConfigurationError, reason="java_missing", subject=str(tmp_path / "gone")):
         java.user_java()
 
 
@@ -127,7 +128,7 @@ def test_the_users_java_is_java_home_before_the_path(monkeypatch: pytest.MonkeyP
     assert java.user_java() == wanted
     shutil.rmtree(tmp_path / "home")
     fake_java(tmp_path / "home", "11.0.2")
-    with pytest.raises(ConfigurationError, match="is Java 11"):
+    with raising(ConfigurationError, 11, reason="java_version"):
         java.user_java()
 
 
@@ -172,13 +173,13 @@ def test_a_download_that_is_blocked_says_where_to_name_a_mirror(tmp_path: Path) 
 
 
 def test_a_settings_file_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DownloadFailed, match=r"absent\.xml"):
+    with raising(DownloadFailed, "absent.xml"):
         resolve([ICEBERG_SPARK], tmp_path, ivy_settings=tmp_path / "absent.xml", say=lambda _: None)
 
 
 def test_a_full_disk_is_told_before_a_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
-    with pytest.raises(ConfigurationError, match=r"Only 5 MiB are free .* need 1 GiB\. Make room"):
+    with raising(ConfigurationError, "5 MiB", "1 GiB", reason="disk_full"):
         resolve([ICEBERG_SPARK], tmp_path, ivy_settings=None, say=lambda _: None)
 
 
@@ -195,7 +196,7 @@ def test_known_jars_cost_no_java_and_no_room(monkeypatch: pytest.MonkeyPatch, tm
     assert known == {jar: path}
     assert verified == [path]
     path.unlink()  # a cache that was emptied: brought again, not trusted
-    with pytest.raises(ConfigurationError, match="free on the disk"):
+    with raising(ConfigurationError, reason="disk_full"):
         resolve([jar], tmp_path, ivy_settings=None, say=lambda _: None)
 
 
@@ -207,12 +208,9 @@ def test_a_port_in_use_is_told_with_its_setting() -> None:
         taken.bind((LOOPBACK, 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigurationError) as caught:
-            choose_port(port, setting="BRANCHLAKE_NESSIE_PORT")
-    assert str(caught.value) == (
-        f"Port {port} on 127.0.0.1 is in use by another program. Stop that program, or set"
-        " BRANCHLAKE_NESSIE_PORT to another port (0 takes any free one)."
-    )
+        setting = "BRANCHLAKE_NESSIE_PORT"
+        with raising(ConfigurationError, port, setting, reason="port_in_use", subject=setting):
+            choose_port(port, setting=setting)
     assert choose_port(0, setting="x") > 0
 
 
@@ -319,15 +317,15 @@ def test_a_server_that_ends_at_once_quotes_its_log(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "nessie.log"
     command = ["/bin/sh", "-c", "echo starting; sleep 2; echo 'ERROR the store is locked' >&2; exit 1"]
     record = process.launch("nessie", command, log=log, environment={}, port=1)
-    with pytest.raises(ServerDidNotStart, match=r"nessie ended: ERROR the store is locked .*nessie\.log"):
+    with raising(ServerDidNotStart, "ERROR the store is locked", log, reason="ended", subject="nessie"):
         process.wait_until(lambda: False, record, log=log, timeout_s=60)
 
 
 def test_a_server_that_never_answers_is_stopped(tmp_path: Path) -> None:
     log = tmp_path / "nessie.log"
     record = process.launch("nessie", ["/bin/sleep", "600"], log=log, environment={}, port=1)
-    with pytest.raises(
-        ServerDidNotStart, match=r"did not answer within 0 s: its log is empty .*STARTUP_TIMEOUT"
+    with raising(
+        ServerDidNotStart, log, "BRANCHLAKE_STARTUP_TIMEOUT_S", reason="no_answer", subject="nessie"
     ):
         process.wait_until(lambda: False, record, log=log, timeout_s=0.1)
     assert not record.alive()

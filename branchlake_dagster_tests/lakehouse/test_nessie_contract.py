@@ -33,6 +33,7 @@ from branchlake_dagster.lakehouse.nessie.model import (
 )
 from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
 from branchlake_dagster_tests.simulation.transport import DirectTransport
+from branchlake_dagster_tests.suite.raised import raising
 
 NS, T, U, W = (ContentKey(path.split(".")) for path in ("n", "n.t", "n.u", "n.w"))
 OTHER = ContentKey(["o"])
@@ -186,7 +187,7 @@ def test_deletion_wants_the_present_hash_and_type(scene: Scene) -> None:
     name = scene.branch()
     tip = scene.change(name, "m1")
     for at in (scene.base, UNKNOWN):
-        with pytest.raises(NessieConflict, match="UNEXPECTED_HASH"):
+        with raising(NessieConflict, "UNEXPECTED_HASH"):
             scene.client.delete_branch(name, expected_hash=at)
     with pytest.raises(NessieRefused):
         scene.client.delete_tag(name, expected_hash=tip)
@@ -592,7 +593,7 @@ def test_a_missing_namespace_is_an_error_and_hides_the_conflicts(scene: Scene) -
     scene.commit(dropping, Delete(OTHER))
     child = ContentKey(["o", "x"])
     scene.commit(scene.main, Put(child, table()))
-    with pytest.raises(NessieConflict, match="NAMESPACE_NOT_EMPTY"):
+    with raising(NessieConflict, "NAMESPACE_NOT_EMPTY"):
         scene.merge(dropping)
     scene.change(scene.main, "m1")
     scene.commit(scene.main, Delete(OTHER), Delete(child))

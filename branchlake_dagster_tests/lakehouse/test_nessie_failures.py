@@ -32,6 +32,7 @@ from branchlake_dagster.lakehouse.nessie.model import (
     Reference,
     ReferenceType,
 )
+from branchlake_dagster_tests.suite.raised import raising
 
 from .conftest import FakeServer
 
@@ -106,7 +107,7 @@ def test_answers_to_a_read(
     with open_client(fake_server) as client, pytest.raises(expected) as caught:
         client.reference("main")
     assert type(caught.value) is expected
-    assert "read reference main" in str(caught.value)
+    assert "main" in str(caught.value)
     assert "projectnessie.Secret" not in str(caught.value) + repr(vars(caught.value))
 
 
@@ -144,7 +145,7 @@ def test_a_change_with_an_unreadable_answer_is_unknown(
     fake_server: FakeServer, call: Callable[[NessieClient], Any]
 ) -> None:
     fake_server.script = [(200, b"<html>")]
-    with open_client(fake_server) as client, pytest.raises(NessieOutcomeUnknown, match="unreadable"):
+    with open_client(fake_server) as client, raising(NessieOutcomeUnknown, reason="unreadable_answer"):
         call(client)
 
 
@@ -162,7 +163,7 @@ def test_a_refused_connection_changed_nothing(call: Callable[[NessieClient], Any
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{unused.getsockname()[1]}/api/v2"
-    with NessieClient(uri, retry=ONCE) as client, pytest.raises(NessieUnavailable, match="running"):
+    with NessieClient(uri, retry=ONCE) as client, raising(NessieUnavailable, reason="no_connection"):
         call(client)
 
 
@@ -191,7 +192,7 @@ def test_conflicts_carry_their_keys(fake_server: FakeServer) -> None:
         ]
     }
     fake_server.script = [(409, refusal("REFERENCE_CONFLICT", errorDetails=details))]
-    with open_client(fake_server) as client, pytest.raises(NessieConflict, match=r"a\.t \(VALUE") as caught:
+    with open_client(fake_server) as client, pytest.raises(NessieConflict) as caught:
         client.commit("bb", expected_hash=H, operations=[Delete(KEY)], message="m")
     assert caught.value.conflicts == (
         KeyConflict(KEY, "VALUE_DIFFERS", "m"),
@@ -324,18 +325,18 @@ def test_impossible_tokens_are_refused_unseen(token: str) -> None:
     ],
 )
 def test_addresses_that_are_no_api_v2(uri: str) -> None:
-    with pytest.raises(ConfigurationError, match="API v2"):
+    with raising(ConfigurationError, reason="not_api_v2"):
         NessieClient(uri)
 
 
 def test_credentials_in_the_address_are_refused_unseen() -> None:
-    with pytest.raises(ConfigurationError, match="token setting") as caught:
+    with raising(ConfigurationError, reason="credentials_in_address") as caught:
         NessieClient(f"http://me:{TOKEN}@h/api/v2")
     assert TOKEN not in str(caught.value)
 
 
 def test_a_missing_ca_bundle_is_found_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="CA bundle"):
+    with raising(ConfigurationError, reason="ca_bundle_missing", subject=str(tmp_path / "none.pem")):
         NessieClient("https://h/api/v2", verify=str(tmp_path / "none.pem"))
 
 

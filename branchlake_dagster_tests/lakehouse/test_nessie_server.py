@@ -28,6 +28,7 @@ from branchlake_dagster.lakehouse.nessie.model import (
     ReferenceType,
     Unchanged,
 )
+from branchlake_dagster_tests.suite.raised import raising
 
 NS = ContentKey(["n"])
 T = ContentKey(["n", "t"])
@@ -85,7 +86,7 @@ def test_life_of_references(client: NessieClient, base: str) -> None:
     with pytest.raises(ReferenceNotFound):
         client.create_branch(f"{base}-c", from_ref="no-such-branch", from_hash=at)
     moved = changed(client, branch, "file:///other.json")
-    with pytest.raises(NessieConflict, match="UNEXPECTED_HASH"):
+    with raising(NessieConflict, "UNEXPECTED_HASH"):
         client.delete_branch(branch, expected_hash=at)
     client.delete_branch(branch, expected_hash=moved)
     with pytest.raises(ReferenceNotFound):
@@ -135,7 +136,7 @@ def test_contents(client: NessieClient, base: str) -> None:
     namespace = seen.contents[NS]
     assert isinstance(namespace, Namespace)
     assert namespace.properties == {"k": "v"}
-    with pytest.raises(ContentNotFound, match=r"n\.u"):
+    with raising(ContentNotFound, "n.u"):
         client.content(base, U)
     with pytest.raises(ReferenceNotFound):
         client.content("no-such-branch", T)
@@ -207,9 +208,9 @@ def test_log_since_what_is_not_in_it(client: NessieClient, base: str, new_branch
     assert len(list(client.log(base, since=none))) == len(list(client.log(base)))
     other = new_branch(base, head(client, base))
     foreign = changed(client, other, "file:///2.json")
-    with pytest.raises(ReferenceNotFound, match=foreign):
+    with raising(ReferenceNotFound, foreign):
         list(client.log(base, since=foreign))
-    with pytest.raises(ReferenceNotFound, match=foreign):
+    with raising(ReferenceNotFound, foreign):
         list(client.log(base, since=foreign, filter="'x' in commit.properties"))
 
 
@@ -241,7 +242,7 @@ def test_commit_gives_ids_and_refuses_what_moved(client: NessieClient, base: str
     current = client.content(base, T)
     assert isinstance(current, IcebergTable)
     changed(client, base, "file:///2.json")
-    with pytest.raises(NessieConflict, match=r"n\.t \(VALUE_DIFFERS\)"):
+    with raising(NessieConflict, "n.t", "VALUE_DIFFERS"):
         commit(client, base, Put(T, table(current.content_id, "file:///3.json")), at=at)
     # Keys that did not move may be committed from an old hash.
     commit(client, base, Put(ContentKey(["n", "w"]), table()), at=at)
@@ -275,7 +276,7 @@ def test_only_one_of_two_racing_commits_wins(client: NessieClient, base: str) ->
 
 
 def test_commit_without_its_namespace(client: NessieClient, fresh_branch: str) -> None:
-    with pytest.raises(NessieConflict, match="NAMESPACE_ABSENT"):
+    with raising(NessieConflict, "NAMESPACE_ABSENT"):
         commit(client, fresh_branch, Put(T, table()))
 
 

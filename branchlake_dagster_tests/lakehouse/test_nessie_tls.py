@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.lakehouse.nessie.errors import NessieRefused
 from branchlake_dagster.lakehouse.nessie.model import ContentKey, Delete
+from branchlake_dagster_tests.suite.raised import raising
 
 H = "ab" * 32
 BRANCH = b'{"reference": {"type": "BRANCH", "name": "bb", "hash": "%s"}}' % H.encode()
@@ -84,9 +85,9 @@ def https_uri(certificate: Path) -> Iterator[str]:
 
 def test_an_untrusted_certificate_is_refused_and_nothing_is_sent(https_uri: str) -> None:
     with NessieClient(https_uri, retry=RetryPolicy(())) as client:
-        with pytest.raises(NessieRefused, match="CA bundle"):
+        with raising(NessieRefused, reason="certificate"):
             client.reference("bb")
-        with pytest.raises(NessieRefused, match="CA bundle"):
+        with raising(NessieRefused, reason="certificate"):
             client.commit("bb", expected_hash=H, operations=[Delete(ContentKey(["t"]))], message="m")
 
 
