@@ -13,6 +13,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, NessieUnavailable, ReferenceNotFound
 from branchlake_dagster.lakehouse.nessie.model import Reference, ReferenceType
+from branchlake_dagster_tests.suite.raised import raising
 
 
 class Branch:
@@ -226,7 +227,7 @@ def test_a_parent_that_does_not_stop_writing_is_not_taken_over(branch: Branch) -
 
     with (
         patch.object(NessieClient, "delete_branch", busy),
-        pytest.raises(RetryNeedsFullRun, match="Re-execute all steps"),
+        raising(RetryNeedsFullRun, branch=branch.name, reason="branch_busy"),
     ):
         take_over(branch.nessie, branch.name, branch.own)
     assert branch.state() == {"branch": branch.now().hash}

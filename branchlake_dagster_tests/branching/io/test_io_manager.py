@@ -323,10 +323,9 @@ def test_an_unknown_partition_key_is_refused_without_a_branch(lakehouse: Lakehou
 
     with project(lakehouse, t) as p:
         before = p.branches()
-        with pytest.raises(
-            (dg.DagsterInvariantViolationError, dg.DagsterUnknownPartitionError), match="2031"
-        ):
+        with pytest.raises((dg.DagsterInvariantViolationError, dg.DagsterUnknownPartitionError)) as refused:
             p.run(partition="2031-01-01-00:00", ok=False)
+        assert "2031-01-01-00:00" in str(refused.value)
         assert p.branches() == before
 
 

@@ -25,6 +25,7 @@ from branchlake_dagster.publication.ledger.candidate import Published, Refused
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.workbench import Run, Workbench
+from branchlake_dagster_tests.suite.raised import raising
 
 
 class Runs:
@@ -61,7 +62,7 @@ def lease(lake: Lakehouse, name: str, ref: str = MAIN) -> Lease:
 
 @pytest.mark.parametrize("name", ["", "a b", "a.b", "x" * 65, 7, ["a"]])
 def test_what_is_no_name_is_refused(name: object) -> None:
-    with pytest.raises(ConfigurationError, match="no name for what is exclusive"):
+    with raising(ConfigurationError, table="t", reason="exclusive_name", subject=repr(name)):
         exclusive_name({"branchlake/exclusive": name}, "t")
 
 
@@ -100,9 +101,8 @@ def test_many_at_once_work_one_after_the_other(lakehouse: Lakehouse, namespace: 
 
 def test_a_run_does_not_wait_for_ever(lakehouse: Lakehouse, namespace: str) -> None:
     leases(lakehouse, Runs(), "first", namespace).hold(None)
-    with pytest.raises(LeaseHeld, match="run-first holds") as raised:
+    with raising(LeaseHeld, branch="run-first", run_id="second", subject=namespace):
         leases(lakehouse, Runs(), "second", namespace, wait_s=0).hold(None)
-    assert raised.value.run_id == "second"
 
 
 def test_a_silent_holder_is_taken_over_and_hears_of_it(lakehouse: Lakehouse, namespace: str) -> None:
@@ -112,7 +112,7 @@ def test_a_silent_holder_is_taken_over_and_hears_of_it(lakehouse: Lakehouse, nam
     base = lakehouse.nessie.reference(MAIN).hash
     first.hold(Place(branch_name("first"), base))
     leases(lakehouse, runs, "second", namespace).hold(None)
-    with pytest.raises(LeaseLost, match="since this run was silent for too long"):
+    with raising(LeaseLost, "run-second", reason="silent_too_long", subject=namespace):
         first.hold(Place(branch_name("first"), base))
 
 
@@ -122,7 +122,7 @@ def test_a_lease_that_another_had_since_the_base_is_not_granted(lakehouse: Lakeh
     leases(lakehouse, runs, "other", namespace).hold(None)
     runs.ended.add("other")
     late = leases(lakehouse, runs, "late", namespace)
-    with pytest.raises(LeaseLost, match="has taken over"):
+    with raising(LeaseLost, "run-other", reason="taken_over", subject=namespace):
         late.hold(Place(branch_name("late"), base))
     # A retry that goes on with that very run's work has read what it wrote.
     late.hold(Place(branch_name("late"), base, continues=branch_name("other")))
@@ -157,7 +157,7 @@ def test_a_takeover_right_before_the_commit_is_seen_by_the_commit(
 
     result = bench.publisher.publish([candidate], alive=pause)[run.name]
     assert isinstance(result, Refused)
-    assert "run-second has taken it over with fencing token 2" in result.reason()
+    assert result.codes == ("lease_taken_over",)
     assert result.runs == ("second",)
     table = lakehouse.catalog(MAIN).load_table((namespace, "t"))
     assert table.scan().to_arrow().num_rows == 0
@@ -172,7 +172,7 @@ def test_a_holder_is_published_and_a_run_that_never_held_it_is_not(
     never = replace(held, leases=frozenset({f"{namespace}-other"}))
     refused = bench.publisher.publish([never])[run.name]
     assert isinstance(refused, Refused)
-    assert "it was never granted to this run" in refused.reason()
+    assert refused.codes == ("lease_not_granted",)
     assert isinstance(bench.publisher.publish([held])[run.name], Published)
 
 
@@ -225,7 +225,8 @@ def test_a_run_that_lost_its_lease_after_its_end_is_refused(lakehouse: Lakehouse
         leases(lakehouse, SimpleNamespace(get_run_by_id=lambda _: None), "x", namespace).hold(None)  # type: ignore[arg-type]
         refused = p.settle(first)
         assert refused.action is PublicationAction.REFUSED
-        assert "run-x has taken it over with fencing token 2" in refused.detail
+        assert refused.codes == ("lease_taken_over",)
+        assert "run-x" in refused.detail
         assert not lakehouse.catalog(MAIN).table_exists((namespace, "counter"))
 
 

@@ -229,7 +229,7 @@ def test_who_cannot_be_read_is_not_called_silent(
 def test_an_unreadable_folder_is_no_empty_one(tmp_path: Path) -> None:
     (tmp_path / "_branchlake").mkdir()
     (tmp_path / "_branchlake" / "heartbeats").write_text("no folder")
-    with pytest.raises(HeartbeatsUnreadable, match="Nobody can say"):
+    with pytest.raises(HeartbeatsUnreadable):
         HeartbeatStore(f"file://{tmp_path}").all()
 
 

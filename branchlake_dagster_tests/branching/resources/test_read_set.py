@@ -23,6 +23,7 @@ from branchlake_dagster.branching.resources.read_set import (
 from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
 from branchlake_dagster.lakehouse.nessie.client import NessieClient
 from branchlake_dagster.lakehouse.spark.plans import Scanned
+from branchlake_dagster_tests.suite.raised import raising
 
 
 class Log(list[tuple[Mapping[str, Any], str | None]]):
@@ -81,6 +82,6 @@ def test_a_classic_session_is_refused_to_a_serializable_asset(strict: bool | Non
     assert spark.spark_session is classic
     assert log == [({READ_UNTOLD: ["a classic Spark session"]}, "s")] * told
     spark.lakehouse._reads = read_set(log, RunningStep("s", True))
-    with pytest.raises(ReadsUnknown, match="Use Spark Connect"):
+    with raising(ReadsUnknown, "session_kind=connect"):
         assert spark.spark_session
     assert spark.own_session() is classic
