@@ -116,7 +116,7 @@ def test_a_killed_run_is_found_dead_and_leaves_nothing(own_lake: Lakehouse, run:
     with dg.DagsterInstance.get() as instance:
         # While it works, it beats and is left alone.
         (kept,) = reap_branches(own_lake, instance)
-        assert (kept.action, kept.reason) == (ReapingAction.KEEP, "its writer beats")
+        assert (kept.action, kept.reason.code) == (ReapingAction.KEEP, "writer_alive")
         run.end(signal.SIGKILL)
         assert run.status(instance) is dg.DagsterRunStatus.STARTED
         store = HeartbeatStore.of(own_lake.settings)
@@ -124,7 +124,7 @@ def test_a_killed_run_is_found_dead_and_leaves_nothing(own_lake: Lakehouse, run:
         time.sleep(1)
         (ended,) = reap_branches(own_lake, instance)
         assert (ended.branch, ended.action) == (run.branch, ReapingAction.DISCARD)
-        assert ended.reason == "its writer is dead"
+        assert ended.reason.code == "writer_dead"
         # Dagster alone would take it for running for ever.
         assert run.status(instance) is dg.DagsterRunStatus.FAILURE
         tags = run.tags(instance)
@@ -189,7 +189,7 @@ def test_a_killed_run_is_continued_by_a_retry(own_lake: Lakehouse, run: Run) -> 
         )
         tags = run.tags(instance)
         assert tags[VERDICT_TAG] == "continued"
-        assert tags[REASON_TAG] == f"run {done.stdout.split()[-1]} continues its work"
+        assert done.stdout.split()[-1] in tags[REASON_TAG]
         own = branch_name(done.stdout.split()[-1])
         namespace = environment["TEST_NAMESPACE"]
         for name in ("first", "second"):

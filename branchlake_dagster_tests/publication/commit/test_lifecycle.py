@@ -122,7 +122,7 @@ def test_no_check_blocks_unless_the_asset_says_so(lakehouse: Lakehouse, namespac
     with project(lakehouse, table(namespace, "strict"), free) as p:
         blocked = p.settle(p.run(dg.AssetKey([namespace, "strict"])))
         assert blocked.action is PublicationAction.BLOCKED
-        assert "has no check" in blocked.detail
+        assert blocked.codes == ("no_check",)
         assert p.settle(p.run(dg.AssetKey([namespace, "free"]))).action is PublicationAction.PUBLISHED
 
 
@@ -149,7 +149,8 @@ def test_a_conflict_is_refused_and_names_the_other_run(lakehouse: Lakehouse, nam
         assert p.settle(first).action is PublicationAction.PUBLISHED
         outcome = p.settle(second)
         assert outcome.action is PublicationAction.REFUSED
-        assert f"{namespace}.t: the run replaced the whole table, published by run {first}" in outcome.detail
+        assert outcome.codes == ("run_replaced_table",)
+        assert [name for name in (f"{namespace}.t", first) if name not in outcome.detail] == []
         assert branch_name(second) not in p.branches()
         assert p.instance.get_run_by_id(second).tags[REASON_TAG] == outcome.detail
 
@@ -221,7 +222,7 @@ def test_a_reexecution_waiting_for_its_verdict_is_not_reaped(lakehouse: Lakehous
         again = p.run(tags=dict(p.instance.get_run_by_id(parent).tags))
         found = {r.run_id: r for r in reap_branches(lakehouse, p.instance, dry_run=True)}
         assert not found[again].delete
-        assert found[again].reason.startswith("its run waits for the publisher")
+        assert found[again].reason.code == "awaiting_publication"
         p.settle(again)
 
 

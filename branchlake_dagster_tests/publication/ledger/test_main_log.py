@@ -18,6 +18,7 @@ from branchlake_dagster.publication.ledger.publications import Publication, prop
 from branchlake_dagster_tests.simulation.history import Pointer
 from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
 from branchlake_dagster_tests.simulation.transport import DirectTransport
+from branchlake_dagster_tests.suite.raised import raising
 
 
 @dataclass
@@ -136,7 +137,7 @@ def test_main_is_rolled_back_below_a_base() -> None:
     main.commit("run-b")
     assert log.already_published(main.client, "run-b", base=base, at=main.head)
     main.assign(start)
-    with pytest.raises(BaseNotOnMain, match="rolled back"):
+    with raising(BaseNotOnMain, base[:16]):
         log.already_published(main.client, "run-c", base=base, at=main.head)
     assert log.already_published(main.client, "run-a", base=start, at=main.head) is None
     again = main.commit("run-a")

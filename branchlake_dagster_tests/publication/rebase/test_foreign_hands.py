@@ -41,11 +41,12 @@ def bench(lakehouse: Lakehouse, namespace: str) -> Iterator[Workbench]:
     bench.clean()
 
 
-def refused(bench: Workbench, run: Run, *texts: str) -> None:
-    """The run is refused, and the message names the table and what was in the way."""
-    reason = bench.refused(run).reason()
-    for text in (f"{bench.namespace}.t", *texts):
-        assert text in reason
+def refused(bench: Workbench, run: Run, *partitions: str, code: str = "") -> None:
+    """The run is refused, and the refusal names the table, the partitions and what was in the way."""
+    result = bench.refused(run)
+    assert [*result.conflicts] == [f"{bench.namespace}.t"]
+    assert {*partitions} <= {*result.partitions}
+    assert not code or result.codes == (code,)
 
 
 # -- rows ----------------------------------------------------------------------------------------------
@@ -189,7 +190,7 @@ def test_a_dropped_column_is_refused_by_name(bench: Workbench) -> None:
     appending = bench.run()
     appending.append([("a", 3)])
     bench.sql("ALTER TABLE {t} DROP COLUMN id", "INSERT INTO {t} VALUES ('c')")
-    refused(bench, appending, "its column id was dropped")
+    refused(bench, appending, code="column_dropped")
     assert bench.rows() == [("a",), ("b",), ("c",)]
 
 
@@ -204,7 +205,7 @@ def test_dropped_and_created_again(bench: Workbench) -> None:
         "INSERT INTO {t} VALUES ('z', 26)",
     )
     for run in (appending, replacing):
-        refused(bench, run, "it was dropped and created again")
+        refused(bench, run, code="created_again")
     assert bench.rows() == [("z", 26)]
 
 

@@ -118,9 +118,9 @@ def test_a_week_replaced_with_no_rows_is_replaced(
         full, empty = w.written(WEEK, row(4, 10)), w.written(WEEK)
         first, second = (empty, full) if empty_first else (full, empty)
         w.published(first)
-        detail = w.refused(second).detail
-        assert "both sides replaced the same partitions" in detail
-        assert f"partition {WEEK}" in detail
+        refused = w.refused(second)
+        assert refused.codes == ("same_partitions_replaced",)
+        assert str(WEEK) in refused.detail
         assert w.main() == ([0] if empty_first else [0, 10])
 
 
@@ -164,7 +164,7 @@ def test_rows_that_main_gets_meanwhile(
             w.published(run)
             assert w.main() == [7, 10]
         else:
-            assert "main changed partitions that the run replaced" in w.refused(run).detail
+            assert w.refused(run).codes == ("main_changed_replaced",)
             assert w.main() == [1, 7]
 
 

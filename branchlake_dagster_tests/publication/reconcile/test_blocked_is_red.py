@@ -7,6 +7,7 @@ import dagster as dg
 import polars as pl
 import pytest
 from click.testing import CliRunner
+from dagster import EventLogEntry
 
 from branchlake_dagster.branching.branch.run_tags import STATUS_TAG, VERDICT_TAG, Status
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
@@ -118,9 +119,16 @@ def test_a_blocked_run_names_the_command_that_shows_its_rows(lakehouse: Lakehous
         done = CliRunner().invoke(main, arguments, env=environment)
         assert done.exit_code == 0, done.output
         assert sorted(line.split(",")[1] for line in done.stdout.splitlines()[1:]) == ["-4", "-5", "3"]
-        (failure,) = [one for one in p.instance.all_logs(run_id) if "main is as it was" in one.message]
+        failure = run_failure(p, run_id)
         assert outcome.next_step in failure.message
         assert outcome.next_step in str(p.observations([namespace, "t"])[0].description)
+
+
+def run_failure(p: Project, run_id: str) -> EventLogEntry:
+    """The event with which a run has failed."""
+    entries = p.instance.all_logs(run_id, of_type=dg.DagsterEventType.RUN_FAILURE)
+    (failure,) = [one for one in entries if one.dagster_event]
+    return failure
 
 
 def newest_event(p: Project, key: dg.AssetKey, day: str | None) -> dg.AssetObservation | None:
@@ -184,8 +192,7 @@ def test_a_refused_run_fails_and_is_told_apart(lakehouse: Lakehouse, namespace: 
         run = p.instance.get_run_by_id(late)
         assert run is not None
         assert run.tags[VERDICT_TAG] == "refused"
-        (failure,) = [record for record in p.instance.all_logs(late) if "main is as it was" in record.message]
-        assert "main changed meanwhile" in failure.message
+        failure = run_failure(p, late)
         assert LAUNCH_AGAIN in failure.message
         assert p.observations([namespace, "t"])[0].metadata[names.ROWS].value == 3
 

@@ -163,7 +163,7 @@ def test_the_command_lists_and_retries(
         assert told["reason"]
         assert broken[:8] in branchlake("set-aside").output
         wrong = branchlake("set-aside", "retry", "nobody")
-        assert (wrong.exit_code, "No run that is set aside" in wrong.output) == (1, True)
+        assert (wrong.exit_code, "nobody" in wrong.output) == (1, True)
         assert branchlake("set-aside", "retry", broken[:13]).exit_code == 0
     (content,) = p.lake.nessie.contents(branch_name(broken), [ContentKey([namespace, "t"])]).values()
     assert isinstance(content, IcebergTable)
@@ -178,8 +178,8 @@ def test_the_command_ends_it(aside: tuple[Project, str], monkeypatch: pytest.Mon
     p, broken = aside
     with command(p, monkeypatch) as branchlake:
         done = branchlake("set-aside", "end", broken)
-        assert "nothing of it was published" in done.output
-        assert "No run is set aside" in branchlake("set-aside").output
+        assert (done.exit_code, broken[:8] in done.output) == (0, True)
+        assert json.loads(branchlake("set-aside", "--json").output) == []
     assert branch_name(broken) not in p.branches()
     tags = run_of(p, broken).tags
     assert tags[VERDICT_TAG] == "blocked"

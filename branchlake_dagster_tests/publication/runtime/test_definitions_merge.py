@@ -8,6 +8,7 @@ from typing import Any
 import dagster as dg
 import polars as pl
 import pytest
+from pydantic import ValidationError
 
 from branchlake_dagster import (
     BranchSparkResource,
@@ -22,6 +23,7 @@ from branchlake_dagster import (
 from branchlake_dagster.branching.table.spec import CHECK_SCOPE
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.publication.runtime.validation import DefinitionsWarning
+from branchlake_dagster_tests.suite.raised import raising
 
 DAYS = dg.DailyPartitionsDefinition("2026-08-01")
 SHELVES = dg.MultiPartitionsDefinition({"day": DAYS, "kind": dg.StaticPartitionsDefinition(["x"])})
@@ -97,9 +99,9 @@ def test_every_setting_is_a_field_of_the_resource_with_its_description() -> None
 
 
 def test_a_wrong_field_is_an_error_at_once() -> None:
-    with pytest.raises(ValueError, match="does not divide an hour"):
+    with raising(ValidationError, "reap_interval_min", 45):
         LakehouseResource(reap_interval_min=45)
-    with pytest.raises(ValueError, match="session_kind"):
+    with raising(ValidationError, "session_kind"):
         LakehouseResource(session_kind="conect")
 
 
@@ -155,40 +157,40 @@ def test_a_lakehouse_of_variables_is_taken_as_it_is(monkeypatch: pytest.MonkeyPa
 MISTAKES = {
     "unknown write mode": (
         asset(metadata={"branchlake/write_mode": "replase"}),
-        r"t: Unknown write mode 'replase'\. Use one of replace_partitions",
+        ["replase", "replace_partitions"],
     ),
     "partitions without a column": (
         asset(partitions_def=DAYS),
-        r"t: A partitioned asset that replaces its whole table .* table_metadata\(partition_by=…\)",
+        ["table_metadata(partition_by=…)"],
     ),
     "upsert without keys": (
         asset(metadata={"branchlake/write_mode": "upsert"}),
-        r"t: An upsert needs keys\.",
+        ["table_metadata(keys=[…])"],
     ),
     "one column for several dimensions": (
         asset(partitions_def=SHELVES, metadata=table_metadata(partition_by="day")),
-        r"t: its partitions have the dimensions day, kind, but partition_by names one column alone",
+        ["day, kind", "partition_by={dimension: column}"],
     ),
     "a dimension without a column": (
         asset(partitions_def=SHELVES, metadata=table_metadata(partition_by={"day": "ts"})),
-        r"t: its dimension kind has no column",
+        ["kind", "partition_by"],
     ),
     "a dimension that is not there": (
         asset(
             partitions_def=SHELVES,
             metadata=table_metadata(partition_by={"day": "ts", "kind": "kind", "colour": "c"}),
         ),
-        r"t: its partitions have no dimension colour; they have day, kind",
+        ["colour", "day, kind"],
     ),
     "dimensions where there is one": (
         asset(partitions_def=DAYS, metadata=table_metadata(partition_by={"day": "ts"})),
-        r"t: it names columns by dimension, but its partitions have one dimension",
+        ["- t:", "column", "dimension"],
     ),
     "a metadata key that nobody reads": (
         asset(metadata={"branchlake/write_mod": "append"}),
-        r"t: its metadata key branchlake/write_mod is read by nobody\. Did you mean branchlake/write_mode\?",
+        ["branchlake/write_mod ", "branchlake/write_mode?"],
     ),
-    "a name that is no table": (asset(key=["a", ".."]), r"a/\.\.: .* can name no table"),
+    "a name that is no table": (asset(key=["a", ".."]), ["- a/..:"]),
 }
 
 
@@ -196,9 +198,10 @@ MISTAKES = {
 def test_a_mistake_is_named_when_definitions_load(settings: Settings, mistake: str) -> None:
     wrong, expected = MISTAKES[mistake]
     theirs = dg.Definitions(assets=[wrong, asset("fine")], asset_checks=[checked(asset("fine"))])
-    with pytest.raises(ConfigurationError, match=expected) as caught:
+    (key,) = wrong.keys
+    subject = key.to_user_string()
+    with raising(ConfigurationError, *expected, reason="definitions", subject=subject):
         branchlake_definitions(settings, theirs)
-    assert "- fine" not in str(caught.value)
 
 
 def test_an_asset_without_any_check_is_named(settings: Settings) -> None:
@@ -210,7 +213,9 @@ def test_an_asset_without_any_check_is_named(settings: Settings) -> None:
         asset_checks=[checked(fine)],
         resources={"files": dg.FilesystemIOManager()},
     )
-    with pytest.raises(ConfigurationError, match=r"mistakes in one asset\.\n- bare: no check is defined"):
+    with raising(
+        ConfigurationError, "table_metadata(require_checks=False)", reason="definitions", subject="bare"
+    ):
         branchlake_definitions(settings, theirs)
     lenient = settings.model_copy(update={"require_checks": False})
     assert branchlake_definitions(lenient, theirs).get_repository_def()
@@ -227,10 +232,12 @@ def daily_with_check(**options: Any) -> dg.Definitions:
 
 
 def test_a_check_that_reads_all_partitions_unasked_is_reported(settings: Settings) -> None:
-    with pytest.warns(DefinitionsWarning, match="prices: its check positive has no partitions_def"):
+    with pytest.warns(DefinitionsWarning) as warned:
         branchlake_definitions(settings, daily_with_check())
+    told = str(warned.pop(DefinitionsWarning).message)
+    assert [name for name in ("prices", "positive", "partitions_def") if name not in told] == []
     strict = settings.model_copy(update={"unpartitioned_checks": "error"})
-    with pytest.raises(ConfigurationError, match="- prices: its check positive has no partitions_def"):
+    with raising(ConfigurationError, "positive", "partitions_def", reason="definitions", subject="prices"):
         branchlake_definitions(strict, daily_with_check())
     allowed = settings.model_copy(update={"unpartitioned_checks": "allow"})
     assert branchlake_definitions(allowed, daily_with_check()).get_repository_def()
@@ -239,8 +246,9 @@ def test_a_check_that_reads_all_partitions_unasked_is_reported(settings: Setting
 def test_an_argument_of_table_metadata_as_a_bare_key_is_reported(settings: Settings) -> None:
     wrong = asset(metadata={"write_mode": "append"})
     theirs = dg.Definitions(assets=[wrong], asset_checks=[checked(wrong)])
-    with pytest.warns(DefinitionsWarning, match=r"table_metadata\(write_mode=…\)"):
+    with pytest.warns(DefinitionsWarning) as warned:
         branchlake_definitions(settings, theirs)
+    assert "table_metadata(write_mode=…)" in str(warned.pop(DefinitionsWarning).message)
 
 
 @pytest.mark.parametrize("options", [{"partitions_def": DAYS}, {"metadata": {CHECK_SCOPE: "table"}}])
@@ -252,7 +260,7 @@ def test_a_check_with_partitions_or_a_scope_is_as_it_should_be(
 
 def test_all_mistakes_are_told_at_once(settings: Settings) -> None:
     theirs = dg.Definitions(assets=[asset("one"), asset("two"), asset("three", partitions_def=DAYS)])
-    with pytest.raises(ConfigurationError, match="mistakes in 3 assets") as caught:
+    with raising(ConfigurationError, 3, reason="definitions", subject="one, three, two") as caught:
         branchlake_definitions(settings, theirs)
     assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == [
         "- one",
@@ -264,7 +272,7 @@ def test_all_mistakes_are_told_at_once(settings: Settings) -> None:
 def test_two_assets_of_one_table(settings: Settings) -> None:
     settings = settings.model_copy(update={"require_checks": False, "default_namespace": "shop"})
     theirs = dg.Definitions(assets=[asset("prices"), asset(key=["shop", "prices"])])
-    with pytest.raises(ConfigurationError, match=r"its table shop\.prices is prices's too"):
+    with raising(ConfigurationError, "shop.prices", reason="definitions", subject="shop/prices"):
         branchlake_definitions(settings, theirs)
 
 

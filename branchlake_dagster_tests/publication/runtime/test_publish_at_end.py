@@ -20,6 +20,7 @@ from branchlake_dagster.publication.ledger.publications import publications
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster.publication.runtime import publish_at_end
+from branchlake_dagster.publication.runtime.publish_at_end import LEFT_TO_SENSOR
 from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
 from branchlake_dagster_tests.publication.runtime import publish_at_end_project
 from branchlake_dagster_tests.publication.runtime.publish_at_end_project import TOKEN_VARIABLE
@@ -141,11 +142,7 @@ def test_what_the_run_could_not_do_the_sensor_does(
         patch.setattr(Publisher, "_merge", away)
         with instance() as store, run(store) as result:
             assert result.success
-            told = [
-                event.message
-                for event in result.all_events
-                if "Left to the publication" in (event.message or "")
-            ]
+            told = [event.message for event in result.all_events if LEFT_TO_SENSOR in (event.message or "")]
             assert len(told) == 1
             patch.undo()
             outcome = reconciler(lakehouse, store).run_one(result.run_id)
@@ -166,7 +163,7 @@ def test_an_error_of_any_class_leaves_a_passed_run_to_the_sensor(
         patch.setattr("branchlake_dagster.publication.runtime.publish_at_end.one_pass", read_only)
         with run(store) as result:
             assert result.success
-            told = [event.message for event in result.all_events if "Left to the" in (event.message or "")]
+            told = [event.message for event in result.all_events if LEFT_TO_SENSOR in (event.message or "")]
             assert "Read-only file system" in str(told)
             outcome = reconciler(lakehouse, store).run_one(result.run_id)
             assert outcome is not None
