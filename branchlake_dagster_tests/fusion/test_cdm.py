@@ -26,6 +26,7 @@ from branchlake_dagster.fusion.trust.assessment import assessed
 from branchlake_dagster.fusion.trust.differences import rtn_axes
 from branchlake_dagster.fusion.trust.radii import Radii
 from branchlake_dagster_tests.fusion.test_assessment import model
+from branchlake_dagster_tests.suite.raised import raising
 
 NOON = datetime(2026, 8, 8, 12, 0, tzinfo=UTC)
 BEGIN = int(NOON.timestamp()) * 1_000_000
@@ -194,16 +195,16 @@ def test_what_is_simulated_says_so(row, parties):
 
 
 def test_what_cannot_be_a_message_is_an_error(row, parties):
-    for wrong, why in (
-        ({"kind": "together"}, "no time of closest approach"),
-        ({"kind": "edge"}, "no time of closest approach"),
-        ({"miss_distance_km": float("nan")}, "MISS_DISTANCE is nan"),
-        ({"sat1_sigma_r_km": float("inf")}, "CR_R is inf"),
+    for wrong, reason, keyword in (
+        ({"kind": "together"}, "no_closest_approach", None),
+        ({"kind": "edge"}, "no_closest_approach", None),
+        ({"miss_distance_km": float("nan")}, "number", "MISS_DISTANCE"),
+        ({"sat1_sigma_r_km": float("inf")}, "number", "CR_R"),
     ):
-        with pytest.raises(NotAMessage, match=why):
+        with raising(NotAMessage, reason=reason, subject=keyword):
             message({**row, **wrong}, parties, Notation.KVN)
     for originator in ("", "A\nB = C", "ä", "<x>"):
-        with pytest.raises(NotAMessage, match="ORIGINATOR"):
+        with raising(NotAMessage, reason="value", subject="ORIGINATOR"):
             message(row, parties, Notation.XML, originator=originator)
 
 

@@ -32,6 +32,7 @@ from branchlake_dagster.fusion.messages.oem import Method, Segment, written
 from branchlake_dagster.fusion.messages.oem_read import read_oem, to_utc
 from branchlake_dagster.fusion.orbits.inertial import Frame, turned
 from branchlake_dagster.fusion.orbits.propagation import Elements, propagate
+from branchlake_dagster_tests.suite.raised import raising
 
 NOON = datetime(2026, 8, 8, 12, 0, tzinfo=UTC)
 BEGIN = int(NOON.timestamp()) * 1_000_000
@@ -302,10 +303,10 @@ def test_states_that_do_not_suit_their_degree_are_an_error(elements):
     Track.of(made)
     crowded = made.micros.copy()
     crowded[1::2] = crowded[::2][: len(crowded[1::2])] + 1
-    with pytest.raises(UnreadableMessage, match="cannot be interpolated as it says from 2026-08-08T1"):
+    with raising(UnreadableMessage, "2026-08-08T1", reason="interpolation", subject=made.object_name):
         Track.of(replace(made, micros=crowded))
     noisy = made.position + np.random.default_rng(1).normal(size=made.position.shape) * 100
-    with pytest.raises(UnreadableMessage, match="LAGRANGE of degree 15 swings by"):
+    with raising(UnreadableMessage, "LAGRANGE", 15, reason="interpolation", subject=made.object_name):
         Track.of(replace(made, position=noisy))
 
 
@@ -492,30 +493,30 @@ XML_BOMB = (
 
 
 @pytest.mark.parametrize(
-    ("content", "why"),
+    ("content", "reason"),
     [
         (b"", "empty"),
         (b" \n\n ", "empty"),
-        (b"hello", "does not begin with CCSDS_OEM_VERS"),
-        (b"CCSDS_OEM_VERS = 2.0\n", "no segment"),
-        (b"CCSDS_OMM_VERS = 2.0\n", "does not begin with CCSDS_OEM_VERS"),
-        (b"CCSDS_OEM_VERS = 9.0\nMETA_START\nMETA_STOP\n", "version '9.0'"),
-        (b"<a/>", "no oem element"),
-        (b"<oem version='2.0'><body>", "not XML"),
-        (b"<oem version='2.0'>" + b"<a>" * 100, "nested deeper"),
-        (XML_BOMB, "DTD"),
-        (b"<ndm><oem version='2.0'/><oem version='2.0'/></ndm>", "several messages"),
-        (gzip.compress(b"x" * 5_000_000), "more than"),
-        (gzip.compress(b"x" * 5_000)[:-10], "damaged gzip"),
-        (b"META_START\n" * 20_000, "does not begin"),
-        (b"CCSDS_OEM_VERS = 2.0\n" + b"META_START\nMETA_STOP\n" * 20_000, "segments"),
-        (b"\x00\xff" * 1_000, "does not begin"),
+        (b"hello", "beginning"),
+        (b"CCSDS_OEM_VERS = 2.0\n", "no_segment"),
+        (b"CCSDS_OMM_VERS = 2.0\n", "beginning"),
+        (b"CCSDS_OEM_VERS = 9.0\nMETA_START\nMETA_STOP\n", "version"),
+        (b"<a/>", "no_oem"),
+        (b"<oem version='2.0'><body>", "not_xml"),
+        (b"<oem version='2.0'>" + b"<a>" * 100, "depth"),
+        (XML_BOMB, "dtd"),
+        (b"<ndm><oem version='2.0'/><oem version='2.0'/></ndm>", "several"),
+        (gzip.compress(b"x" * 5_000_000), "damaged"),
+        (gzip.compress(b"x" * 5_000)[:-10], "damaged"),
+        (b"META_START\n" * 20_000, "beginning"),
+        (b"CCSDS_OEM_VERS = 2.0\n" + b"META_START\nMETA_STOP\n" * 20_000, "too_many_segments"),
+        (b"\x00\xff" * 1_000, "beginning"),
     ],
     # Not by its bytes: gzip's have the time in them, and two workers would collect different tests.
     ids=lambda one: one if isinstance(one, str) else "file",
 )
-def test_a_file_that_is_no_ephemeris_is_an_error_that_says_why(content, why):
-    with pytest.raises(UnreadableMessage, match=why):
+def test_a_file_that_is_no_ephemeris_is_an_error_that_says_why(content, reason):
+    with raising(UnreadableMessage, reason=reason, subject="a file"):
         read_oem(content, "a file", limits=ReadLimits(max_bytes=1_000_000))
 
 
@@ -526,7 +527,7 @@ def test_a_cut_file_is_used_as_far_as_it_goes(elements):
     assert read.rejected.height <= 1
     assert read.segments[0].end < END
     xml = message(segment(elements, 3), notation=Notation.XML)
-    with pytest.raises(UnreadableMessage, match="not XML"):
+    with raising(UnreadableMessage, reason="not_xml", subject="a file"):
         read_oem(xml[: len(xml) // 2], "a file")
 
 
@@ -593,5 +594,5 @@ def test_a_folder_is_screened_into_a_table(elements, whole, one, tmp_path):
         (one.name, in_words(stored_type(one.type, one.name, ""), table="")) for one in schema
     ]
     for empty in (tmp_path / "none", tmp_path / "a.oem"):
-        with pytest.raises(UnreadableMessage, match="no ephemeris file"):
+        with raising(UnreadableMessage, reason="no_file", subject=str(empty)):
             files_of(str(empty))

@@ -19,6 +19,7 @@ from branchlake_dagster.fusion.sources import (
     snapshot_time,
 )
 from branchlake_dagster_tests.fusion.test_gp import L1, L2, NAME
+from branchlake_dagster_tests.suite.raised import raising
 
 NOW = datetime(2026, 8, 8, 5, 5, tzinfo=UTC)
 
@@ -99,13 +100,13 @@ def test_ingest_of_a_file_and_of_simulated_snapshots(tmp_path):
 def test_unknown_and_empty_snapshots_say_what_to_do(tmp_path):
     (tmp_path / "empty.tle").write_text("\n")
     gp = GpSource(catalogue_dir=str(tmp_path))
-    with pytest.raises(UnknownSnapshotError, match=r"nowhere: no such file in .*Put the file there"):
+    with raising(UnknownSnapshotError, tmp_path, source="nowhere"):
         ingest(gp, "nowhere")
     with pytest.raises(EmptyCatalogueError):
         ingest(gp, "empty")
-    with pytest.raises(UnknownSnapshotError, match="no such folder"):
+    with raising(UnknownSnapshotError, source=str(tmp_path / "gone")):
         GpSource(catalogue_dir=str(tmp_path / "gone")).files()
-    with pytest.raises(UnknownSnapshotError, match="catalogue_dir is not set"):
+    with raising(UnknownSnapshotError, "catalogue_dir", source="active"):
         ingest(GpSource(), "active")
 
 
@@ -115,7 +116,7 @@ def test_snapshot_ids_are_names_without_endings(tmp_path):
     files = GpSource(catalogue_dir=str(tmp_path)).files()
     assert list(files) == ["a", "b", "c"]
     (tmp_path / "a.json").touch()
-    with pytest.raises(UnknownSnapshotError, match="same snapshot id a"):
+    with raising(UnknownSnapshotError, "a.json"):
         GpSource(catalogue_dir=str(tmp_path)).files()
     assert snapshot_id(tmp_path / "active-20260808T0220Z.tle.gz") == "active-20260808T0220Z"
     assert snapshot_time("active-20260808T0220Z") == datetime(2026, 8, 8, 2, 20, tzinfo=UTC)

@@ -32,6 +32,7 @@ from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.ingest.test_landing_source import LandingDriver
 from branchlake_dagster_tests.suite.kafka import Broker
+from branchlake_dagster_tests.suite.raised import raising
 
 RECEIVED_NS = 1_780_000_000_123_456_000
 WIRE: dict[str, Any] = {
@@ -171,11 +172,11 @@ def test_without_kafkas_client_landing_folders_work_and_kafka_says_what_to_insta
     monkeypatch.setenv(LIVE_SENSORS, "landing")
     build_definitions(Settings(state_dir=tmp_path))
     monkeypatch.setenv(LIVE_SENSORS, "kafka")
-    with pytest.raises(extras.MissingExtra, match="confluent_kafka"):
+    with raising(extras.MissingExtra, "confluent_kafka"):
         build_definitions(Settings(state_dir=tmp_path))
 
 
 def test_another_place_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(LIVE_SENSORS, "pulsar")
-    with pytest.raises(ConfigurationError, match="'pulsar'"):
+    with raising(ConfigurationError, "'pulsar'"):
         build_definitions(Settings(state_dir=tmp_path))

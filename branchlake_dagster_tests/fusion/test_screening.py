@@ -23,6 +23,7 @@ from branchlake_dagster.fusion.gp.read import read_catalogue
 from branchlake_dagster.fusion.gp.simulated import REFERENCE_EPOCH, simulated_elements
 from branchlake_dagster.fusion.orbits.propagation import ELEMENT_FIELDS, Elements, propagate
 from branchlake_dagster_tests.fusion.test_gp import SNAPSHOTS
+from branchlake_dagster_tests.suite.raised import raising
 
 START = int(np.datetime64("2026-08-08T03:00:00", "us").astype(np.int64))
 HOUR = 60 * MINUTE
@@ -198,7 +199,7 @@ def test_too_few_objects_for_an_encounter(elements, objects):
 
 @pytest.mark.parametrize("bounds", [(START + 1, START + MINUTE), (START, START), (START + MINUTE, START)])
 def test_a_span_is_of_whole_minutes(bounds):
-    with pytest.raises(ValueError, match=r"minutes|part"):
+    with raising(ValueError):
         Span.whole(*bounds)
 
 
