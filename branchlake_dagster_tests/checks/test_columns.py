@@ -13,6 +13,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from branchlake_dagster import column_metadata, row_predicate, table_metadata
 from branchlake_dagster.checks import ContractError
 from branchlake_dagster_tests.checks.contracts import EveryKind
+from branchlake_dagster_tests.suite.raised import raising
 
 
 class Passes(DataFrameModel):
@@ -121,7 +122,7 @@ def test_dagster_takes_it_beside_the_tables_metadata() -> None:
 
 @pytest.mark.parametrize("wrong", [dict, Passes.to_schema()])
 def test_what_is_no_model_is_refused(wrong: object) -> None:
-    with pytest.raises(ContractError, match="no pandera model for Spark"):
+    with raising(ContractError, reason="not_a_spark_model"):
         column_metadata(wrong)
 
 
@@ -129,5 +130,5 @@ def test_a_contract_that_cannot_be_a_check_describes_nothing() -> None:
     class Coerced(DataFrameModel):
         a: pst.LongType = Field(coerce=True)
 
-    with pytest.raises(ContractError, match="coerces a"):
+    with raising(ContractError, reason="coerce", subject="a"):
         column_metadata(Coerced)

@@ -128,7 +128,7 @@ def test_a_block_by_a_check_of_the_whole_table_names_partitions(lakehouse: Lakeh
         observation = events[0].event_log_entry.dagster_event
         assert observation is not None
         reasons = observation.event_specific_data.asset_observation.metadata[names.REASONS]  # type: ignore[union-attr]
-        assert "optical (1 row), radar (1 row)" in str(reasons.value)
+        assert [name for name in ("optical", "radar") if name not in str(reasons.value)] == []
         made.run(measured.key, partition="radar")
         found = {one.check_name: one.metadata for one in made.last.get_asset_check_evaluations()}
         assert "branchlake/failing_partitions" not in found["ge__n"]

@@ -27,6 +27,7 @@ from branchlake_dagster.checks.evaluation.counting import Collect, collect_rows
 from branchlake_dagster.checks.evaluation.judge import Asked, Verdicts, judge
 from branchlake_dagster.checks.evaluation.rows import FrameRows
 from branchlake_dagster_tests.checks.contracts import DDL, PANDERA_NAMES, EveryKind, random_rows
+from branchlake_dagster_tests.suite.raised import raising
 
 pytestmark = pytest.mark.spark
 
@@ -325,5 +326,5 @@ def test_a_raising_check_is_a_failed_check(spark_session: SparkSession) -> None:
 
 
 def test_examples_must_be_few(spark_session: SparkSession) -> None:
-    with pytest.raises(ContractError, match=r"outside 1\.\.100"):
+    with raising(ContractError, 100, 101, reason="examples"):
         _judged(spark_session.range(1).selectExpr("id AS n"), EveryKind, examples=101)

@@ -25,6 +25,7 @@ from branchlake_dagster.query import LakeReader, QueryFailed, TableNotThere, con
 from branchlake_dagster.query.errors import NoSuchState
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.suite.raised import raising
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def test_a_run_is_read_by_its_id_on_its_branch_and_after_it_was_discarded(
     assert reader.where(run=run).told == f"run {run}, as it was discarded"
     lakehouse.nessie.create_tag(f"sweeping-{run}", from_ref="main", from_hash=tag.hash)
     lakehouse.nessie.delete_tag(tag.name, expected_hash=tag.hash)
-    with pytest.raises(NoSuchState, match="are being deleted"):
+    with raising(NoSuchState, reason="being_deleted", subject=run):
         reader.where(run=run)
 
 
@@ -128,17 +129,19 @@ def test_main_as_it_was(lakehouse: Lakehouse, reader: LakeReader, prices: str) -
 
 
 @pytest.mark.parametrize(
-    ("state", "told"),
+    ("state", "reason", "subject"),
     [
-        ({"branch": "absent"}, "no branch or tag 'absent'"),
-        ({"run": "00000000-aaaa"}, "has no branch, was not published and is not discarded"),
-        ({"at": "1999-01-01"}, "no commit as old as 1999-01-01T00:00:00Z"),
-        ({"at": "00000000aa"}, "has no commit 00000000aa"),
-        ({"at": "0" * 64}, "has no commit 0000"),
+        ({"branch": "absent"}, "no_reference", "absent"),
+        ({"run": "00000000-aaaa"}, "run_left_nothing", "00000000-aaaa"),
+        ({"at": "1999-01-01"}, "before_first_commit", "1999-01-01T00:00:00Z"),
+        ({"at": "00000000aa"}, "no_commit", "00000000aa"),
+        ({"at": "0" * 64}, "no_commit", "0" * 64),
     ],
 )
-def test_a_state_that_is_not_there(reader: LakeReader, state: dict[str, str], told: str) -> None:
-    with pytest.raises(NoSuchState, match=told):
+def test_a_state_that_is_not_there(
+    reader: LakeReader, state: dict[str, str], reason: str, subject: str
+) -> None:
+    with raising(NoSuchState, reason=reason, subject=subject):
         reader.where(**state)
 
 
@@ -172,11 +175,9 @@ def test_names_of_any_depth_case_and_character(
     assert count(reader, f"{names[0]} JOIN {names[1]} USING (n) JOIN {names[2]} USING (n)") == 6
     assert set(names) - set(reader.tables()) == {names[1]}, "written as the lake has it: in quotes"
     assert [reader.table(f"{namespace}.Inner.most.t").scan().to_arrow().num_rows] == [3]
-    with pytest.raises(
-        TableNotThere, match=rf"no table {namespace}\.tt at main\. Did you mean .*{namespace}\.t\?"
-    ):
+    with raising(TableNotThere, "main", f"{namespace}.t?", subject=f"{namespace}.tt"):
         reader.sql(f"FROM {namespace}.tt")
-    with pytest.raises(QueryFailed, match=r'three levels.*Write .*\."Inner\.most"\.t\.'):
+    with raising(QueryFailed, '."Inner.most".t', reason="more_than_three_levels"):
         reader.sql(f'FROM {namespace}."Inner".most.t')
 
 
@@ -197,8 +198,9 @@ def test_what_the_command_prints(lakehouse: Lakehouse, prices: str, tmp_path: Pa
     assert shown.exit_code == 0, shown.output
     assert shown.stdout.splitlines()[0].split() == ["item", "┃", "eur", "┃", "tags"]
     assert shown.stdout.splitlines()[3].split("│")[2].strip() == "NULL"
-    assert shown.stderr == "2 rows. Read at main.\n"
-    assert "The first 1 rows; --rows 0 shows all." in call(lakehouse, query, "--rows", "1").stderr
+    assert shown.stderr.startswith("2 ")
+    assert "main" in shown.stderr
+    assert "--rows 0" in call(lakehouse, query, "--rows", "1").stderr
     csv = call(lakehouse, query, "--format", "csv").stdout
     assert csv == '"item","eur","tags"\n"bolt",0.2,"[a]"\n"nut",0.1,\n'
     stream = call(lakehouse, query, "--format", "arrow").stdout_bytes
@@ -208,8 +210,8 @@ def test_what_the_command_prints(lakehouse: Lakehouse, prices: str, tmp_path: Pa
     assert pa.ipc.open_file(file).read_all()["item"].to_pylist() == ["bolt", "nut"]
     assert prices in call(lakehouse).stdout.splitlines()
     failed = call(lakehouse, f"SELECT item::int FROM {prices}")
-    assert (failed.exit_code, failed.output.startswith("Error: Conversion Error")) == (1, True)
-    assert "Name the table with its namespace" in call(lakehouse, "FROM prices").output
+    assert (failed.exit_code, "Conversion Error" in failed.output) == (1, True)
+    assert prices in call(lakehouse, "FROM prices").output
 
 
 @pytest.mark.spark
@@ -230,10 +232,10 @@ def test_rows_that_spark_deleted_are_gone(lakehouse: Lakehouse, reader: LakeRead
 
 def test_a_folder_without_a_lake_stays_as_it_is(tmp_path: Path) -> None:
     root = tmp_path / "state"
-    with pytest.raises(LakeNotRunning, match=rf"no lake in {root}\. Name the lake's folder"):
+    with raising(LakeNotRunning, "BRANCHLAKE_STATE_DIR", reason="no_lake", subject=str(root)):
         connect(Settings(state_dir=root))
     done = CliRunner().invoke(main, ["sql", "SELECT 1"], env={"BRANCHLAKE_STATE_DIR": str(root)})
-    assert (done.exit_code, "There is no lake in" in done.output) == (1, True)
+    assert (done.exit_code, str(root) in done.output) == (1, True)
     assert not root.exists()
 
 
@@ -243,6 +245,6 @@ def test_a_lake_that_is_down_says_how_to_start_it(tmp_path: Path) -> None:
     (tmp_path / "run" / "nessie.json").write_text(
         json.dumps({"name": "nessie", "pid": 1, "started_ticks": -1, "port": 1})
     )
-    with pytest.raises(LakeNotRunning, match=f"Start it: BRANCHLAKE_STATE_DIR={tmp_path} branchlake up"):
+    with raising(LakeNotRunning, f"BRANCHLAKE_STATE_DIR={tmp_path} branchlake up", reason="stopped"):
         connect(Settings(state_dir=tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["nessie", "run"]

@@ -27,6 +27,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.embedded.process import ProcessRecord, started_s
 from branchlake_dagster.publication.runtime.publish import RunUnknown
 from branchlake_dagster.testing import ThrowawayLake, ThrowawayServer, throwaway_lake, throwaway_server
+from branchlake_dagster_tests.suite.raised import raising
 
 ELSEWHERE = {"nessie_uri": "http://127.0.0.1:9/api/v2"}
 
@@ -104,11 +105,11 @@ def test_materialize_and_publish(lake: ThrowawayLake) -> None:
     definitions = dg.Definitions([numbers], asset_checks=[all_small], resources=lake.resources)
     outcome = publish(result, definitions, instance=lake.instance)
     assert outcome.published, outcome
-    with pytest.raises(ConfigurationError, match="its checks are not known"):
+    with raising(ConfigurationError, reason="checks_unknown"):
         lake.publish(result)
-    with pytest.raises(RunUnknown, match="knows no such run"):
+    with pytest.raises(RunUnknown):
         publish(dg.materialize([nothing], resources=lake.resources), definitions, instance=lake.instance)
-    with pytest.raises(ConfigurationError, match="no LakehouseResource"):
+    with raising(ConfigurationError, "LakehouseResource", reason="lake_unknown"):
         publish(result, dg.Definitions([numbers]), instance=lake.instance)
 
 
@@ -129,12 +130,15 @@ def test_resources_that_name_another_lake_are_replaced(lake: ThrowawayLake) -> N
 
 
 def test_no_setting_may_name_another_lake(branchlake_server: ThrowawayServer) -> None:
-    with pytest.raises(ConfigurationError, match="takes no nessie_uri"), branchlake_server.lake(**ELSEWHERE):
+    with (
+        raising(ConfigurationError, "nessie_uri", reason="names_another_lake"),
+        branchlake_server.lake(**ELSEWHERE),
+    ):
         pass
 
 
 def test_two_lakes_of_one_server_are_refused(branchlake_server: ThrowawayServer, lake: ThrowawayLake) -> None:
-    with pytest.raises(ConfigurationError, match="is open already"), branchlake_server.lake():
+    with raising(ConfigurationError, reason="open_already"), branchlake_server.lake():
         pass
 
 
@@ -155,12 +159,12 @@ def test_the_environment_is_as_before(
 
 def test_a_table_that_is_not_there(lake: ThrowawayLake) -> None:
     result = run(lake)
-    with pytest.raises(TableMissing, match="There are: none"):
+    with raising(TableMissing, "none", table="t.numbers", reason="no_table"):
         lake.table("t.numbers")
-    with pytest.raises(TableMissing, match=r"There are: t\.numbers"):
+    with raising(TableMissing, "t.numbers", table="t.other", reason="no_table"):
         lake.table("t.other", of=result)
     lake.publish(result)
-    with pytest.raises(TableMissing, match="it was published"):
+    with raising(TableMissing, reason="no_branch"):
         lake.table("t.numbers", of=result)
 
 
@@ -202,6 +206,9 @@ def test_what_a_killed_process_left_goes_with_the_next_one(crowd: Path) -> None:
 
 def test_settings_are_refused_before_a_server_starts(crowd: Path) -> None:
     wrong: Mapping[str, Any] = {"warehouse": "s3://somebody"}
-    with pytest.raises(ConfigurationError, match="takes no warehouse"), throwaway_lake(**wrong):
+    with (
+        raising(ConfigurationError, reason="names_another_lake", subject="warehouse"),
+        throwaway_lake(**wrong),
+    ):
         pass
     assert list(crowd.iterdir()) == []

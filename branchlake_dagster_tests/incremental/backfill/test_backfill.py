@@ -30,6 +30,7 @@ from branchlake_dagster_tests.incremental.backfill.stages import Pipeline, follo
 from branchlake_dagster_tests.incremental.sources import values
 from branchlake_dagster_tests.incremental.test_incremental_sensor import Ticks
 from branchlake_dagster_tests.incremental.test_sensor_retries import launch
+from branchlake_dagster_tests.suite.raised import raising
 
 
 def test_a_backfill_goes_through_all_stages(p: Project, pipeline: Pipeline) -> None:
@@ -75,19 +76,19 @@ def test_partitions_of_an_older_code_version_are_stale(
         assert what is not None
         assert what.partitions == ("2026-08-01", "2026-08-02")
         assert "code version 2" in what.why
-    with pytest.raises(ConfigurationError, match="no code version"):
+    with raising(ConfigurationError, reason="no_code_version", subject=pipeline.daily.key.to_user_string()):
         backfill.asked(place(p), pipeline.daily.key.to_user_string(), [], everything=False)
 
 
 def test_mistakes_are_told(p: Project, pipeline: Pipeline) -> None:
     where = place(p)
-    with pytest.raises(ConfigurationError, match="no asset nobody"):
+    with raising(ConfigurationError, reason="unknown_asset", subject="nobody"):
         backfill.asked(where, "nobody", ["x"], everything=False)
     wrong = backfill.asked(where, pipeline.events.key.to_user_string(), ["1999-01-01"], everything=False)
     assert wrong is not None
-    with pytest.raises(ConfigurationError, match="1999-01-01"):
+    with raising(ConfigurationError, reason="unknown_partitions", partitions=("1999-01-01",)):
         backfill.stages(where, wrong)
-    with pytest.raises(ConfigurationError, match="no asset backfill gone"):
+    with raising(ConfigurationError, reason="unknown_backfill", subject="gone"):
         backfill.status(where, "gone")
 
 
@@ -120,10 +121,10 @@ def test_the_commands(
 
     assert "requested" in call("plan", f"{namespace}/events", "--all")
     number = call("run", f"{namespace}/events", "--all", "--approval").split()[1].rstrip(".")
-    assert "0 of 1 partition" in call("status", number)
+    assert f"{namespace}/events" in call("status", number)
     assert json.loads(call("retry", number, "--json")) == {"launched": [], "lost": []}
     assert number in call("retry", number)
-    assert "all of it" in call("compare", number)
+    assert f"{namespace}/events" in call("compare", number)
     (compared,) = json.loads(call("compare", number, f"{namespace}/events", "--json"))
     assert compared["total"]["rows_after"] == 0
     (stage,) = json.loads(call("status", number, "--json"))
@@ -132,7 +133,7 @@ def test_the_commands(
     assert json.loads(approved.output) == {"approved": [], "unpublished": []}
     missing = CliRunner().invoke(main, ["backfill", "plan", "x", "-m", "no_such_module"])
     assert missing.exit_code == 1
-    assert "cannot be loaded" in missing.output
+    assert "no_such_module" in missing.output
 
 
 def stage_of(p: Project, pipeline: Pipeline, asset: dg.AssetsDefinition) -> Progress:
