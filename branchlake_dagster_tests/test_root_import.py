@@ -17,6 +17,7 @@ import pytest
 
 import branchlake_dagster as root
 from branchlake_dagster import testing
+from branchlake_dagster_tests.suite.raised import raising
 
 ROOT = Path(root.__file__).parent
 INDEX = ROOT.parent / "docs" / "api.md"
@@ -107,7 +108,7 @@ def test_the_type_checker_sees_what_is_loaded() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+    with raising(AttributeError, name="nonsense"):
         root.nonsense  # noqa: B018
 
 

@@ -11,6 +11,7 @@ import pytest
 from branchlake_dagster.cli.bench.own_lake import own_lake
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.settings import Settings
+from branchlake_dagster_tests.suite.raised import raising
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,10 @@ from branchlake_dagster.settings import Settings
 def test_a_lake_in_use_is_refused(named: dict[str, Any], variable: str, tmp_path: Path) -> None:
     """They write to `main`, some of them to tables that the pipeline has."""
     settings = Settings(state_dir=tmp_path).model_copy(update=named)
-    with pytest.raises(ConfigurationError, match=f"env -u {variable}"), own_lake(settings):
+    with (
+        raising(ConfigurationError, f"-u {variable}", reason="servers_of_others", subject=variable),
+        own_lake(settings),
+    ):
         pass
 
 

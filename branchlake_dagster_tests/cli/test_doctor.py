@@ -294,6 +294,5 @@ def test_people_see_a_table_with_what_to_do(nessie_uri: str, closed_port: int) -
         },
     )
     assert done.exit_code == 1
-    assert "create a branch" in done.stdout
-    assert f"Nobody answers as a Spark Connect server at sc://localhost:{closed_port}" in done.stdout
-    assert "Spark, address: Check BRANCHLAKE_SPARK_REMOTE" in done.stdout
+    assert f"sc://localhost:{closed_port}" in done.stdout
+    assert "BRANCHLAKE_SPARK_REMOTE" in done.stdout

@@ -20,6 +20,7 @@ from branchlake_dagster.cli.new import new_project, requirement_of
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.dagster_internals import get_env_var_dict
+from branchlake_dagster_tests.suite.raised import raising
 
 # Processes of dg, seconds each, and one project for all that is done to it.
 pytestmark = pytest.mark.nessie
@@ -229,13 +230,13 @@ def test_it_is_installed_in_an_environment_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["2shops", "class", "sh/op$"])
 def test_a_name_that_python_cannot_import_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigurationError, match="cannot name a Python package"):
+    with raising(ConfigurationError, reason="package_name", subject=Path(name).name):
         new_project(tmp_path / name)
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop" / "mine.txt").write_text("mine")
-    with pytest.raises(ConfigurationError, match="is there already"):
+    with raising(ConfigurationError, reason="folder_exists", subject=str(tmp_path / "shop")):
         new_project(tmp_path / "shop")
     assert [path.name for path in (tmp_path / "shop").iterdir()] == ["mine.txt"]

@@ -23,13 +23,16 @@ from branchlake_dagster.cli.ending import ending_cleanly
 from branchlake_dagster.cli.local import demo
 from branchlake_dagster.cli.status import show
 from branchlake_dagster.cli.still_used import still_used
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.embedded import jars
 from branchlake_dagster.lakehouse.embedded.jars import ICEBERG_SPARK, DownloadFailed, resolve
 from branchlake_dagster.lakehouse.embedded.place import LakeMoved, note_place, require_place
+from branchlake_dagster.lakehouse.embedded.private import state_folder
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.runtime.tick import Tick
 from branchlake_dagster.settings import Settings
+from branchlake_dagster_tests.suite.raised import raising
 
 
 @pytest.fixture(autouse=True)
@@ -63,17 +66,22 @@ def test_a_state_folder_that_is_a_file(tmp_path: Path, command: str, inside: str
     file = tmp_path / "file"
     file.touch()
     told = sentence(call(command, state_dir=file / inside))
-    assert f"{file} is a file. Name another folder in BRANCHLAKE_STATE_DIR." in told
+    assert str(file) in told
+    assert "BRANCHLAKE_STATE_DIR" in told
 
 
 def test_a_state_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    assert "cannot be made" in sentence(call("up", state_dir=Path("/proc/branchlake")))
+    assert "/proc/branchlake" in sentence(call("up", state_dir=Path("/proc/branchlake")))
+    with raising(ConfigurationError, reason="not_made", subject="/proc/branchlake"):
+        state_folder(Path("/proc/branchlake"))
 
 
 def test_a_state_folder_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Root may write everywhere, so the answer of the system is what is changed.
     monkeypatch.setattr(os, "access", lambda *_, **__: False)
-    assert f"{tmp_path} is not writable" in sentence(call("up", state_dir=tmp_path))
+    assert str(tmp_path) in sentence(call("up", state_dir=tmp_path))
+    with raising(ConfigurationError, reason="not_writable", subject=str(tmp_path)):
+        state_folder(tmp_path)
 
 
 @pytest.mark.parametrize("command", ["up", "down", "status", "sql", "reap"])
@@ -83,7 +91,7 @@ def test_a_copied_state_folder_is_refused_by_every_command(tmp_path: Path, comma
     copy.mkdir()
     (copy / "lake.json").write_text((original / "lake.json").read_text())
     told = sentence(call(command, state_dir=copy))
-    assert f"{copy} is a copy of the lake in {original}" in told
+    assert str(copy) in told
     assert f"BRANCHLAKE_STATE_DIR={original}" in told
 
 
@@ -91,7 +99,7 @@ def test_a_moved_state_folder_works_again_with_the_link_that_it_asks_for(tmp_pat
     old, new = tmp_path / "old", tmp_path / "new"
     note_place(old)
     old.rename(new)
-    with pytest.raises(LakeMoved, match=rf"moved from {old}: .* ln -s {new} {old};"):
+    with raising(LakeMoved, f"ln -s {new} {old};", reason="moved", subject=str(new)):
         require_place(new, tables_elsewhere=False)
     require_place(new, tables_elsewhere=True)
     old.symlink_to(new)
@@ -116,7 +124,7 @@ def test_a_warehouse_with_one(warehouse: str) -> None:
 def test_reading_commands_start_nothing_in_an_empty_folder(tmp_path: Path) -> None:
     root = tmp_path / "state"
     for command in (("reap", "--dry-run"), ("set-aside", "end", "x"), ("sql",)):
-        assert f"There is no lake in {root}." in sentence(call(*command, state_dir=root))
+        assert str(root) in sentence(call(*command, state_dir=root))
     assert not root.exists()
 
 
@@ -146,7 +154,8 @@ def test_kept_branches_are_not_at_work() -> None:
     tick = Tick()
     for number in range(3):
         assert not tick.add(Outcome(f"run-{number}", str(number), PublicationAction.KEPT, "kept"))
-    assert tick.message() == "Nothing to publish. Of the other branches 3 are kept for debugging."
+    assert "3" in tick.message()
+    assert len(tick.message().splitlines()) == 1
 
 
 RUN = "0f2f4a54-3f0e-4b45-9d0e-2f1c3e1f7a10"
@@ -236,7 +245,8 @@ with interrupts_for_us_alone():
 def test_an_interrupt_in_a_library_s_clean_up_leaves_no_stack_trace() -> None:
     ended = subprocess.run([sys.executable, "-c", _CLOSING], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (130, "")
-    assert ended.stderr == "Ended. The servers go on: `branchlake down` stops them.\n"
+    assert len(ended.stderr.splitlines()) == 1
+    assert "branchlake down" in ended.stderr
 
 
 @pytest.mark.spark

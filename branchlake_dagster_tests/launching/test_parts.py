@@ -24,6 +24,7 @@ from branchlake_dagster.launching.sources import changed, imported_sources
 from branchlake_dagster.launching.templates import Load, NoWorker, Templates
 from branchlake_dagster.library_internals.dagster_launching import serialize_value
 from branchlake_dagster_tests.dagster_internals import FileCodePointer, RepositoryPythonOrigin
+from branchlake_dagster_tests.suite.raised import raising
 
 
 def test_a_message_and_the_files_with_it_arrive() -> None:
@@ -112,11 +113,14 @@ def loads(tmp_path: Path) -> Iterator[Load]:
 
 DEFS = "import dagster as dg\ndefs = dg.Definitions()\n"
 NOT_FORKABLE = {
-    "raise ValueError('a bad start')": "ValueError: a bad start",
-    "raise SystemExit(3)": "SystemExit: 3",
-    "import threading; threading.Thread(target=threading.Event().wait, name='mine', daemon=True).start()": "threads: mine",
-    "import socket; pair = socket.socketpair()": "opened 2 network connections",
-    "import os; os.kill(os.getpid(), 9)": "did not get ready",
+    "raise ValueError('a bad start')": ("load_failed", ["ValueError: a bad start"]),
+    "raise SystemExit(3)": ("load_failed", ["SystemExit: 3"]),
+    "import threading; threading.Thread(target=threading.Event().wait, name='mine', daemon=True).start()": (
+        "load_failed",
+        ["threads", "mine"],
+    ),
+    "import socket; pair = socket.socketpair()": ("load_failed", ["2", "network"]),
+    "import os; os.kill(os.getpid(), 9)": ("not_ready", []),
 }
 
 
@@ -125,7 +129,8 @@ NOT_FORKABLE = {
 def test_code_that_cannot_be_forked_is_refused_in_words(code: str, loads: Load, tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text(DEFS + code)
     templates = Templates()
-    with pytest.raises(NoWorker, match=NOT_FORKABLE[code]):
+    reason, names = NOT_FORKABLE[code]
+    with raising(NoWorker, *names, reason=reason):
         templates.launch(loads, "a run", timeout_s=60)
     assert templates.processes() == {}
 
@@ -157,8 +162,9 @@ def test_a_process_that_does_not_get_ready_is_ended(
     began: list[int] = []
     start = templates_module._start
     monkeypatch.setattr(templates_module, "_start", lambda end: began.append(start(end)) or began[-1])
-    with pytest.raises(NoWorker, match="did not get ready: timed out"):
+    with raising(NoWorker, reason="not_ready") as late:
         Templates().launch(loads, "a run", timeout_s=0.5)
+    assert isinstance(late.value.__cause__, TimeoutError)
     assert not psutil.pid_exists(began[0])
 
 

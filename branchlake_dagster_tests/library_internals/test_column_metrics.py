@@ -31,6 +31,7 @@ from branchlake_dagster.library_internals.column_metrics import (
     reliable_metrics,
 )
 from branchlake_dagster_tests.library_internals.plain_pyiceberg import plain_pyiceberg
+from branchlake_dagster_tests.suite.raised import raising
 
 LONG_TEXTS = ["bcd", "bcd", "a" * 5000, "z" * 6000]
 """With two rows in a row group, Arrow writes no bounds for the second: a value has over 4 kB."""
@@ -209,7 +210,7 @@ def test_files_that_are_added_get_no_partial_bounds(
         partition_spec=PartitionSpec(by) if partitioned else PartitionSpec(),
     )
     if partitioned:  # the bounds of the first row group alone name one partition
-        with pytest.raises(ValueError, match="column t"):
+        with raising(ValueError, "column t"):
             table.add_files([path.as_uri()])
         return
     table.add_files([path.as_uri()])

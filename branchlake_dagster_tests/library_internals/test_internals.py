@@ -15,6 +15,7 @@ from branchlake_dagster.library_internals import dagster as dagster_internals
 from branchlake_dagster.library_internals import dagster_launching as launching_internals
 from branchlake_dagster.library_internals import pandera as pandera_internals
 from branchlake_dagster.library_internals import pyiceberg as pyiceberg_internals
+from branchlake_dagster_tests.suite.raised import raising
 
 ROOT = Path(__file__).parents[2]
 ONE = ROOT / "branchlake_dagster" / "library_internals"
@@ -200,6 +201,6 @@ def test_nothing_is_written_any_more_once_writing_has_failed() -> None:
             threading.Timer(0.05, goes_on.set).start()
             raise OSError("full")
 
-    with pytest.raises(OSError, match="full"):
+    with raising(OSError, "full"):
         fail()
     assert late == ["written"]

@@ -13,6 +13,7 @@ from branchlake_dagster.lakehouse.nessie.errors import NessieOutcomeUnknown, Nes
 from branchlake_dagster.lakehouse.nessie.transport import HttpTransport
 from branchlake_dagster_tests.lossy.faults import Dice, Draw, Fault
 from branchlake_dagster_tests.lossy.proxy import LossyProxy, lossy_proxy
+from branchlake_dagster_tests.suite.raised import raising
 
 
 class Loaded(Dice):
@@ -142,7 +143,7 @@ def test_connections_are_refused_for_a_while_again_and_again(
         load(proxy, Draw(Fault.REFUSED, 1.5))
         with pytest.raises(NessieOutcomeUnknown):
             change(transport)
-        with pytest.raises(NessieUnavailable, match="NewConnectionError"):
+        with raising(NessieUnavailable, "NewConnectionError", reason="no_connection"):
             change(transport)
         proxy.heal()  # it waits for that
         assert change(transport) == "0123456789"

@@ -9,6 +9,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite import tiers
 from branchlake_dagster_tests.suite.guard import needed
+from branchlake_dagster_tests.suite.raised import raising
 
 
 @pytest.mark.parametrize(
@@ -49,13 +50,13 @@ def test_what_starts_which_server_is_known() -> None:
 
 
 def test_a_unit_test_starts_no_server(tmp_path) -> None:
-    with pytest.raises(pytest.fail.Exception, match="tier unit starts what tests of tier nessie have"):
+    with raising(pytest.fail.Exception, "unit", "nessie"):
         Lakehouse(Settings(state_dir=tmp_path / "state")).nessie.config()
-    with pytest.raises(pytest.fail.Exception, match="tests of tier daemon have"):
+    with raising(pytest.fail.Exception, "daemon"):
         subprocess.Popen([sys.executable, "-m", "dagster", "dev"])
 
 
 @pytest.mark.nessie
 def test_a_test_of_nessie_starts_no_spark() -> None:
-    with pytest.raises(pytest.fail.Exception, match="tests of tier spark have"):
+    with raising(pytest.fail.Exception, "spark"):
         subprocess.Popen(["spark-submit"])
