@@ -71,6 +71,8 @@ def asked(where: Place, asset: str, partitions: Sequence[str], *, everything: bo
         raise ConfigurationError(
             f"There is no asset {asset} in this code location.",
             hint="Write its key as on Dagster's page: namespace/table.",
+            reason="unknown_asset",
+            subject=asset,
         )
     if partitions or everything:
         given = None if everything else tuple(partitions)
