@@ -18,6 +18,18 @@ from branchlake_dagster.cli.main import main
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
 PACKAGES = ROOT / "branchlake_dagster"
+CONFIGURATION = sorted(
+    [
+        *(ROOT / name for name in ("workspace.yaml", "pyproject.toml", "setup.cfg", "Makefile")),
+        *(path for path in (ROOT / "deploy").rglob("*") if path.is_file()),
+        *(
+            path
+            for path in (PACKAGES / "cli" / "template").rglob("*")
+            if path.is_file() and path.suffix != ".pyc"
+        ),
+        PACKAGES / "cli" / "local" / "home.py",  # writes dagster.yaml
+    ]
+)
 LARGEST_PICTURE = 200_000
 """Bytes."""
 
@@ -80,6 +92,81 @@ def test_what_the_examples_import_is_there(page: Path) -> None:
                 module = import_module(node.module or "")
                 missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
                 assert not missing, f"{node.module} has no {', '.join(missing)}"
+
+
+_PATH = re.compile(rf"\b{PACKAGES.name}(?:[.:][A-Za-z_]\w*)+")
+_CLASS = re.compile(r"^ *module: *([\w.]+)\n *class: *(\w+)", re.MULTILINE)
+"""As Dagster's `dagster.yaml` names a run launcher, a run coordinator, a storage."""
+STORED_PATHS = (
+    "branchlake_dagster.WarmRunLauncher",  # run_launcher of dagster.yaml
+    "branchlake_dagster.cli:main",  # the installed command
+    "branchlake_dagster.components",  # entry point of dagster-dg
+    "branchlake_dagster.components.BranchlakeComponent",  # type of defs.yaml
+    "branchlake_dagster.definitions",  # workspace.yaml, and the origins of runs in Dagster's database
+    "branchlake_dagster.lakehouse.catalog.NessieCatalog",  # py-catalog-impl of .pyiceberg.yaml
+    "branchlake_dagster.testing",  # tests of users
+    "branchlake_dagster.testing.fixtures",  # pytest_plugins of users
+)
+"""Module paths in files of users and in their Dagster homes. They stay importable whatever becomes of the modules: one
+that moves leaves a module behind that imports it from its new home."""
+
+
+def paths_in(text: str) -> set[str]:
+    """The dotted paths of this package's modules and names in a text that is not Python of this package."""
+    found = {one.rstrip(":.") for one in _PATH.findall(text)}
+    return found | {f"{module}.{name}" for module, name in _CLASS.findall(text)}
+
+
+def resolve(path: str) -> object:
+    """The module or the name in a module at a dotted path, `module:name` too. Raises ImportError, AttributeError."""
+    parts = re.split("[.:]", path)
+    for number in range(len(parts), 0, -1):
+        name = ".".join(parts[:number])
+        try:
+            found: object = import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+            continue
+        for part in parts[number:]:
+            found = getattr(found, part)
+        return found
+    raise ModuleNotFoundError(path, name=path)
+
+
+@pytest.mark.parametrize("page", [*DOCUMENTS, *CONFIGURATION], ids=lambda page: str(page.relative_to(ROOT)))
+def test_module_paths_are_importable(page: Path) -> None:
+    text = page.read_text()
+    if page.suffix == ".py":  # what it writes, and not what it imports
+        strings = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+        text = "\n".join(one for one in strings if isinstance(one, str))
+    for path in sorted(paths_in(text)):
+        resolve(path)
+
+
+def test_module_paths_in_dagsters_configuration_are_found() -> None:
+    text = "run_launcher:\n  module: branchlake_dagster\n  class: WarmRunLauncher\n"
+    assert paths_in(text) == {"branchlake_dagster.WarmRunLauncher"}
+    text = (
+        "- python_module:\n    module_name: branchlake_dagster.definitions\nx = branchlake_dagster.cli:main\n"
+    )
+    assert paths_in(text) == {"branchlake_dagster.definitions", "branchlake_dagster.cli:main"}
+    with pytest.raises(ImportError):
+        resolve("branchlake_dagster_x.gone")
+    with pytest.raises(AttributeError):
+        resolve("branchlake_dagster.testing.gone")
+
+
+@pytest.mark.parametrize("path", STORED_PATHS)
+def test_module_paths_that_users_have_stored_stay_importable(path: str) -> None:
+    resolve(path)
+
+
+def test_stored_module_paths_are_listed() -> None:
+    """A path that our own configuration or a template brings to users is one that they store."""
+    brought = {path for page in CONFIGURATION if page.suffix != ".py" for path in paths_in(page.read_text())}
+    own = {"branchlake_dagster.cli.local.lock_jars"}  # of our Makefile alone
+    assert {path for path in brought if ".egg" not in path} - own - {*STORED_PATHS} == set()
 
 
 def code_locations() -> list[Any]:
