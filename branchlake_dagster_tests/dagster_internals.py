@@ -1,10 +1,13 @@
 """What the tests use of Dagster beyond its public interface: retries of in-memory jobs, daemons' insides."""
 
+import sys
+
 from dagster._core.code_pointer import FileCodePointer
 from dagster._core.definitions.asset_daemon_cursor import AssetDaemonCursor
 from dagster._core.definitions.assets.graph.asset_graph_subset import AssetGraphSubset
 from dagster._core.definitions.job_base import InMemoryJob
 from dagster._core.definitions.reconstruct import ReconstructableRepository
+from dagster._core.definitions.run_request import InstigatorType
 from dagster._core.execution.api import create_execution_plan, execute_run
 from dagster._core.execution.asset_backfill import AssetBackfillData
 from dagster._core.execution.backfill import BulkActionStatus, PartitionBackfill
@@ -13,18 +16,33 @@ from dagster._core.instance.types import DynamicPartitionsStore
 from dagster._core.launcher.base import LaunchRunContext, WorkerStatus
 from dagster._core.origin import RepositoryPythonOrigin
 from dagster._core.remote_origin import (
+    ManagedGrpcPythonEnvCodeLocationOrigin,
     RegisteredCodeLocationOrigin,
+    RemoteInstigatorOrigin,
     RemoteJobOrigin,
     RemoteRepositoryOrigin,
 )
-from dagster._core.scheduler.instigation import InstigatorState
+from dagster._core.scheduler.instigation import InstigatorState, InstigatorStatus, SensorInstigatorData
 from dagster._core.secrets.env_file import get_env_var_dict
 from dagster._core.storage.partition_status_cache import get_and_update_asset_status_cache_value
 from dagster._core.test_utils import create_run_for_test
+from dagster._core.types.loadable_target_origin import LoadableTargetOrigin
 from dagster._core.workspace.context import WorkspaceProcessContext
 from dagster._core.workspace.load_target import PythonFileTarget
+from dagster._daemon.asset_daemon import (
+    asset_daemon_cursor_from_instigator_serialized_cursor,
+    asset_daemon_cursor_to_instigator_serialized_cursor,
+)
 from dagster._daemon.monitoring.run_monitoring import execute_run_monitoring_iteration
 from dagster._daemon.types import DaemonHeartbeat
+from dagster._serdes import whitelist_for_serdes
+
+
+def whitelisted_classes() -> set[str]:
+    """The names under which Dagster reads stored objects, in this process."""
+    known = sys.modules[whitelist_for_serdes.__module__]._WHITELIST_MAP
+    return {*known.object_deserializers, *known.enum_serializers}
+
 
 CONSOLIDATED_EVENT_LOG = {
     "module": "dagster._core.storage.event_log",
@@ -44,23 +62,32 @@ __all__ = [
     "FileCodePointer",
     "InMemoryJob",
     "InstigatorState",
+    "InstigatorStatus",
+    "InstigatorType",
     "KnownExecutionState",
     "LaunchRunContext",
+    "LoadableTargetOrigin",
+    "ManagedGrpcPythonEnvCodeLocationOrigin",
     "PartitionBackfill",
     "PythonFileTarget",
     "ReconstructableRepository",
     "RegisteredCodeLocationOrigin",
+    "RemoteInstigatorOrigin",
     "RemoteJobOrigin",
     "RemoteRepositoryOrigin",
     "RepositoryPythonOrigin",
+    "SensorInstigatorData",
     "WorkerStatus",
     "WorkspaceProcessContext",
+    "asset_daemon_cursor_from_instigator_serialized_cursor",
+    "asset_daemon_cursor_to_instigator_serialized_cursor",
     "create_execution_plan",
     "create_run_for_test",
     "execute_run",
     "execute_run_monitoring_iteration",
     "get_and_update_asset_status_cache_value",
     "get_env_var_dict",
+    "whitelisted_classes",
 ]
 
 COMPUTE_LOGS = (

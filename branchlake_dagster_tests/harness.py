@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -90,11 +90,15 @@ class Project:
         return [record.asset_observation for record in records if record.asset_observation]
 
 
-def retry(p: Project, parent_id: str, *steps: str, ok: bool = True) -> str:
-    """Retry from failure, or of the given steps, as the UI does; the run id."""
+def retry(
+    p: Project, parent_id: str, *steps: str, ok: bool = True, assets: Collection[dg.AssetKey] = ()
+) -> str:
+    """Retry from failure, or of the given steps, as the UI does; the run id. `assets` (all): those of the run."""
     parent = p.instance.get_run_by_id(parent_id)
     assert parent is not None
     job = p.definitions.resolve_implicit_global_asset_job_def()
+    if assets:
+        job = job.get_subset(asset_selection={*assets})
     if steps:
         known = KnownExecutionState.build_for_reexecution(p.instance, parent)
         keys: Any = list(steps)

@@ -58,11 +58,24 @@ class Lakes:
         """Let the lake of this process use the shared Spark server, which starts if it does not run."""
         if not self.worker or self._has_its_own():
             return
-        EmbeddedServers(Settings(state_dir=self.shared, nessie_uri=_NOWHERE)).endpoints()
-        for part in _LENT:
-            (self.own / part).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(self.shared / part, self.own / part)
+        self.lend_spark(self.own)
         (self.own / _BORROWED).touch()
+
+    def lend_spark(self, folder: Path) -> None:
+        """Let the lake in a state folder use the shared Spark server, which starts if it does not run.
+
+        Whoever stops that lake's servers calls `take_spark_back` before, as it would stop this one too.
+        """
+        EmbeddedServers(Settings(state_dir=self.shared, nessie_uri=_NOWHERE, warehouse=None)).endpoints()
+        for part in _LENT:
+            (folder / part).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(self.shared / part, folder / part)
+
+    @staticmethod
+    def take_spark_back(folder: Path) -> None:
+        """Let the lake in a state folder forget the shared Spark server."""
+        for part in (*_LENT, _BORROWED):
+            (folder / part).unlink(missing_ok=True)
 
     def kafka(self) -> Cluster:
         """The broker of the session, which starts if it does not run. Topics part the tests."""
@@ -77,8 +90,7 @@ class Lakes:
         if self.kept:
             return
         if self.worker and not self._has_its_own():
-            for part in (*_LENT, _BORROWED):
-                (self.own / part).unlink(missing_ok=True)
+            self.take_spark_back(self.own)
         _down(self.own)
 
     def end(self) -> None:

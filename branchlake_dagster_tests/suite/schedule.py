@@ -38,6 +38,7 @@ LONGEST: tuple[str, ...] = (
     "branching/io/test_spark_io.py",
     "publication/rebase/test_foreign_hands.py",
     "checks/test_assets.py",
+    "baseline/test_continue.py",
     "lakehouse/test_embedded.py",
     "lakehouse/test_embedded_token.py",
     "publication/rebase/test_replaced_partitions.py",
