@@ -35,7 +35,7 @@ from branchlake_dagster_tests.baseline.names import classes_in_home, names_of_ru
 from branchlake_dagster_tests.baseline.opened import AUTOMATION, Opened, key, opened
 from branchlake_dagster_tests.baseline.storage import EXPECTED, object_store, settings_of, unpack
 from branchlake_dagster_tests.conftest import LAKES
-from branchlake_dagster_tests.dagster_internals import whitelisted_classes
+from branchlake_dagster_tests.dagster_internals import AssetDaemonCursor, whitelisted_classes
 from branchlake_dagster_tests.harness import retry
 from branchlake_dagster_tests.publication.reconcile.test_recheck import check_run
 
@@ -291,13 +291,19 @@ def test_a_sensor_that_follows_publications_goes_on_from_its_cursor(
 
 
 def test_an_automation_condition_goes_on_from_its_cursor(p: Opened, expected: dict[str, Any]) -> None:
-    """Dagster finds what it remembers of a condition by a hash over its class, its description and its parts."""
+    """Dagster finds what it remembers of a condition by a hash over its `name`, which is therefore a stored name."""
     cursor = p.automation_cursor(expected["cursors"][AUTOMATION])
     follower = dg.AssetSelection.assets(key("follower"))
     first = dg.evaluate_automation_conditions(p.definitions, p.instance, follower, cursor=cursor)
+    assert _nodes(cursor) == _nodes(first.cursor) != set()
     assert first.get_num_requested(key("follower")) == 1  # visits were published after its last evaluation
     again = dg.evaluate_automation_conditions(p.definitions, p.instance, follower, cursor=first.cursor)
     assert again.total_requested == 0
+
+
+def _nodes(cursor: AssetDaemonCursor) -> set[str]:
+    """The conditions of which the cursor remembers something, by their hashes."""
+    return {name for one in cursor.previous_condition_cursors or () for name in one.node_cursors_by_unique_id}
 
 
 def test_the_same_asset_stores_the_same_names_today(p: Opened, runs: dict[str, str]) -> None:
