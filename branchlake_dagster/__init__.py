@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
     from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
     from branchlake_dagster.branching.table.spec import table_metadata
+    from branchlake_dagster.catalog import NessieCatalog
     from branchlake_dagster.checks.asset_checks.columns import column_metadata
     from branchlake_dagster.checks.asset_checks.contract import pandera_checks
     from branchlake_dagster.checks.asset_checks.join import join_checks
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from branchlake_dagster.ingest.running.definitions import ingest_definitions
     from branchlake_dagster.ingest.valid_through.check import published_through_check
     from branchlake_dagster.ingest.valid_through.condition import published_through
-    from branchlake_dagster.lakehouse.catalog import NessieCatalog
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.launching.launcher import WarmRunLauncher
     from branchlake_dagster.publication.automation.conditions import (
@@ -147,7 +147,7 @@ _HOMES = {
     "ingest.running.definitions": ("ingest_definitions",),
     "ingest.valid_through.check": ("published_through_check",),
     "ingest.valid_through.condition": ("published_through",),
-    "lakehouse.catalog": ("NessieCatalog",),
+    "catalog": ("NessieCatalog",),
     "lakehouse.lakehouse": ("Lakehouse",),
     "launching.launcher": ("WarmRunLauncher",),
     "publication.automation.conditions": (

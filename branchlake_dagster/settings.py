@@ -27,7 +27,7 @@ _OTHERS = (f"{PREFIX}GP_DIR", f"{PREFIX}GP_PULL", f"{PREFIX}LIVE_SENSORS")
 _TESTS = f"{PREFIX}TEST_"
 
 _S3_KEYS = ("s3.access-key-id", "s3.secret-access-key")
-_DURABLE_FILE_IO = "branchlake_dagster.lakehouse.catalog.durable_files.DurableFileIO"
+_DURABLE_FILE_IO = "branchlake_dagster.catalog.stored_files.DurableFileIO"
 """By name: PyIceberg imports it where a file is written, on Spark's workers too."""
 
 _SECRETS_FOR_SPARK = {

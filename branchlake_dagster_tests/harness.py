@@ -12,9 +12,9 @@ import dagster as dg
 
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import BranchlakeError
+from branchlake_dagster.internals.dagster import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.library_internals.dagster import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
+from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.publication.ledger.publications import Publication, publications
 from branchlake_dagster.publication.reconcile.outcome import Outcome
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler

@@ -16,8 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from branchlake_dagster.embedded.java import bundled_java
 from branchlake_dagster.extras import MissingExtra
-from branchlake_dagster.lakehouse.embedded.java import bundled_java
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite.raised import raising

@@ -103,7 +103,7 @@ STORED_PATHS = (
     "branchlake_dagster.components",  # entry point of dagster-dg
     "branchlake_dagster.components.BranchlakeComponent",  # type of defs.yaml
     "branchlake_dagster.definitions",  # workspace.yaml, and the origins of runs in Dagster's database
-    "branchlake_dagster.lakehouse.catalog.NessieCatalog",  # py-catalog-impl of .pyiceberg.yaml
+    "branchlake_dagster.catalog.NessieCatalog",  # py-catalog-impl of .pyiceberg.yaml
     "branchlake_dagster.testing",  # tests of users
     "branchlake_dagster.testing.fixtures",  # pytest_plugins of users
 )
@@ -194,7 +194,7 @@ def test_the_architecture_names_the_rooms_that_there_are() -> None:
     named = set(re.findall(r"`((?:\w+/)+\w+)(?=`| |,)", prose(ROOT / "docs" / "architecture.md")))
     rooms = {name for name in named if name.split("/")[0] in {path.name for path in PACKAGES.iterdir()}}
     assert {name for name in rooms if not (PACKAGES / name).is_dir()} == set()
-    divided = ("lakehouse", "branching", "publication", "checks")
+    divided = ("branching", "publication", "checks")
     there = {
         f"{package}/{path.name}"
         for package in divided

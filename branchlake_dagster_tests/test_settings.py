@@ -4,10 +4,10 @@ import pytest
 from pydantic import ValidationError
 
 from branchlake_dagster import LakehouseResource
+from branchlake_dagster.embedded.servers import Endpoints
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.lakehouse.embedded.servers import Endpoints
-from branchlake_dagster.lakehouse.spark.session import connect_url
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.spark.session import connect_url
 from branchlake_dagster_tests.suite.raised import raising
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from branchlake_dagster.lakehouse.embedded.jars import ICEBERG_SPARK, NESSIE_SERVER
-from branchlake_dagster.lakehouse.embedded.java import SPARK_RUNS_ON
+from branchlake_dagster.embedded.jars import ICEBERG_SPARK, NESSIE_SERVER
+from branchlake_dagster.embedded.java import SPARK_RUNS_ON
 
 ROOT = Path(__file__).parents[1]
 MATRIX: dict[str, Any] = json.loads((ROOT / "docs" / "support.json").read_text())
@@ -54,7 +54,7 @@ def test_versions_are_those_of_the_package() -> None:
         for line in options["install_requires"].splitlines()
         if line.strip() and not line.strip().startswith("#")
     )
-    locked = (ROOT / "branchlake_dagster" / "lakehouse" / "jar_lock" / "jars.sha256").read_text()
+    locked = (ROOT / "branchlake_dagster" / "embedded" / "jars.sha256").read_text()
     (kafka,) = re.findall(r"kafka-server-([\d.]+)\.jar", locked)
     names = ("dagster", "pyspark", "pyiceberg", "pynessie", "pandera")
     assert MATRIX["versions"] == {

@@ -15,7 +15,7 @@ from pyiceberg.table.snapshots import Operation
 from pyiceberg.typedef import Identifier
 
 from branchlake_dagster.changes.summary import CHANGE_OF
-from branchlake_dagster.library_internals.pyiceberg import applied, data_files, snapshot_of
+from branchlake_dagster.internals.pyiceberg import applied, data_files, snapshot_of
 
 
 @dataclass

@@ -16,7 +16,7 @@ from pyiceberg.manifest import DataFile
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.transforms import IdentityTransform
 
-from branchlake_dagster.library_internals.column_metrics import bound_value, reliable_metrics
+from branchlake_dagster.internals.column_metrics import bound_value, reliable_metrics
 
 _VALUES: dict[type[ice.IcebergType], type] = {
     ice.BooleanType: bool,

@@ -20,7 +20,7 @@ from pyiceberg.manifest import (
 )
 from pyiceberg.table.snapshots import Operation, Snapshot
 
-from branchlake_dagster.library_internals.manifests import entries_of
+from branchlake_dagster.internals.pyiceberg_manifests import entries_of
 
 _READERS = 8
 """Manifests that are read side by side: each is a request to the store."""

@@ -28,8 +28,8 @@ from branchlake_dagster.changes import history
 from branchlake_dagster.changes.errors import RowsUnreadable
 from branchlake_dagster.changes.history import files_gone
 from branchlake_dagster.changes.model import ChangedFile, ChangeKind, ChangeSet
-from branchlake_dagster.library_internals.column_metrics import data_paths
-from branchlake_dagster.library_internals.pyiceberg import deleted_positions
+from branchlake_dagster.internals.column_metrics import data_paths
+from branchlake_dagster.internals.pyiceberg import deleted_positions
 
 CHANGE_TYPE = "_change_type"
 ORDINAL = "_change_ordinal"

@@ -86,8 +86,8 @@ for moved in sda.commands.values():
 @click.option("--prepare", is_flag=True, help="Start the servers once, which makes later starts faster.")
 def fetch(to: str | None, prepare: bool) -> None:
     """Download the jars of the embedded servers."""
-    from branchlake_dagster.lakehouse.embedded.jars import copied
-    from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers
+    from branchlake_dagster.embedded.jars import copied
+    from branchlake_dagster.embedded.servers import EmbeddedServers
 
     jars = EmbeddedServers(Settings(), say=say).fetch_jars(s3=to is not None)
     if to is not None:
@@ -154,8 +154,8 @@ def up(module: str | None, also: tuple[str, ...]) -> None:
 def down(module: str | None) -> None:
     """Stop the embedded servers; data is kept."""
     from branchlake_dagster.cli.still_used import still_used
+    from branchlake_dagster.embedded.servers import EmbeddedServers
     from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
-    from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers
 
     settings = command_settings(module).settings
     if warning := still_used(settings):
@@ -353,7 +353,7 @@ def bench(ctx: click.Context) -> None:
 @click.option("--rounds", default=3, show_default=True, help="Runs of the small asset; the median counts.")
 def lifecycle(as_json: bool, rounds: int) -> None:
     """Time a run from its launch to its publication."""
-    from branchlake_dagster.cli.bench.lifecycle import measure, show
+    from branchlake_dagster.bench.lifecycle import measure, show
 
     found = measure(Settings(), rounds=rounds, say=say)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)
@@ -371,7 +371,7 @@ def checks(as_json: bool, rows: int, rounds: int) -> None:
     Twenty column rules are checked from metadata, in one job, and by pandera itself; then one, two and five
     SQL checks.
     """
-    from branchlake_dagster.cli.bench.checks import measure, show
+    from branchlake_dagster.bench.checks import measure, show
 
     found = measure(Settings(), rows=rows, rounds=rounds, say=say)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)
@@ -388,7 +388,7 @@ def publication(as_json: bool, rounds: int, branches: int, waiting: int, commits
 
     Each is timed beside Nessie's bare calls.
     """
-    from branchlake_dagster.cli.bench.publication import measure, show
+    from branchlake_dagster.bench.publication import measure, show
 
     sizes = {"rounds": rounds, "branches": branches, "waiting": waiting, "commits": commits}
     found = measure(Settings(), **sizes, say=say)
@@ -409,8 +409,8 @@ def incremental(as_json: bool, rounds: int, sizes: str) -> None:
 
     A pipeline of two stages by changes, beside one that recomputes 14 days; and change capture alone.
     """
-    from branchlake_dagster.cli.bench.incremental.command import measure, show
-    from branchlake_dagster.cli.bench.incremental.playback import SIZES
+    from branchlake_dagster.bench.incremental.command import measure, show
+    from branchlake_dagster.bench.incremental.playback import SIZES
 
     names = sizes.split(",")
     if unknown := [name for name in names if name not in SIZES]:
@@ -430,7 +430,7 @@ def screening(as_json: bool, hours: float, files: tuple[Path, ...]) -> None:
 
     FILES are two GP files, the older one first; without them 16,000 objects are simulated.
     """
-    from branchlake_dagster.cli.bench.sda.screening import measure, show
+    from branchlake_dagster.bench.sda.screening import measure, show
 
     if len(files) not in (0, 2):
         raise click.UsageError("Name two GP files, or none.")
@@ -450,7 +450,7 @@ def ingest(records: int, seconds: float, rounds: int, as_json: bool) -> None:
     """
     from rich.console import Console
 
-    from branchlake_dagster.cli.bench.ingestion.ingest import measure, show
+    from branchlake_dagster.bench.ingestion.ingest import measure, show
 
     found = measure(Settings(), records=records, seconds=seconds, rounds=rounds, say=say)
     if as_json:
@@ -468,7 +468,7 @@ def registry(as_json: bool, rows: int, rounds: int) -> None:
 
     Merged, checked and published, beside bare Spark and Polars.
     """
-    from branchlake_dagster.cli.bench.sda.registry import measure, show
+    from branchlake_dagster.bench.sda.registry import measure, show
 
     found = measure(Settings(), rows=rows, rounds=rounds, say=say)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)
@@ -485,7 +485,7 @@ def upserts(as_json: bool, rounds: int) -> None:
     Each is done by Spark's MERGE, without a JVM as assets with pandas, Polars and Arrow frames do it, and by
     PyIceberg's own upsert.
     """
-    from branchlake_dagster.cli.bench.upserts import measure, show
+    from branchlake_dagster.bench.upserts import measure, show
 
     found = measure(Settings(), rounds=rounds, say=say)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)
@@ -500,7 +500,7 @@ def bench_receive(as_json: bool, seconds: float, roll_s: float) -> None:
 
     At full speed, and their delays at a steady rate.
     """
-    from branchlake_dagster.cli.bench.receiving.command import measure, show
+    from branchlake_dagster.bench.receiving.command import measure, show
 
     found = measure(seconds=seconds, roll_s=roll_s, say=say)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)
@@ -512,7 +512,7 @@ def bench_receive(as_json: bool, seconds: float, roll_s: float) -> None:
 @click.option("--bursts/--steady", default=True, show_default=True, help="Ten times as much for minutes.")
 def bench_live(as_json: bool, seconds: float, bursts: bool) -> None:
     """Time simulated sensors from network to main."""
-    from branchlake_dagster.cli.bench.receiving.live import measure, show
+    from branchlake_dagster.bench.receiving.live import measure, show
 
     found = measure(Settings(), seconds=seconds, bursts=bursts, say=say)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)

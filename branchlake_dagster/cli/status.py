@@ -22,8 +22,8 @@ from branchlake_dagster.branching.reaping.origin import Makers, instance_id
 from branchlake_dagster.branching.table.files import TableFiles
 from branchlake_dagster.cli.local.command_settings import ENVIRONMENT
 from branchlake_dagster.cli.local.home import dagster_home
+from branchlake_dagster.embedded.servers import NESSIE, SPARK
 from branchlake_dagster.ingest.kafka.broker import KAFKA, EmbeddedKafka
-from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.web_page import nessie_page
 from branchlake_dagster.publication.ledger.publications import publications

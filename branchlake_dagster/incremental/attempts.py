@@ -10,7 +10,7 @@ from dagster import DagsterInstance, RunRecord, RunsFilter
 
 from branchlake_dagster.branching.branch.run_tags import NONE, REASON_TAG, place_of, publication_of
 from branchlake_dagster.incremental.launch_decision import Attempt, History, Outcome, outcome_of, retry_key
-from branchlake_dagster.library_internals.dagster import RUN_KEY_TAG
+from branchlake_dagster.internals.dagster import RUN_KEY_TAG
 
 _CHUNK = 200
 """Run keys in one query."""

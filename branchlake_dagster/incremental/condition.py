@@ -18,7 +18,7 @@ from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseR
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental.backlog import Standing
 from branchlake_dagster.incremental.consumers import partitions_per_run
-from branchlake_dagster.library_internals.dagster import AssetKeyPartitionKey
+from branchlake_dagster.internals.dagster import AssetKeyPartitionKey
 from branchlake_dagster.settings import Settings
 
 

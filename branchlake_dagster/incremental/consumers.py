@@ -10,7 +10,7 @@ from dagster import AssetKey, BackfillPolicy
 from branchlake_dagster.branching.consuming.consumer import Consumer
 from branchlake_dagster.branching.consuming.declaration import declared
 from branchlake_dagster.branching.consuming.steps import consumer_of
-from branchlake_dagster.library_internals.dagster import AssetGraph
+from branchlake_dagster.internals.dagster import AssetGraph
 
 
 @dataclass(frozen=True)

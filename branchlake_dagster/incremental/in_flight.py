@@ -18,12 +18,7 @@ from dagster import (
 
 from branchlake_dagster.branching.branch.run_tags import PENDING, VERDICT_TAG
 from branchlake_dagster.incremental.launch_decision import RunUnderWay
-from branchlake_dagster.library_internals.dagster import (
-    PARTITION_TAG,
-    RANGE_END_TAG,
-    RANGE_START_TAG,
-    planned_assets,
-)
+from branchlake_dagster.internals.dagster import PARTITION_TAG, RANGE_END_TAG, RANGE_START_TAG, planned_assets
 from branchlake_dagster.publication.automation.conditions import FORGOTTEN_AFTER
 
 _UNFINISHED = [

@@ -48,12 +48,8 @@ from branchlake_dagster.incremental.partition_backlog import (
     partition_backlogs,
 )
 from branchlake_dagster.incremental.report import SHOWN_PARTITIONS, standing_metadata
+from branchlake_dagster.internals.dagster import RANGE_END_TAG, RANGE_START_TAG, CoercibleToAssetSelection
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.library_internals.dagster import (
-    RANGE_END_TAG,
-    RANGE_START_TAG,
-    CoercibleToAssetSelection,
-)
 from branchlake_dagster.wording import counted, named
 
 RETRY_TAG = "branchlake/retry"

@@ -14,15 +14,15 @@ from pyiceberg.table.metadata import TableMetadata
 
 from branchlake_dagster.branching.consuming.positions import Consumed, Positions, read, recorded_time
 from branchlake_dagster.branching.errors import PositionUnreadable
+from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.changes.capture import capture
 from branchlake_dagster.changes.errors import ChangeLost
 from branchlake_dagster.changes.history import holds, rolled_back
 from branchlake_dagster.changes.model import ChangeSet, Position, moment
 from branchlake_dagster.errors import Transient
-from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.nessie.errors import NessieError, NessieUnauthorized
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
+from branchlake_dagster.nessie.errors import NessieError, NessieUnauthorized
+from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""The lake: embedded servers, Nessie client, PyIceberg catalogue, Spark sessions and their errors."""
+"""The lake as one object: its settings, Nessie client, catalog and Spark sessions."""

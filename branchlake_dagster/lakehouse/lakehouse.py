@@ -10,16 +10,13 @@ from weakref import WeakValueDictionary
 
 from pyiceberg.typedef import Identifier
 
-from branchlake_dagster.lakehouse.calls.breaker import Breaker
-from branchlake_dagster.lakehouse.calls.budget import RetryBudget
-from branchlake_dagster.lakehouse.catalog import NessieCatalog
-from branchlake_dagster.lakehouse.embedded.servers import SPARK, EmbeddedServers, Endpoints
-from branchlake_dagster.lakehouse.nessie.client import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, NessieClient
-from branchlake_dagster.lakehouse.nessie.retry import RetryPolicy
-from branchlake_dagster.lakehouse.nessie.transport import GuardedTransport, HttpTransport
-from branchlake_dagster.lakehouse.spark.python_daemons import end_idle_daemons
-from branchlake_dagster.lakehouse.spark.session import open_session
+from branchlake_dagster.catalog import NessieCatalog
+from branchlake_dagster.embedded.servers import SPARK, EmbeddedServers, Endpoints
+from branchlake_dagster.nessie.client import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, NessieClient
+from branchlake_dagster.nessie.retry import Breaker, RetryBudget, RetryPolicy
+from branchlake_dagster.nessie.transport import GuardedTransport, HttpTransport
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.spark.session import end_idle_daemons, open_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

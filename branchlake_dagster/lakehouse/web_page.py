@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from branchlake_dagster.lakehouse.embedded.rest_catalog import serves_rest
-from branchlake_dagster.lakehouse.embedded.servers import Endpoints
+from branchlake_dagster.embedded.rest_catalog import serves_rest
+from branchlake_dagster.embedded.servers import Endpoints
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.settings import Settings
 

@@ -11,9 +11,7 @@ from typing import Any, Self
 
 from dagster import DagsterRun, DefaultRunLauncher
 
-from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
-from branchlake_dagster.launching.templates import Load, NoWorker, Templates
-from branchlake_dagster.library_internals.dagster_launching import (
+from branchlake_dagster.internals.dagster_launching import (
     CheckRunHealthResult,
     ConfigurableClassData,
     LaunchRunContext,
@@ -25,6 +23,8 @@ from branchlake_dagster.library_internals.dagster_launching import (
     server_id_of,
     shares_our_environment,
 )
+from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
+from branchlake_dagster.launching.templates import Load, NoWorker, Templates
 from branchlake_dagster.settings import Settings
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from branchlake_dagster.lakehouse.embedded.process import same_start, started_s
+from branchlake_dagster.embedded.process import same_start, started_s
 
 WORKER_TAG = ".dagster/branchlake_worker"
 """Run tag: its process, as JSON. Dagster hides tags with its own prefix from the run list."""

@@ -23,11 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from branchlake_dagster.channel import ChannelClosed, receive, send
-from branchlake_dagster.launching.leaving import leave, open_files
-from branchlake_dagster.launching.sources import Stamp, changed, imported_sources
-from branchlake_dagster.launching.worker import SETTLED, Run, execute, report_crash
-from branchlake_dagster.library_internals.dagster_launching import (
+from branchlake_dagster.internals.dagster_launching import (
     InstanceRef,
     RepositoryPythonOrigin,
     deserialize_value,
@@ -35,10 +31,14 @@ from branchlake_dagster.library_internals.dagster_launching import (
     load_repository,
     preload_execution,
 )
-from branchlake_dagster.library_internals.dagster_sqlite import remember_engines, remember_revisions
+from branchlake_dagster.internals.dagster_sqlite import remember_engines, remember_revisions
+from branchlake_dagster.internals.json_channel import ChannelClosed, receive, send
+from branchlake_dagster.launching.leaving import leave, open_files
+from branchlake_dagster.launching.sources import Stamp, changed, imported_sources
+from branchlake_dagster.launching.worker import SETTLED, Run, execute, report_crash
 
 _LATE = {
-    "branchlake_dagster.lakehouse.nessie": ("branchlake_dagster.lakehouse.nessie.pynessie_parts",),
+    "branchlake_dagster.nessie": ("branchlake_dagster.nessie.json_codec",),
     "pyiceberg": ("pyiceberg.io.pyarrow",),
     "pyspark.sql": ("pyspark.sql.connect.session", "grpc_status.rpc_status"),
 }

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from branchlake_dagster.channel import ChannelClosed, receive, send
 from branchlake_dagster.errors import BranchlakeError, Transient
+from branchlake_dagster.internals.json_channel import ChannelClosed, receive, send
 
 _MODULE = "branchlake_dagster.launching.template"
 _ANSWER_S = 30.0

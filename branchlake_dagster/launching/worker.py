@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 from dagster import DagsterInstance
 
-from branchlake_dagster.channel import ChannelClosed, receive, send
-from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
-from branchlake_dagster.library_internals.dagster_launching import (
+from branchlake_dagster.internals.dagster_launching import (
     InstanceRef,
     capture_interrupts,
     crash_text,
     deserialize_value,
     execute_run_here,
 )
+from branchlake_dagster.internals.json_channel import ChannelClosed, receive, send
+from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
 
 SETTLED = 85
 """The exit status of a worker that leaves its run ended, or untouched. No other way to end has this one: code

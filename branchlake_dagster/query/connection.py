@@ -13,8 +13,8 @@ from pyiceberg.table import Table
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.nessie.model import ContentKey
 from branchlake_dagster.lakehouse.sql_names import quoted, sql_name
+from branchlake_dagster.nessie.model import ContentKey
 from branchlake_dagster.query.dataset import IcebergDataset
 from branchlake_dagster.query.errors import QueryFailed
 from branchlake_dagster.query.names import Path, named_tables, resolve, table_keys

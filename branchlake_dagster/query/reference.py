@@ -9,9 +9,9 @@ from datetime import UTC, datetime, timedelta
 from branchlake_dagster.branching.branch.reference_names import DISCARDED_PREFIX, SWEEPING_PREFIX
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieNotFound, ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import Reference
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieNotFound, ReferenceNotFound
+from branchlake_dagster.nessie.model import Reference
 from branchlake_dagster.publication.ledger.publications import RUN_ID, publications_in
 from branchlake_dagster.query.errors import NoSuchState
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX

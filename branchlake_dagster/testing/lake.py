@@ -17,12 +17,12 @@ from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseR
 from branchlake_dagster.branching.table.spec import identifier_of, table_name
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
+from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.publication.runtime.publish import RunOutcome, publish
 from branchlake_dagster.testing.rebinding import standing_on
 
 if TYPE_CHECKING:
-    from branchlake_dagster.library_internals.dagster import CoercibleToAssetSelection
+    from branchlake_dagster.internals.dagster import CoercibleToAssetSelection
 
 Run = str | dg.ExecuteInProcessResult | dg.DagsterRun
 """A run, by its id or by what Dagster gave back."""

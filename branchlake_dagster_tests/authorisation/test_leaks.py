@@ -19,7 +19,7 @@ from branchlake_dagster.branching.resources.spark_resource import BranchSparkRes
 from branchlake_dagster.cli import main
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized
+from branchlake_dagster.nessie.errors import NessieUnauthorized
 from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_discarded
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler

@@ -139,7 +139,7 @@ def test_pyicebergs_own_entrance(lake: Lakehouse, guard: Guard, namespace: str) 
     catalog = load_catalog(
         "nessie",
         **{
-            "py-catalog-impl": "branchlake_dagster.lakehouse.catalog.NessieCatalog",
+            "py-catalog-impl": "branchlake_dagster.catalog.NessieCatalog",
             "uri": guard.uri,
             "token": TOKEN,
             "warehouse": lake.settings.warehouse_uri,

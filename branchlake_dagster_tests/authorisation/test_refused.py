@@ -16,7 +16,7 @@ from branchlake_dagster.branching.branch.run_tags import VERDICT_TAG
 from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
 from branchlake_dagster.cli import main
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized
+from branchlake_dagster.nessie.errors import NessieUnauthorized
 from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_discarded
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
@@ -220,7 +220,7 @@ def test_pyicebergs_own_entrance(
     bearer(token)
     untouched()
     properties = {
-        "py-catalog-impl": "branchlake_dagster.lakehouse.catalog.NessieCatalog",
+        "py-catalog-impl": "branchlake_dagster.catalog.NessieCatalog",
         "uri": guard.uri,
         **({"token": token} if token else {}),
     }

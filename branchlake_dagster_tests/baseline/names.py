@@ -14,9 +14,9 @@ from typing import Any
 import dagster as dg
 import pyarrow.parquet as pq
 
-from branchlake_dagster.ingest.receiving.landing import Landing
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.nessie.model import IcebergTable, Namespace
+from branchlake_dagster.nessie.model import IcebergTable, Namespace
+from branchlake_dagster.receivers.landing import Landing
 from branchlake_dagster_tests.baseline import shop
 from branchlake_dagster_tests.baseline.opened import Opened
 from branchlake_dagster_tests.baseline.storage import objects

@@ -11,9 +11,9 @@ from typing import Any
 import dagster as dg
 
 from branchlake_dagster.cli.local.home import dagster_home
-from branchlake_dagster.ingest.receiving.records.record import Origin, Record
-from branchlake_dagster.ingest.receiving.sinks.landing_files import LandingSink
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.receivers.landing_sink import LandingSink
+from branchlake_dagster.receivers.records import Origin, Record
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.baseline import shop
 from branchlake_dagster_tests.baseline.storage import without_secrets

@@ -32,9 +32,9 @@ from branchlake_dagster.incremental.backfill.launch import launch, launch_again
 from branchlake_dagster.ingest.batch.reprocess import Chosen
 from branchlake_dagster.ingest.running.batch_assets import REPROCESS_TAG
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieUnavailable
-from branchlake_dagster.lakehouse.nessie.model import IcebergTable
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieUnavailable
+from branchlake_dagster.nessie.model import IcebergTable
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.trouble import ATTEMPTS
 from branchlake_dagster_tests.baseline.names import stored_names

@@ -8,8 +8,8 @@ import pytest
 
 from branchlake_dagster import LakehouseResource, connect, consume, consumes, table_metadata
 from branchlake_dagster.branching.delivering.sql_changes import Changes
+from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.changes.summary import CHANGE_TABLE
-from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project

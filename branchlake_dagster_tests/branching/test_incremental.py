@@ -20,15 +20,15 @@ from branchlake_dagster.branching.consuming.commits import commits_of
 from branchlake_dagster.branching.consuming.positions import CONSUMED
 from branchlake_dagster.branching.errors import PartitionMismatch, PositionUnreadable, RowsRemoved
 from branchlake_dagster.branching.table.provenance import BRANCH_HEAD
+from branchlake_dagster.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.changes.capture import capture, position_of
 from branchlake_dagster.changes.errors import ChangeLost
 from branchlake_dagster.changes.summary import RUN_ID
 from branchlake_dagster.incremental.backlog import Standing
 from branchlake_dagster.incremental.consumers import consumers
 from branchlake_dagster.incremental.standings import standings
-from branchlake_dagster.lakehouse.catalog.options import COMMIT_PROPERTY
+from branchlake_dagster.internals.dagster import report_engine_event
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.library_internals.dagster import report_engine_event
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values

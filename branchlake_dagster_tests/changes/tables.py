@@ -19,7 +19,7 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType
 
 from branchlake_dagster.changes.rows import ChangedRows
-from branchlake_dagster.library_internals.pyiceberg import as_compaction, data_files, snapshot_of
+from branchlake_dagster.internals.pyiceberg import as_compaction, data_files, snapshot_of
 
 SCHEMA = Schema(NestedField(1, "day", StringType()), NestedField(2, "value", LongType()))
 BY_DAY = PartitionSpec(PartitionField(1, 1000, IdentityTransform(), "day"))

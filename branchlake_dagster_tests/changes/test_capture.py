@@ -22,7 +22,7 @@ from branchlake_dagster.changes.errors import ChangeLost, Loss
 from branchlake_dagster.changes.model import ChangeKind, ChangeSet, Position
 from branchlake_dagster.changes.own_files import OwnFilesCache
 from branchlake_dagster.changes.rows import RowReader, without_carried
-from branchlake_dagster.library_internals.manifests import entries_of
+from branchlake_dagster.internals.pyiceberg_manifests import entries_of
 from branchlake_dagster_tests.changes.tables import (
     BY_DAY,
     SCHEMA,

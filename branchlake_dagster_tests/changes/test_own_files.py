@@ -23,7 +23,7 @@ from pyiceberg.table.snapshots import Operation, Snapshot, Summary
 from pyiceberg.typedef import Record
 
 from branchlake_dagster.changes.own_files import OwnFilesCache
-from branchlake_dagster.library_internals.manifests import entries_of
+from branchlake_dagster.internals.pyiceberg_manifests import entries_of
 from branchlake_dagster_tests.changes.tables import BY_DAY, SCHEMA
 
 OTHER, OWN = 11, 12

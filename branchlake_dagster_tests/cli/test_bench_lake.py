@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from branchlake_dagster.cli.bench.own_lake import own_lake
+from branchlake_dagster.bench.own_lake import own_lake
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite.raised import raising

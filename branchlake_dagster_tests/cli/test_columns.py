@@ -25,7 +25,7 @@ from branchlake_dagster.branching.reaping.rules import ReapingAction
 from branchlake_dagster.cli.columns.dependents import columns_of_asset, dependents_in_code
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.nessie.errors import NessieOutcomeUnknown
+from branchlake_dagster.nessie.errors import NessieOutcomeUnknown
 from branchlake_dagster.publication.cleanup.reaping import reap_branches
 from branchlake_dagster.publication.commit import column_changes
 from branchlake_dagster.publication.commit.column_changes import (

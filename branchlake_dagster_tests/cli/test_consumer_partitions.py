@@ -27,8 +27,8 @@ from branchlake_dagster.cli.main import main
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental.launch_decision import LaunchPolicy, LaunchState
 from branchlake_dagster.incremental.sensor import DeclaredSensor, declared_sensors
+from branchlake_dagster.internals.dagster import SensorTicks
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.library_internals.dagster import SensorTicks
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import published
 from branchlake_dagster_tests.incremental.test_incremental_sensor import Ticks

@@ -9,10 +9,10 @@ from click.testing import CliRunner
 
 from branchlake_dagster.cli.local import rehearsal
 from branchlake_dagster.cli.main import main
-from branchlake_dagster.lakehouse.embedded.archives import archive_of, archives_folder
-from branchlake_dagster.lakehouse.embedded.java import bundled_java
-from branchlake_dagster.lakehouse.embedded.process import ServerDidNotStart
-from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK, EmbeddedServers
+from branchlake_dagster.embedded.archives import archive_of, archives_folder
+from branchlake_dagster.embedded.java import bundled_java
+from branchlake_dagster.embedded.process import ServerDidNotStart
+from branchlake_dagster.embedded.servers import NESSIE, SPARK, EmbeddedServers
 from branchlake_dagster.settings import Settings
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from branchlake_dagster.cli.local.starting import Starting
+from branchlake_dagster.embedded.servers import EmbeddedServers, Endpoints
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers, Endpoints
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.spark import warm_up
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.spark import session as warm_up
 
 ANSWER = Endpoints("http://127.0.0.1:1/api/v2", "sc://localhost:1", None)
 

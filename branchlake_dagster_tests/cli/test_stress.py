@@ -23,11 +23,10 @@ from branchlake_dagster.cli.ending import ending_cleanly
 from branchlake_dagster.cli.local import demo
 from branchlake_dagster.cli.status import show
 from branchlake_dagster.cli.still_used import still_used
+from branchlake_dagster.embedded import jars
+from branchlake_dagster.embedded.jars import ICEBERG_SPARK, DownloadFailed, resolve
+from branchlake_dagster.embedded.state_folder import LakeMoved, note_place, require_place, state_folder
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.lakehouse.embedded import jars
-from branchlake_dagster.lakehouse.embedded.jars import ICEBERG_SPARK, DownloadFailed, resolve
-from branchlake_dagster.lakehouse.embedded.place import LakeMoved, note_place, require_place
-from branchlake_dagster.lakehouse.embedded.private import state_folder
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.runtime.tick import Tick

@@ -26,13 +26,13 @@ from branchlake_dagster.fusion.sensors.network import RADARS, TELESCOPES
 from branchlake_dagster.fusion.wire.links import decode_links
 from branchlake_dagster.fusion.wire.optical import decode_optical
 from branchlake_dagster.fusion.wire.radar import KEY_BYTES, decode_radar
-from branchlake_dagster.ingest.receiving.landing import Landing
-from branchlake_dagster.ingest.receiving.records.record import Origin, Record
-from branchlake_dagster.ingest.receiving.sinks.landing_files import LandingSink
-from branchlake_dagster.ingest.receiving.sources.polling import HttpConfig, HttpSource
-from branchlake_dagster.ingest.receiving.sources.tcp import TcpConfig, TcpSource
-from branchlake_dagster.ingest.receiving.sources.udp import UdpConfig, UdpSource
-from branchlake_dagster_tests.ingest.receiving.harness import MemorySink, an_intake, running, until
+from branchlake_dagster.receivers.http_polling import HttpConfig, HttpSource
+from branchlake_dagster.receivers.landing import Landing
+from branchlake_dagster.receivers.landing_sink import LandingSink
+from branchlake_dagster.receivers.records import Origin, Record
+from branchlake_dagster.receivers.tcp import TcpConfig, TcpSource
+from branchlake_dagster.receivers.udp import UdpConfig, UdpSource
+from branchlake_dagster_tests.receivers.harness import MemorySink, an_intake, running, until
 
 DAY_NS = 86_400 * 1_000_000_000
 START_NS = int(REFERENCE_EPOCH.timestamp()) * 1_000_000_000

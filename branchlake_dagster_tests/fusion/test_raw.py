@@ -24,10 +24,10 @@ from branchlake_dagster.fusion.wire.links import decode_links, encode_links
 from branchlake_dagster.fusion.wire.optical import MALFORMED, decode_optical, encode_optical
 from branchlake_dagster.fusion.wire.radar import KEY_BYTES, decode_radar, encode_radar
 from branchlake_dagster.ingest.declaring.declaration import Ingest
-from branchlake_dagster.ingest.receiving.records.record import Origin, Record
-from branchlake_dagster.ingest.receiving.sinks.kafka import KafkaSink
-from branchlake_dagster.ingest.receiving.sinks.landing_files import LandingSink
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.receivers.kafka_sink import KafkaSink
+from branchlake_dagster.receivers.landing_sink import LandingSink
+from branchlake_dagster.receivers.records import Origin, Record
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.ingest.test_landing_source import LandingDriver

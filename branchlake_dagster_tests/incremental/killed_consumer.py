@@ -19,7 +19,7 @@ from branchlake_dagster.branching.consuming import consumption
 from branchlake_dagster.branching.consuming.consumption import Consumption
 from branchlake_dagster.branching.delivering import outputs
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
 

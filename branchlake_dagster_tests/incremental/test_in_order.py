@@ -20,8 +20,8 @@ from branchlake_dagster.incremental.consumers import consumers
 from branchlake_dagster.incremental.in_flight import InFlight
 from branchlake_dagster.incremental.launch_decision import LaunchPolicy, LaunchState
 from branchlake_dagster.incremental.partition_backlog import launch_decisions
+from branchlake_dagster.internals.dagster import RANGE_END_TAG, RANGE_START_TAG, RUN_KEY_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.library_internals.dagster import RANGE_END_TAG, RANGE_START_TAG, RUN_KEY_TAG
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 from branchlake_dagster_tests.incremental.test_incremental_sensor import Ticks

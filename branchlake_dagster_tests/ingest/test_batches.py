@@ -29,11 +29,11 @@ from pyiceberg.types import (
     UUIDType,
 )
 
+from branchlake_dagster.catalog.options import NAMESPACE_CREATE
 from branchlake_dagster.ingest.batch.ingest_batch import ingest_batch
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import EarlierAttemptLate, PositionLost, TopicChanged, TopicReplaced
 from branchlake_dagster.ingest.scanning.writer import SET
-from branchlake_dagster.lakehouse.catalog.options import NAMESPACE_CREATE
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.kafka import Broker, Message
 from branchlake_dagster_tests.suite.raised import raising

@@ -6,8 +6,8 @@ import pytest
 from confluent_kafka import KafkaError
 
 from branchlake_dagster.ingest.kafka import topics
-from branchlake_dagster.ingest.kafka.complaints import Cause, Complaints
-from branchlake_dagster.ingest.receiving.sinks import kafka as sinks
+from branchlake_dagster.receivers import kafka_sink as sinks
+from branchlake_dagster.receivers.kafka_errors import Cause, Complaints
 
 DOWN = KafkaError(KafkaError._ALL_BROKERS_DOWN, "1/1 brokers are down")
 REFUSED = KafkaError(KafkaError._TRANSPORT, "b:9092/bootstrap: Connect to ipv4#10.0.0.1:9092 failed: refused")

@@ -25,15 +25,15 @@ from branchlake_dagster.ingest.errors import LandingUnavailable, TopicChanged, T
 from branchlake_dagster.ingest.landing.retention import least, remove_read
 from branchlake_dagster.ingest.landing.topics import LandingTopics
 from branchlake_dagster.ingest.positions.offsets import OffsetRange, TopicPartition
-from branchlake_dagster.ingest.receiving.landing import Landing, LandingDamaged
-from branchlake_dagster.ingest.receiving.records.record import Origin, Record
-from branchlake_dagster.ingest.receiving.sinks.landing_files import LandingSink
 from branchlake_dagster.ingest.reporting.observing import observations
 from branchlake_dagster.ingest.running.definitions import ingest_definitions
 from branchlake_dagster.ingest.running.landing_files import remove_landing_files
 from branchlake_dagster.ingest.running.sensor import waiting
 from branchlake_dagster.ingest.running.source import source_of
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.receivers.landing import Landing, LandingDamaged
+from branchlake_dagster.receivers.landing_sink import LandingSink
+from branchlake_dagster.receivers.records import Origin, Record
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.suite.raised import raising

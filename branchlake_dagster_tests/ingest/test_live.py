@@ -20,6 +20,7 @@ from pyspark.sql import SparkSession
 from branchlake_dagster.branching.reaping.origin import INSTANCE
 from branchlake_dagster.branching.reaping.reaper import Reaper
 from branchlake_dagster.branching.reaping.rules import Limits, Reaping, ReapingAction
+from branchlake_dagster.embedded.servers import Endpoints
 from branchlake_dagster.ingest.batch.ingest_batch import BatchResult
 from branchlake_dagster.ingest.batch.records import KafkaRecords
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
@@ -28,9 +29,8 @@ from branchlake_dagster.ingest.kafka.topics import KafkaTopics
 from branchlake_dagster.ingest.positions.recorded import COMMIT_ID, OFFSETS, VALID_THROUGH, Recorded
 from branchlake_dagster.ingest.running import live as live_module
 from branchlake_dagster.ingest.running.live import LiveIngestion
-from branchlake_dagster.lakehouse.embedded.servers import Endpoints
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.publication.cleanup.reaping import DagsterRuns, reap_branches
 from branchlake_dagster.publication.commit.committer import PublicationContended
 from branchlake_dagster.publication.reconcile.reconciler import RUN_BRANCHES

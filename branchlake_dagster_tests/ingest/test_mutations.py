@@ -13,6 +13,7 @@ import pytest
 
 from branchlake_dagster.branching.sweeping.plan import SweepPlanner
 from branchlake_dagster.branching.table.files import TableFiles, plain
+from branchlake_dagster.catalog.written_prefixes import recorded_prefixes
 from branchlake_dagster.ingest.batch import ingest_batch as batches
 from branchlake_dagster.ingest.batch.ingest_batch import ingest_batch
 from branchlake_dagster.ingest.batch.merge import merge, staging_table, staging_tables
@@ -20,12 +21,7 @@ from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.running.earlier_attempts import take_back
 from branchlake_dagster.ingest.scanning.scan import Scanned
 from branchlake_dagster.ingest.scanning.targets import Target
-from branchlake_dagster.lakehouse.catalog.written_prefixes import recorded_prefixes
-from branchlake_dagster.lakehouse.nessie.errors import (
-    NessieConflict,
-    NessieOutcomeUnknown,
-    NessieUnavailable,
-)
+from branchlake_dagster.nessie.errors import NessieConflict, NessieOutcomeUnknown, NessieUnavailable
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.suite.kafka import Broker, Message

@@ -17,6 +17,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
 from branchlake_dagster.branching.branch.run_branch import branch_name
+from branchlake_dagster.catalog.options import NAMESPACE_CREATE
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.batch.place import Place
@@ -25,7 +26,6 @@ from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import EarlierAttemptLate, LettersLeftOut
 from branchlake_dagster.ingest.scanning.prepared import Prepared
 from branchlake_dagster.ingest.scanning.scan import Scanned
-from branchlake_dagster.lakehouse.catalog.options import NAMESPACE_CREATE
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.suite.kafka import Broker, Message, as_environment

@@ -20,8 +20,8 @@ from branchlake_dagster.ingest.batch.unwritable import is_caused_by_records, rea
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import KafkaUnavailable
 from branchlake_dagster.ingest.positions.division import divide
-from branchlake_dagster.lakehouse.nessie.errors import NessieUnavailable
-from branchlake_dagster.lakehouse.spark.errors import SparkGone
+from branchlake_dagster.nessie.errors import NessieUnavailable
+from branchlake_dagster.spark.session import SparkGone
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.kafka import Broker, Message
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from branchlake_dagster.lakehouse.nessie import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
+from branchlake_dagster.nessie import NessieClient
+from branchlake_dagster.nessie.errors import ReferenceNotFound
 
 
 @pytest.fixture

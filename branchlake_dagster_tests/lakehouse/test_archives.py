@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from branchlake_dagster.embedded import process
+from branchlake_dagster.embedded.archives import Archive, archive_of, archives_folder, making
+from branchlake_dagster.embedded.jars import ICEBERG_AWS, ICEBERG_SPARK, NESSIE_SERVER
+from branchlake_dagster.embedded.java import bundled_java, user_java
+from branchlake_dagster.embedded.process import ProcessRecord
+from branchlake_dagster.embedded.servers import NESSIE, SPARK, EmbeddedServers
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.lakehouse.embedded import process
-from branchlake_dagster.lakehouse.embedded.archives import Archive, archive_of, archives_folder, making
-from branchlake_dagster.lakehouse.embedded.jars import ICEBERG_AWS, ICEBERG_SPARK, NESSIE_SERVER
-from branchlake_dagster.lakehouse.embedded.java import bundled_java, user_java
-from branchlake_dagster.lakehouse.embedded.process import ProcessRecord
-from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK, EmbeddedServers
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite.raised import raising
 

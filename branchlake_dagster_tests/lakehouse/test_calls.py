@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchlake_dagster.lakehouse.calls.breaker import Breaker, BreakerRule
-from branchlake_dagster.lakehouse.calls.budget import RetryBudget
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieUnavailable
-from branchlake_dagster.lakehouse.nessie.retry import RetryPolicy
-from branchlake_dagster.lakehouse.nessie.transport import GuardedTransport
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieUnavailable
+from branchlake_dagster.nessie.retry import Breaker, BreakerRule, RetryBudget, RetryPolicy
+from branchlake_dagster.nessie.transport import GuardedTransport
 from branchlake_dagster_tests.suite.raised import raising
 
 

@@ -12,8 +12,8 @@ from pyiceberg.exceptions import (
 )
 from pyiceberg.schema import Schema
 
-from branchlake_dagster.lakehouse.catalog import NessieCatalog
-from branchlake_dagster.lakehouse.nessie import NessieClient
+from branchlake_dagster.catalog import NessieCatalog
+from branchlake_dagster.nessie import NessieClient
 from branchlake_dagster_tests.suite.raised import raising
 
 

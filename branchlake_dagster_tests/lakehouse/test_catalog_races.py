@@ -18,14 +18,10 @@ from pyiceberg.exceptions import (
 )
 from pyiceberg.table.update import SetPropertiesUpdate
 
-from branchlake_dagster.lakehouse.catalog import NessieCatalog
-from branchlake_dagster.lakehouse.nessie import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import (
-    NessieOutcomeUnknown,
-    NessieUnavailable,
-    ReferenceNotFound,
-)
-from branchlake_dagster.lakehouse.nessie.model import CommitResult
+from branchlake_dagster.catalog import NessieCatalog
+from branchlake_dagster.nessie import NessieClient
+from branchlake_dagster.nessie.errors import NessieOutcomeUnknown, NessieUnavailable, ReferenceNotFound
+from branchlake_dagster.nessie.model import CommitResult
 
 SCHEMA = pa.schema([("id", pa.int64())])
 

@@ -9,10 +9,10 @@ import pytest
 from pyiceberg.exceptions import NoSuchIcebergTableError
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.lakehouse.catalog import NessieCatalog
+from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.nessie import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
+from branchlake_dagster.nessie import NessieClient
+from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 
 pytestmark = pytest.mark.spark
 

@@ -21,11 +21,11 @@ from pyiceberg.schema import Schema
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType
 
+from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.errors import ConfigurationError, ReadOnlyReference, Unsupported
-from branchlake_dagster.lakehouse.catalog import NessieCatalog
-from branchlake_dagster.lakehouse.nessie import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
+from branchlake_dagster.nessie import NessieClient
+from branchlake_dagster.nessie.errors import ReferenceNotFound
+from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster_tests.suite.raised import raising
 
 SCHEMA = Schema(NestedField(1, "id", LongType()), NestedField(2, "p", StringType()))
@@ -68,7 +68,7 @@ def test_by_name_through_load_catalog(nessie_uri: str, fresh_branch: str, wareho
     with load_catalog(
         "nessie",
         **{
-            "py-catalog-impl": "branchlake_dagster.lakehouse.catalog.NessieCatalog",
+            "py-catalog-impl": "branchlake_dagster.catalog.NessieCatalog",
             "uri": nessie_uri,
             "ref": fresh_branch,
             "warehouse": warehouse,

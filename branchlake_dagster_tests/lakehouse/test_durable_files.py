@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from pyiceberg.io import load_file_io
 
-from branchlake_dagster.lakehouse.catalog.durable_files import DurableFileIO, synchronize
+from branchlake_dagster.catalog.stored_files import DurableFileIO, synchronize
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.settings import Settings
 
 

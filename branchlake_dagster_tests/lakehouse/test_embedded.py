@@ -19,9 +19,8 @@ import psutil
 import pytest
 
 from branchlake_dagster.branching.branch.run_branch import main_with_history
-from branchlake_dagster.errors import ConfigurationError, Transient
-from branchlake_dagster.lakehouse.embedded import java, process
-from branchlake_dagster.lakehouse.embedded.jars import (
+from branchlake_dagster.embedded import java, process
+from branchlake_dagster.embedded.jars import (
     ICEBERG_AWS,
     ICEBERG_SPARK,
     NESSIE_SERVER,
@@ -31,9 +30,16 @@ from branchlake_dagster.lakehouse.embedded.jars import (
     ivy_module,
     resolve,
 )
-from branchlake_dagster.lakehouse.embedded.ports import LOOPBACK, choose_port, keep_port
-from branchlake_dagster.lakehouse.embedded.process import ProcessRecord, ServerDidNotStart, started_s
-from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK, EmbeddedServers, Endpoints
+from branchlake_dagster.embedded.process import (
+    LOOPBACK,
+    ProcessRecord,
+    ServerDidNotStart,
+    choose_port,
+    keep_port,
+    started_s,
+)
+from branchlake_dagster.embedded.servers import NESSIE, SPARK, EmbeddedServers, Endpoints
+from branchlake_dagster.errors import ConfigurationError, Transient
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite.raised import raising

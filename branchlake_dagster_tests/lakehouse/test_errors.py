@@ -3,8 +3,8 @@ import pickle
 import pytest
 
 from branchlake_dagster import errors
-from branchlake_dagster.lakehouse.nessie import errors as nessie_errors
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, KeyConflict
+from branchlake_dagster.nessie import errors as nessie_errors
+from branchlake_dagster.nessie.model import ContentKey, KeyConflict
 
 ALL = [
     value

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from branchlake_dagster.lakehouse.embedded import jars
+from branchlake_dagster.embedded import jars
 
 
 def test_two_ivys_do_not_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,16 @@ from pathlib import Path
 import pytest
 
 from branchlake_dagster.cli.local.lock_jars import digests_of
-from branchlake_dagster.errors import ConfigurationError, Terminal
-from branchlake_dagster.ingest.kafka.broker import BROKER, BROKER_LOGGING
-from branchlake_dagster.lakehouse.embedded.jars import (
+from branchlake_dagster.embedded import jar_lock as verification
+from branchlake_dagster.embedded.jar_lock import (
+    LOCK_FILE,
+    JarRefused,
+    format_lock,
+    packaged_lock,
+    read_lock,
+    verify_jars,
+)
+from branchlake_dagster.embedded.jars import (
     ICEBERG_AWS,
     ICEBERG_SPARK,
     NESSIE_SERVER,
@@ -24,15 +31,9 @@ from branchlake_dagster.lakehouse.embedded.jars import (
     resolve,
     resolve_with_all,
 )
-from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers
-from branchlake_dagster.lakehouse.jar_lock import verification
-from branchlake_dagster.lakehouse.jar_lock.lock_file import (
-    LOCK_FILE,
-    format_lock,
-    packaged_lock,
-    read_lock,
-)
-from branchlake_dagster.lakehouse.jar_lock.verification import JarRefused, verify_jars
+from branchlake_dagster.embedded.servers import EmbeddedServers
+from branchlake_dagster.errors import ConfigurationError, Terminal
+from branchlake_dagster.ingest.kafka.broker import BROKER, BROKER_LOGGING
 from branchlake_dagster.settings import Settings
 
 ROOT = Path(__file__).parents[2]

@@ -17,17 +17,12 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.lakehouse.embedded import process
-from branchlake_dagster.lakehouse.embedded.process import ProcessRecord
-from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK, EmbeddedServers
+from branchlake_dagster.embedded import logs as rotation
+from branchlake_dagster.embedded import process
+from branchlake_dagster.embedded.logs import EARLIER_FILES, rotate_by_copy, rotate_by_rename, rotate_folder
+from branchlake_dagster.embedded.process import ProcessRecord
+from branchlake_dagster.embedded.servers import NESSIE, SPARK, EmbeddedServers
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.logs import rotation
-from branchlake_dagster.lakehouse.logs.rotation import (
-    EARLIER_FILES,
-    rotate_by_copy,
-    rotate_by_rename,
-    rotate_folder,
-)
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.waiting import holds_within
 

@@ -11,15 +11,15 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from branchlake_dagster.lakehouse.nessie import MergeMode, NessieClient, RetryPolicy
-from branchlake_dagster.lakehouse.nessie.errors import (
+from branchlake_dagster.nessie import MergeMode, NessieClient, RetryPolicy
+from branchlake_dagster.nessie.errors import (
     NessieAlreadyExists,
     NessieConflict,
     NessieRefused,
     NessieUnavailable,
     ReferenceNotFound,
 )
-from branchlake_dagster.lakehouse.nessie.model import (
+from branchlake_dagster.nessie.model import (
     CommitResult,
     ContentKey,
     Delete,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
-from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
-from branchlake_dagster.lakehouse.nessie.errors import (
+from branchlake_dagster.nessie import NessieClient, RetryPolicy
+from branchlake_dagster.nessie.errors import (
     ContentNotFound,
     NessieAlreadyExists,
     NessieConflict,
@@ -25,13 +25,7 @@ from branchlake_dagster.lakehouse.nessie.errors import (
     NotNessie,
     ReferenceNotFound,
 )
-from branchlake_dagster.lakehouse.nessie.model import (
-    ContentKey,
-    Delete,
-    KeyConflict,
-    Reference,
-    ReferenceType,
-)
+from branchlake_dagster.nessie.model import ContentKey, Delete, KeyConflict, Reference, ReferenceType
 from branchlake_dagster_tests.suite.raised import raising
 
 from .conftest import FakeServer

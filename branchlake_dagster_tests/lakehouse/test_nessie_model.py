@@ -3,9 +3,9 @@ from datetime import UTC, datetime
 
 import pytest
 
-from branchlake_dagster.lakehouse.nessie import codec
-from branchlake_dagster.lakehouse.nessie.errors import NessieRefused
-from branchlake_dagster.lakehouse.nessie.model import (
+from branchlake_dagster.nessie import json_codec as codec
+from branchlake_dagster.nessie.errors import NessieRefused
+from branchlake_dagster.nessie.model import (
     ContentKey,
     Delete,
     IcebergTable,
@@ -16,8 +16,9 @@ from branchlake_dagster.lakehouse.nessie.model import (
     Reference,
     ReferenceType,
     Unchanged,
+    parse_name,
+    parse_ref,
 )
-from branchlake_dagster.lakehouse.nessie.refs import parse_name, parse_ref
 from branchlake_dagster_tests.suite.raised import raising
 
 HASH = "2e1cfa82b035c26cbbbdae632cea070514eb8b773f616aaeaf668e2f0be8f10d"

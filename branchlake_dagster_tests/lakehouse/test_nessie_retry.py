@@ -3,8 +3,8 @@ from collections.abc import Callable
 import pytest
 
 from branchlake_dagster.errors import BranchlakeError
-from branchlake_dagster.lakehouse.nessie import RetryPolicy
-from branchlake_dagster.lakehouse.nessie.errors import (
+from branchlake_dagster.nessie import RetryPolicy
+from branchlake_dagster.nessie.errors import (
     NessieAlreadyExists,
     NessieConflict,
     NessieOutcomeUnknown,

@@ -10,15 +10,15 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from branchlake_dagster.lakehouse.nessie import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import (
+from branchlake_dagster.nessie import NessieClient
+from branchlake_dagster.nessie.errors import (
     ContentNotFound,
     NessieAlreadyExists,
     NessieConflict,
     NessieRefused,
     ReferenceNotFound,
 )
-from branchlake_dagster.lakehouse.nessie.model import (
+from branchlake_dagster.nessie.model import (
     ContentKey,
     Delete,
     IcebergTable,

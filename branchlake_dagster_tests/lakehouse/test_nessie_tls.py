@@ -15,9 +15,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
-from branchlake_dagster.lakehouse.nessie.errors import NessieRefused
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, Delete
+from branchlake_dagster.nessie import NessieClient, RetryPolicy
+from branchlake_dagster.nessie.errors import NessieRefused
+from branchlake_dagster.nessie.model import ContentKey, Delete
 from branchlake_dagster_tests.suite.raised import raising
 
 H = "ab" * 32

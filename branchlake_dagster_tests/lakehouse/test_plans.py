@@ -3,7 +3,7 @@
 import pytest
 
 from branchlake_dagster.branching.resources.read_set import candidates
-from branchlake_dagster.lakehouse.spark.plans import Scanned, parts, scanned
+from branchlake_dagster.spark.plan_reads import Scanned, parts, scanned
 
 
 def plan(*lines: str) -> str:

@@ -19,8 +19,9 @@ import psutil
 import pyarrow as pa
 import pytest
 
+from branchlake_dagster.embedded import warm_worker as warm
+from branchlake_dagster.embedded import worker_daemon as daemon
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.python_workers import daemon, warm
 from branchlake_dagster.waiting import holds_within
 
 MODULE = daemon.__name__

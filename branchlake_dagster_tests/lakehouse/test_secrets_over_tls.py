@@ -9,13 +9,13 @@ from pyspark.sql import SparkSession
 from pyspark.sql.connect.client import DefaultChannelBuilder
 
 from branchlake_dagster import LakehouseResource
+from branchlake_dagster.embedded.servers import Endpoints
 from branchlake_dagster.errors import ConfigurationError, SecretWithoutTls
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.kafka.cluster import Cluster
 from branchlake_dagster.ingest.running import source
-from branchlake_dagster.lakehouse.embedded.servers import Endpoints
-from branchlake_dagster.lakehouse.spark.session import open_session
 from branchlake_dagster.settings import Settings, require_tls
+from branchlake_dagster.spark.session import open_session
 
 CLEAR = "sc://spark.example.org:15002"
 SECRET = "never-shown"

@@ -15,10 +15,9 @@ import pytest
 from pyspark.errors import AnalysisException
 
 from branchlake_dagster.errors import OutcomeUnknown
+from branchlake_dagster.internals.pyspark import give_up_within
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.spark.errors import SparkGone
-from branchlake_dagster.lakehouse.spark.session import open_session
-from branchlake_dagster.library_internals.pyspark import give_up_within
+from branchlake_dagster.spark.session import SparkGone, open_session
 from branchlake_dagster_tests.suite.raised import raising
 
 pytestmark = pytest.mark.spark

@@ -8,7 +8,7 @@ import pyspark.sql.connect.logging
 import pytest
 from pyspark.sql.connect.session import SparkSession
 
-from branchlake_dagster.library_internals.pyspark import keep_connect_log_off, leave_sessions_to_stop
+from branchlake_dagster.internals.pyspark import keep_connect_log_off, leave_sessions_to_stop
 
 
 @pytest.mark.parametrize("level", [None, "WARNING"])

@@ -27,8 +27,8 @@ from pyiceberg.table.snapshots import Snapshot
 from pyiceberg.typedef import Record
 from pyiceberg.types import LongType, NestedField
 
-from branchlake_dagster.lakehouse.catalog import stored_files
-from branchlake_dagster.lakehouse.catalog.stored_files import (
+from branchlake_dagster.catalog import stored_files
+from branchlake_dagster.catalog.stored_files import (
     StoredFile,
     StoredFileDamaged,
     file_errors,

@@ -14,13 +14,9 @@ from pyiceberg.table.metadata import TableMetadata, new_table_metadata
 from pyiceberg.table.sorting import UNSORTED_SORT_ORDER
 from pyiceberg.types import LongType, NestedField
 
-from branchlake_dagster.lakehouse.catalog import NessieCatalog, written_prefixes
-from branchlake_dagster.lakehouse.catalog.written_prefixes import (
-    prefixes_of,
-    record_prefixes,
-    recorded_prefixes,
-)
-from branchlake_dagster.lakehouse.nessie import NessieClient
+from branchlake_dagster.catalog import NessieCatalog, written_prefixes
+from branchlake_dagster.catalog.written_prefixes import prefixes_of, record_prefixes, recorded_prefixes
+from branchlake_dagster.nessie import NessieClient
 
 SCHEMA = Schema(NestedField(1, "n", LongType()))
 UUID = "61eb40df-1caa-49f6-af47-4899b82b7e39"

@@ -13,9 +13,9 @@ import psutil
 import pytest
 from dagster import DagsterRunStatus
 
+from branchlake_dagster.internals import dagster_sqlite
 from branchlake_dagster.launching import templates
 from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
-from branchlake_dagster.library_internals import dagster_sqlite
 from branchlake_dagster_tests.dagster_internals import WorkerStatus
 from branchlake_dagster_tests.launching.stack import LOCATION, Stack, stack, wait_for
 

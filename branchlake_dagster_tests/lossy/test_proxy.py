@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from branchlake_dagster.lakehouse.nessie.errors import NessieOutcomeUnknown, NessieUnavailable
-from branchlake_dagster.lakehouse.nessie.transport import HttpTransport
+from branchlake_dagster.nessie.errors import NessieOutcomeUnknown, NessieUnavailable
+from branchlake_dagster.nessie.transport import HttpTransport
 from branchlake_dagster_tests.lossy.faults import Dice, Draw, Fault
 from branchlake_dagster_tests.lossy.proxy import LossyProxy, lossy_proxy
 from branchlake_dagster_tests.suite.raised import raising

@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from branchlake_dagster.branching.fencing.discard import discard
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.cli import main
-from branchlake_dagster.lakehouse.embedded.place import LakeNotRunning
+from branchlake_dagster.embedded.state_folder import LakeNotRunning
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.query import LakeReader, QueryFailed, TableNotThere, connect
 from branchlake_dagster.query.errors import NoSuchState

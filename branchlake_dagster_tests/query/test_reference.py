@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.query.reference import Where
 from branchlake_dagster_tests.suite.raised import raising
 

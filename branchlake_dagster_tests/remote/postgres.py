@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from branchlake_dagster.lakehouse.embedded.ports import LOOPBACK
+from branchlake_dagster.embedded.process import LOOPBACK
 
 ACCOUNT = "postgres"
 """Postgres refuses to run as root; the system's package brings this account."""

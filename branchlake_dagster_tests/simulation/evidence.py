@@ -11,7 +11,7 @@ from dagster import DagsterRun, DagsterRunStatus
 
 from branchlake_dagster.branching.branch.run_tags import CHECK_HASH_TAG, CHECKS_FOR_TAG
 from branchlake_dagster.errors import BranchlakeError
-from branchlake_dagster.lakehouse.nessie.model import IcebergTable
+from branchlake_dagster.nessie.model import IcebergTable
 from branchlake_dagster.publication.gate.event_position import EventPosition
 from branchlake_dagster.publication.gate.evidence import (
     AssetRules,

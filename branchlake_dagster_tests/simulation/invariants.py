@@ -15,7 +15,7 @@ from branchlake_dagster.branching.branch.run_tags import (
     Status,
 )
 from branchlake_dagster.branching.fencing.taken_back import FAILS
-from branchlake_dagster.lakehouse.nessie.model import IcebergTable
+from branchlake_dagster.nessie.model import IcebergTable
 from branchlake_dagster.publication.ledger.publications import Publication, publications_in
 from branchlake_dagster_tests.simulation.changes import Change, Kind
 from branchlake_dagster_tests.simulation.runs import TABLES, Plan, table_key, unchecked_tables

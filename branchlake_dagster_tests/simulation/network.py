@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import requests
 from urllib3.exceptions import NewConnectionError
 
-from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy, failures
+from branchlake_dagster.nessie import NessieClient, RetryPolicy, failures
 from branchlake_dagster_tests.simulation.faults import Fault, Faults
 from branchlake_dagster_tests.simulation.nessie import Answer, InMemoryNessie
 from branchlake_dagster_tests.simulation.scheduler import Clock, Died, Scheduler

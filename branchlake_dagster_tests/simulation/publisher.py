@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from branchlake_dagster.lakehouse.nessie import NessieClient
+from branchlake_dagster.nessie import NessieClient
 from branchlake_dagster.publication.commit.publisher import Publisher
 from branchlake_dagster.publication.ledger.candidate import Candidate, Result
 from branchlake_dagster.publication.ledger.main_log import MainLog

@@ -8,7 +8,7 @@ from enum import StrEnum
 from random import Random
 from uuid import UUID
 
-from branchlake_dagster.lakehouse.nessie.model import ContentKey
+from branchlake_dagster.nessie.model import ContentKey
 from branchlake_dagster_tests.simulation.changes import Change, Kind
 from branchlake_dagster_tests.simulation.tables import Row
 

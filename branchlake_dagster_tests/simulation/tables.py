@@ -9,8 +9,8 @@ from typing import Any
 from zlib import crc32
 
 from branchlake_dagster.branching.table.replaced import Among, Replaced
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
-from branchlake_dagster.library_internals.column_metrics import DataPaths
+from branchlake_dagster.internals.column_metrics import DataPaths
+from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.publication.rebase.changes import (
     Bounds,
     Column,

@@ -24,9 +24,9 @@ import pytest
 from branchlake_dagster.branching.reaping.origin import Maker, Makers, Origin
 from branchlake_dagster.branching.sweeping import made_on_branch
 from branchlake_dagster.branching.sweeping import plan as sweep_plan
-from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
-from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, NessieOutcomeUnknown
-from branchlake_dagster.lakehouse.nessie.model import DiffAt, Operation, Reference, Unchanged
+from branchlake_dagster.nessie import NessieClient, RetryPolicy
+from branchlake_dagster.nessie.errors import NessieConflict, NessieOutcomeUnknown
+from branchlake_dagster.nessie.model import DiffAt, Operation, Reference, Unchanged
 from branchlake_dagster.publication.commit import committer
 from branchlake_dagster.publication.commit.committer import Committer
 from branchlake_dagster.publication.gate.branch_commits import BranchCommits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from branchlake_dagster.lakehouse.nessie import failures
+from branchlake_dagster.nessie import failures
 from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
 
 T = TypeVar("T")

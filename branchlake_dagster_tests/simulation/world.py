@@ -17,8 +17,8 @@ from branchlake_dagster.branching.branch.run_branch import branch_name, main_wit
 from branchlake_dagster.branching.fencing.discard import discarded_name
 from branchlake_dagster.branching.sweeping import sweeper
 from branchlake_dagster.errors import BranchlakeError
-from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
-from branchlake_dagster.lakehouse.nessie.model import Namespace, Operation, Put
+from branchlake_dagster.nessie import NessieClient, RetryPolicy
+from branchlake_dagster.nessie.model import Namespace, Operation, Put
 from branchlake_dagster.publication.ledger.main_log import MainLog
 from branchlake_dagster.publication.rebase.changes import Mode, SnapshotChange
 from branchlake_dagster.publication.reconcile import assess, recheck

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from branchlake_dagster.lakehouse.embedded.process import ProcessRecord, started_s
-from branchlake_dagster.lakehouse.embedded.servers import SPARK, EmbeddedServers, Endpoints
+from branchlake_dagster.embedded.process import ProcessRecord, started_s
+from branchlake_dagster.embedded.servers import SPARK, EmbeddedServers, Endpoints
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite.lakes import Lakes

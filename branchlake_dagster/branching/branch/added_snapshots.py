@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Snapshot
 
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable, LogEntry, Put
+from branchlake_dagster.nessie.model import ContentKey, IcebergTable, LogEntry, Put
 
 ReadMetadata = Callable[[str], TableMetadata | None]
 """Reads the table metadata at a location; None if the file is missing."""

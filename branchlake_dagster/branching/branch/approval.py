@@ -21,7 +21,7 @@ from branchlake_dagster.branching.branch.run_tags import (
     publication_of,
 )
 from branchlake_dagster.branching.errors import NotApproved
-from branchlake_dagster.library_internals.dagster import (
+from branchlake_dagster.internals.dagster import (
     AUTOMATION_CONDITION_TAG,
     BACKFILL_ID_TAG,
     RETRY_NUMBER_TAG,

@@ -11,9 +11,9 @@ import contextlib
 from branchlake_dagster.branching.branch.reference_names import CLAIM_PREFIX, tags
 from branchlake_dagster.branching.branch.run_branch import branch_name, run_id_of
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import Reference
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
+from branchlake_dagster.nessie.model import Reference
 
 CLAIM_TAGS = tags(CLAIM_PREFIX)
 """Nessie's filter for the claims."""

@@ -9,7 +9,7 @@ from dagster import DagsterInstance, DagsterRun, RunRecord, RunsFilter
 
 from branchlake_dagster.branching.branch.run_branch import branch_name, run_id_of
 from branchlake_dagster.branching.branch.run_tags import BRANCH_TAG, CONTINUES_TAG, opened_by, place_of
-from branchlake_dagster.library_internals.dagster import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG
+from branchlake_dagster.internals.dagster import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG
 
 _CHUNK = 500
 """Values in one query; SQLite takes at most 999."""

@@ -10,14 +10,14 @@ from branchlake_dagster.branching.branch.run_tags import Place, base_hash_of, op
 from branchlake_dagster.branching.errors import RunBranchGone
 from branchlake_dagster.errors import OutcomeUnknown, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import (
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import (
     NessieAlreadyExists,
     NessieConflict,
     NessieError,
     ReferenceNotFound,
 )
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, Namespace, Put, Reference
+from branchlake_dagster.nessie.model import ContentKey, Namespace, Put, Reference
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX
 
 FALLING_BACK = "Nessie unavailable, falling back to direct main writes"

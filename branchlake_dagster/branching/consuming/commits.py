@@ -14,9 +14,9 @@ from branchlake_dagster.changes.capture import position_of
 from branchlake_dagster.changes.model import ChangeSet, Position
 from branchlake_dagster.changes.summary import RUN_ID
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable, LogEntry, Put
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import ReferenceNotFound
+from branchlake_dagster.nessie.model import ContentKey, IcebergTable, LogEntry, Put
 
 
 @dataclass(frozen=True)

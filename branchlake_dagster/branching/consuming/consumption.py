@@ -37,13 +37,13 @@ from branchlake_dagster.branching.errors import PositionUnreadable, TableMissing
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.table.spec import table_name
 from branchlake_dagster.branching.valid_through import ValidThrough
+from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.changes.capture import capture, position_on_branch
 from branchlake_dagster.changes.errors import ChangeLost
 from branchlake_dagster.changes.history import holds, rolled_back, runs_since
 from branchlake_dagster.changes.model import ChangeSet, Position
 from branchlake_dagster.changes.ranges import Ranges, changed, comparable, union
 from branchlake_dagster.errors import ConfigurationError, all_of
-from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 
 Known = TypeVar("Known")

@@ -11,7 +11,7 @@ from dagster import AssetKey
 
 from branchlake_dagster.branching.table.spec import plain
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.library_internals.dagster import CoercibleToAssetKey
+from branchlake_dagster.internals.dagster import CoercibleToAssetKey
 
 Pattern = Literal["rows", "keys", "range"]
 WhenLost = Literal["fail", "rebuild", "skip"]

@@ -17,17 +17,14 @@ from branchlake_dagster.branching.consuming.consumer import Identifier, Input
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.table.selection import Selection, inside, to_iceberg
 from branchlake_dagster.branching.table.spec import table_name
+from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.changes.change_table import ChangeTable, copied, referring
 from branchlake_dagster.changes.model import ChangedFile, ChangeSet
 from branchlake_dagster.changes.rows import ChangedRows, RowReader
 from branchlake_dagster.changes.summary import CHANGE_TABLE
 from branchlake_dagster.errors import all_of
-from branchlake_dagster.lakehouse.catalog import NessieCatalog
-from branchlake_dagster.library_internals.column_metrics import (
-    ReliableInclusiveEvaluator,
-    ReliableStrictEvaluator,
-)
-from branchlake_dagster.library_internals.pyiceberg import write_metadata
+from branchlake_dagster.internals.column_metrics import ReliableInclusiveEvaluator, ReliableStrictEvaluator
+from branchlake_dagster.internals.pyiceberg import write_metadata
 
 _log = logging.getLogger(__name__)
 

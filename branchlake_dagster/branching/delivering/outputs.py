@@ -21,7 +21,7 @@ from branchlake_dagster.branching.table.selection import Selection, inside, to_s
 from branchlake_dagster.branching.table.spec import TableSpec
 from branchlake_dagster.branching.valid_through import VALID_THROUGH
 from branchlake_dagster.changes.model import moment
-from branchlake_dagster.library_internals.pyiceberg import transaction_on
+from branchlake_dagster.internals.pyiceberg import transaction_on
 
 
 def effective(consumption: Consumption, spec: TableSpec) -> TableSpec:

@@ -30,8 +30,8 @@ from branchlake_dagster.branching.frames.spark_frames import (
 from branchlake_dagster.branching.frames.wording import not_unique
 from branchlake_dagster.branching.table.selection import Selection, to_iceberg, to_sql
 from branchlake_dagster.branching.table.spec import TableSpec
-from branchlake_dagster.lakehouse.spark.quoting import quoted
-from branchlake_dagster.library_internals.pyiceberg import transaction_on
+from branchlake_dagster.internals.pyiceberg import transaction_on
+from branchlake_dagster.spark.session import quoted
 from branchlake_dagster.wording import counted
 
 MOST_KEYS = 2_000

@@ -24,7 +24,7 @@ from branchlake_dagster.branching.delivering.inputs import (
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.table.selection import Selection, to_sql
 from branchlake_dagster.changes.rows import CHANGE_TYPE, DELETE, INSERT
-from branchlake_dagster.lakehouse.spark.quoting import dotted, quoted
+from branchlake_dagster.spark.session import dotted, quoted
 
 FEW_ROWS = 20_000
 """A change of so many rows is sent to Spark with the query, which needs no table for it."""

@@ -20,8 +20,8 @@ from branchlake_dagster.branching.errors import TableMissing
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.changes.ranges import Ranges
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.lakehouse.spark.quoting import dotted
-from branchlake_dagster.library_internals.dagster import CoercibleToAssetKey
+from branchlake_dagster.internals.dagster import CoercibleToAssetKey
+from branchlake_dagster.spark.session import dotted
 
 
 class Changes:

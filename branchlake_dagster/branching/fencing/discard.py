@@ -11,9 +11,9 @@ from branchlake_dagster.branching.branch.reference_names import DISCARDED_PREFIX
 from branchlake_dagster.branching.branch.run_branch import run_id_of
 from branchlake_dagster.branching.errors import RetryNeedsFullRun
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import Reference, ReferenceType
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
+from branchlake_dagster.nessie.model import Reference, ReferenceType
 
 DISCARDED_TAGS = tags(DISCARDED_PREFIX)
 """Nessie's filter for the states that a retry may still take."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from branchlake_dagster.branching.branch.claim import release_claim
 from branchlake_dagster.branching.fencing.discard import discard
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import Reference
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieConflict, ReferenceNotFound
+from branchlake_dagster.nessie.model import Reference
 
 
 def finish_branch(client: NessieClient, branch: Reference, *, keep_data: bool) -> None:

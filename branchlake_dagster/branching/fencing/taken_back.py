@@ -18,7 +18,7 @@ from dagster import (
 )
 
 from branchlake_dagster.branching.branch.run_tags import FAILED_BY_TAG, PUBLISHER, Status
-from branchlake_dagster.library_internals.dagster import report_planned_again
+from branchlake_dagster.internals.dagster import report_planned_again
 
 FAILS = (Status.BLOCKED, Status.REFUSED)
 """What makes a run fail whose steps have all succeeded."""

@@ -17,7 +17,7 @@ from branchlake_dagster.branching.errors import PartitionMismatch
 from branchlake_dagster.branching.frames.wording import must_be, not_unique
 from branchlake_dagster.branching.table.selection import Selection, rows_outside, to_iceberg
 from branchlake_dagster.branching.table.spec import TableSpec
-from branchlake_dagster.library_internals.pyiceberg import transaction_on
+from branchlake_dagster.internals.pyiceberg import transaction_on
 
 _FROM_ARROW: dict[type, Callable[[pa.Table], Any]] = {
     pa.Table: lambda table: table,

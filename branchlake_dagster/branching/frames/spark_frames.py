@@ -23,7 +23,7 @@ from branchlake_dagster.branching.errors import (
 from branchlake_dagster.branching.frames.wording import must_be, not_unique
 from branchlake_dagster.branching.table.selection import Selection, to_sql
 from branchlake_dagster.branching.table.spec import TableSpec
-from branchlake_dagster.lakehouse.spark.quoting import quoted
+from branchlake_dagster.spark.session import quoted
 from branchlake_dagster.wording import named
 
 _SNAPSHOT_PROPERTY = "snapshot-property."

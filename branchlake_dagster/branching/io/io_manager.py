@@ -39,11 +39,10 @@ from branchlake_dagster.branching.table.spec import PREVIEW_ROWS, TableSpec, req
 from branchlake_dagster.branching.table.types import iceberg_schema, stored_schema
 from branchlake_dagster.branching.upserting import merge
 from branchlake_dagster.branching.upserting.engine import SparkReason, engine_metadata
-from branchlake_dagster.lakehouse.catalog import NessieCatalog
-from branchlake_dagster.lakehouse.nessie.errors import NessieUnauthorized
-from branchlake_dagster.lakehouse.spark.quoting import quoted
-from branchlake_dagster.lakehouse.spark.session import telling_refusals
-from branchlake_dagster.library_internals.dagster_resources import CopiedByFields
+from branchlake_dagster.catalog import NessieCatalog
+from branchlake_dagster.internals.dagster import CopiedByFields
+from branchlake_dagster.nessie.errors import NessieUnauthorized
+from branchlake_dagster.spark.session import quoted, telling_refusals
 
 
 class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from pyiceberg.manifest import DataFileContent, FileFormat, ManifestEntryStatus
 from pyiceberg.table import Table
 
-from branchlake_dagster.library_internals.manifests import entries_of
+from branchlake_dagster.internals.pyiceberg_manifests import entries_of
 
 _COLUMNS = 12
 _CHARACTERS = 40

@@ -17,8 +17,8 @@ from branchlake_dagster.branching.branch.run_branch import run_id_of
 from branchlake_dagster.branching.branch.run_tags import judged
 from branchlake_dagster.branching.liveness.failure_detector import LOOKS
 from branchlake_dagster.branching.liveness.heartbeat_store import MISSED, Heartbeat
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import ReferenceNotFound
 
 
 class HolderWatch:

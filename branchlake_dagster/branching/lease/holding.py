@@ -15,8 +15,8 @@ from branchlake_dagster.branching.lease.token import HOLDER, TOKEN, Lease, lease
 from branchlake_dagster.branching.liveness.failure_detector import LOOKS
 from branchlake_dagster.branching.liveness.heartbeat_store import MISSED, Heartbeat
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, NessieOutcomeUnknown
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieConflict, NessieOutcomeUnknown
 
 
 class RunLeases:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from branchlake_dagster.lakehouse.nessie.model import Content, ContentKey, Namespace, Put
+from branchlake_dagster.nessie.model import Content, ContentKey, Namespace, Put
 
 HOME = "branchlake"
 """The namespace that holds them. Branches made from an empty `main` have it anyway."""

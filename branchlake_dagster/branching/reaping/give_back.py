@@ -9,7 +9,7 @@ from branchlake_dagster.branching.branch.reference_names import DISCARDED_PREFIX
 from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.fencing.discard import give_back
 from branchlake_dagster.branching.reaping.rules import Owner, Reaping, ReapingAction, RunState
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.wording import Reason
 
 

@@ -7,8 +7,8 @@ from itertools import islice
 
 from branchlake_dagster.branching.table.provenance import PREFIX
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import LogEntry
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.model import LogEntry
 
 _STRIDE = 200
 """Commits of `main` read for each commit of a branch: `main` may have moved on by thousands."""

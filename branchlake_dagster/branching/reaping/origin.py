@@ -17,9 +17,9 @@ from dagster import DagsterInstance
 from branchlake_dagster.branching.branch.batch_branch import BatchBranch
 from branchlake_dagster.branching.table.files import FileUnreadable, TableFiles
 from branchlake_dagster.branching.table.provenance import PREFIX
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import IcebergTable, LogEntry, Put, Reference
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import ReferenceNotFound
+from branchlake_dagster.nessie.model import IcebergTable, LogEntry, Put, Reference
 from branchlake_dagster.wording import named
 
 INSTANCE = f"{PREFIX}instance"

@@ -43,9 +43,9 @@ from branchlake_dagster.branching.reaping.rules import (
 )
 from branchlake_dagster.branching.reaping.seen import Seen, age_of
 from branchlake_dagster.branching.table.files import TableFiles
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import Reference
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieConflict, ReferenceNotFound
+from branchlake_dagster.nessie.model import Reference
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX
 from branchlake_dagster.wording import Reason
 

@@ -10,7 +10,7 @@ from branchlake_dagster.branching.branch.run_branch import run_id_of
 from branchlake_dagster.branching.liveness.failure_detector import Liveness
 from branchlake_dagster.branching.liveness.heartbeat_store import Heartbeat
 from branchlake_dagster.branching.reaping.rules import Owner, RunState
-from branchlake_dagster.lakehouse.nessie.model import Reference
+from branchlake_dagster.nessie.model import Reference
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from branchlake_dagster.branching.table.spec import exclusive_name
-from branchlake_dagster.library_internals.dagster import running_context
+from branchlake_dagster.internals.dagster import running_context
 
 
 class ExclusiveNames:

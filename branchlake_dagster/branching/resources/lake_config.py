@@ -12,7 +12,7 @@ from typing import Any, Self
 from dagster import ConfigurableResource, EnvVar
 from pydantic import Field, field_validator, model_validator
 
-from branchlake_dagster.library_internals.dagster_resources import CopiedByFields
+from branchlake_dagster.internals.dagster import CopiedByFields
 from branchlake_dagster.settings import PREFIX, Settings, require_known_fields
 
 EMBEDDED = "embedded"

@@ -30,12 +30,12 @@ from branchlake_dagster.branching.resources.retry import inherited
 from branchlake_dagster.branching.resources.step_retry import CODE_OF_STEP, undo_earlier_attempts
 from branchlake_dagster.branching.table.files import TableFiles
 from branchlake_dagster.branching.table.provenance import BRANCH_HEAD
+from branchlake_dagster.catalog import NessieCatalog
+from branchlake_dagster.catalog.options import COMMIT_PROPERTY, NAMESPACE_CREATE
 from branchlake_dagster.changes.summary import RUN_ID
 from branchlake_dagster.errors import ReadOnlyReference
-from branchlake_dagster.lakehouse.catalog import NessieCatalog
-from branchlake_dagster.lakehouse.catalog.options import COMMIT_PROPERTY, NAMESPACE_CREATE
+from branchlake_dagster.internals.dagster import report_engine_event
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.library_internals.dagster import report_engine_event
 from branchlake_dagster.settings import Settings
 
 _log = logging.getLogger(__name__)

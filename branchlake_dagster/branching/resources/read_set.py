@@ -20,10 +20,10 @@ from dagster import DagsterInstance, DagsterRun, MetadataValue
 from pyiceberg.typedef import Identifier
 
 from branchlake_dagster.branching.table.spec import ISOLATION
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
-from branchlake_dagster.lakehouse.spark.plans import Scanned
-from branchlake_dagster.library_internals.dagster import report_engine_event, running_context
+from branchlake_dagster.internals.dagster import report_engine_event, running_context
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.model import ContentKey, IcebergTable
+from branchlake_dagster.spark.plan_reads import Scanned
 
 READ_TABLES = "branchlake/read_tables"
 """Metadata of an engine event: dotted names of tables, as a JSON list."""

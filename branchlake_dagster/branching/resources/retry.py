@@ -18,7 +18,7 @@ from branchlake_dagster.branching.branch.run_tags import (
 from branchlake_dagster.branching.errors import RetryNeedsFullRun
 from branchlake_dagster.branching.fencing.discard import take_over
 from branchlake_dagster.branching.fencing.report_end import report_end
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.nessie.client import NessieClient
 
 _HINT = "Re-execute all steps; the new run will start from today's main."
 

@@ -16,10 +16,9 @@ from branchlake_dagster.branching.errors import ReadsUnknown
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.resources.read_set import running_step
 from branchlake_dagster.branching.resources.step_retry import CODE_OF_STEP
-from branchlake_dagster.lakehouse.spark.plans import Scanned
-from branchlake_dagster.lakehouse.spark.reads import watch
-from branchlake_dagster.lakehouse.spark.session import is_connect
-from branchlake_dagster.library_internals.dagster_resources import CopiedByFields
+from branchlake_dagster.internals.dagster import CopiedByFields
+from branchlake_dagster.spark.plan_reads import Scanned, watch
+from branchlake_dagster.spark.session import is_connect
 
 
 class BranchSparkResource(CopiedByFields, PySparkResource):

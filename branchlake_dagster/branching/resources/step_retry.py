@@ -19,8 +19,8 @@ from branchlake_dagster.branching.branch.added_snapshots import (
 )
 from branchlake_dagster.branching.errors import RetryNeedsFullRun
 from branchlake_dagster.branching.table.provenance import PREFIX
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import (
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.model import (
     Content,
     ContentKey,
     Delete,

@@ -19,7 +19,7 @@ from pyiceberg.table.snapshots import Snapshot
 from branchlake_dagster.branching.table.files import FileUnreadable, TableFiles, folders, home, plain, within
 from branchlake_dagster.branching.table.provenance import PREFIX
 from branchlake_dagster.changes.summary import RUN_ID
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, Delete, IcebergTable, LogEntry, Put
+from branchlake_dagster.nessie.model import ContentKey, Delete, IcebergTable, LogEntry, Put
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from branchlake_dagster.branching.sweeping.made_on_branch import Borrowed, Made,
 from branchlake_dagster.branching.table.files import FileUnreadable, TableFiles, home, plain, within
 from branchlake_dagster.branching.table.provenance import PUBLICATION_ID
 from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import Content, ContentKey, IcebergTable, LogEntry, Reference
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.model import Content, ContentKey, IcebergTable, LogEntry, Reference
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX
 
 

@@ -29,9 +29,9 @@ from branchlake_dagster.branching.sweeping.plan import BaseUnknown, StateUnreada
 from branchlake_dagster.branching.table.files import TableFiles
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import Reference
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
+from branchlake_dagster.nessie.model import Reference
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX
 from branchlake_dagster.wording import Reason, agree, counted
 

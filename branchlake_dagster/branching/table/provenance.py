@@ -17,7 +17,7 @@ from pyiceberg.table import Table
 
 from branchlake_dagster.branching.branch.run_branch import RunBranch
 from branchlake_dagster.branching.table.spec import TableSpec
-from branchlake_dagster.library_internals.dagster import add_loaded_input_metadata
+from branchlake_dagster.internals.dagster import add_loaded_input_metadata
 
 PREFIX = "branchlake."
 PUBLICATION_ID = f"{PREFIX}publication_id"

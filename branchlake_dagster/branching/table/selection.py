@@ -37,7 +37,7 @@ from pyiceberg.types import DateType, IcebergType, StringType, TimestampType, Ti
 
 from branchlake_dagster.branching.errors import SchemaMismatch
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.lakehouse.spark.quoting import quoted, text_literal
+from branchlake_dagster.spark.session import quoted, text_literal
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from dagster import AssetKey
 from pyiceberg.table import TableProperties
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.lakehouse.nessie.model import ContentKey
-from branchlake_dagster.lakehouse.spark.quoting import dotted
+from branchlake_dagster.nessie.model import ContentKey
+from branchlake_dagster.spark.session import dotted
 
 WriteMode = Literal["replace_partitions", "replace_table", "append", "upsert"]
 Isolation = Literal["snapshot", "serializable"]

@@ -19,7 +19,7 @@ from pyiceberg.table import FileScanTask, Table
 
 from branchlake_dagster.branching.table.partitioning import whole_files
 from branchlake_dagster.branching.table.selection import Selection, Values, ends, to_iceberg
-from branchlake_dagster.library_internals.pyiceberg import commit_compaction, data_files, rows_all_match
+from branchlake_dagster.internals.pyiceberg import commit_compaction, data_files, rows_all_match
 
 
 def divide(table: Table, selection: Selection, properties: Mapping[str, str]) -> Table:

@@ -9,7 +9,7 @@ from pyiceberg.schema import Schema, assign_fresh_schema_ids
 from pyiceberg.types import IcebergType, ListType, MapType, StructType
 
 from branchlake_dagster.branching.errors import ColumnUnsupported, SchemaMismatch
-from branchlake_dagster.library_internals.pyiceberg import iceberg_schema_of
+from branchlake_dagster.internals.pyiceberg import iceberg_schema_of
 
 _MOST_DIGITS = 38
 _FORMAT_VERSION = 2

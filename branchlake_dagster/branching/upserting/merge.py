@@ -28,7 +28,7 @@ from branchlake_dagster.branching.upserting.engine import (
     reason_of_table,
     requires_values,
 )
-from branchlake_dagster.library_internals.pyiceberg import commit_files, data_files
+from branchlake_dagster.internals.pyiceberg import commit_files, data_files
 
 _READERS = 8
 _ROW = "__branchlake_row"

@@ -29,7 +29,7 @@ from branchlake_dagster.checks.constraints.model import (
 )
 from branchlake_dagster.checks.constraints.predicate import predicate_of
 from branchlake_dagster.checks.constraints.promises import NotNull
-from branchlake_dagster.library_internals.pandera import builtin_of
+from branchlake_dagster.internals.pandera import builtin_of
 
 if TYPE_CHECKING:
     from pyspark.sql import Column

@@ -15,7 +15,7 @@ from typing import Any
 from pandera.api.checks import Check
 from pyspark.sql import Column, DataFrame
 
-from branchlake_dagster.library_internals.pandera import method_of
+from branchlake_dagster.internals.pandera import method_of
 
 Predicate = Callable[[Any, DataFrame], Column]
 

@@ -73,7 +73,7 @@ def _change(
     from branchlake_dagster.errors import ConfigurationError
     from branchlake_dagster.incremental.standings import Unreadable
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-    from branchlake_dagster.lakehouse.nessie.model import ContentKey
+    from branchlake_dagster.nessie.model import ContentKey
     from branchlake_dagster.publication.commit.column_changes import (
         ColumnChange,
         change_columns,

@@ -13,8 +13,8 @@ from branchlake_dagster.branching.consuming.steps import consumer_of
 from branchlake_dagster.branching.table.spec import identifier_of, table_spec
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.incremental.standings import Unreadable, recorded_positions
+from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.library_internals.dagster import AssetGraph
 from branchlake_dagster.publication.commit.column_changes import ColumnChange
 
 

@@ -24,9 +24,9 @@ from branchlake_dagster.branching.branch.run_tags import (
 from branchlake_dagster.branching.liveness.failure_detector import Liveness
 from branchlake_dagster.branching.reaping.rules import Reaping, ReapingAction, RunState
 from branchlake_dagster.cli.doctor.examination import Examination
+from branchlake_dagster.embedded.state_folder import LakeNotRunning
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
 from branchlake_dagster.extras import require
-from branchlake_dagster.lakehouse.embedded.place import LakeNotRunning
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.cleanup.reaping import limits_of, reap_branches
 from branchlake_dagster.publication.commit.publisher import publisher_of

@@ -13,10 +13,10 @@ from typing import Any
 from pyarrow.fs import FileSelector, LocalFileSystem
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
+from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.cli.doctor.examination import Examination
 from branchlake_dagster.cli.doctor.spark import spark
-from branchlake_dagster.lakehouse.catalog import NessieCatalog
-from branchlake_dagster.lakehouse.embedded.java import (
+from branchlake_dagster.embedded.java import (
     NESSIE_RUNS_ON,
     SPARK_RUNS_ON,
     bundled_java,
@@ -24,10 +24,10 @@ from branchlake_dagster.lakehouse.embedded.java import (
     java_version_text,
     user_java,
 )
-from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers, Endpoints
+from branchlake_dagster.embedded.servers import EmbeddedServers, Endpoints
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.lakehouse.nessie import NessieClient, RetryPolicy
-from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
+from branchlake_dagster.nessie import NessieClient, RetryPolicy
+from branchlake_dagster.nessie.errors import ReferenceNotFound
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.wording import counted
 

@@ -10,11 +10,11 @@ import grpc
 import pyspark
 
 from branchlake_dagster.cli.doctor.examination import Examination
+from branchlake_dagster.embedded.jars import ICEBERG_SPARK
+from branchlake_dagster.embedded.servers import AVRO_LIMITS, Endpoints
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.lakehouse.embedded.jars import ICEBERG_SPARK
-from branchlake_dagster.lakehouse.embedded.servers import AVRO_LIMITS, Endpoints
-from branchlake_dagster.lakehouse.spark.session import connect_url, open_session
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.spark.session import connect_url, open_session
 from branchlake_dagster.wording import counted
 
 if TYPE_CHECKING:

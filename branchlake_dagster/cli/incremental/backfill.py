@@ -26,8 +26,8 @@ from branchlake_dagster.incremental.backfill.progress import (
 from branchlake_dagster.incremental.backfill.retry import RetryPlan, launch_retry, lost_partitions, plan_retry
 from branchlake_dagster.incremental.backfill.stale import stale_partitions
 from branchlake_dagster.incremental.sensor import DeclaredSensor, declared_sensors
+from branchlake_dagster.internals.dagster import AssetGraph, backfills_tagged
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.library_internals.dagster import AssetGraph, backfills_tagged
 
 
 @dataclass(frozen=True)

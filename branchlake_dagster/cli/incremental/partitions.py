@@ -27,7 +27,7 @@ from branchlake_dagster.incremental.partition_backlog import (
 )
 from branchlake_dagster.incremental.report import position_text
 from branchlake_dagster.incremental.sensor import DeclaredSensor
-from branchlake_dagster.library_internals.dagster import SensorTicks, sensor_ticks
+from branchlake_dagster.internals.dagster import SensorTicks, sensor_ticks
 
 _WIDE = 240
 """Columns when nobody watches: a line for each partition, for grep."""

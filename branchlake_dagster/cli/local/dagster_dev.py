@@ -13,9 +13,8 @@ from pathlib import Path
 
 import requests
 
+from branchlake_dagster.embedded.process import LOOPBACK, ServerDidNotStart, choose_port
 from branchlake_dagster.extras import require
-from branchlake_dagster.lakehouse.embedded.ports import LOOPBACK, choose_port
-from branchlake_dagster.lakehouse.embedded.process import ServerDidNotStart
 from branchlake_dagster.waiting import holds_within
 
 _LAST_WORDS_S = 5.0

@@ -6,7 +6,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from branchlake_dagster.lakehouse.embedded.private import state_folder
+from branchlake_dagster.embedded.state_folder import state_folder
 from branchlake_dagster.settings import Settings
 
 _DAGSTER_YAML = """\

@@ -20,7 +20,7 @@ from branchlake_dagster.cli.local.command_settings import (
     command_settings,
 )
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.library_internals.dagster import (
+from branchlake_dagster.internals.dagster import (
     NamedLocation,
     env_file_variables,
     module_location,

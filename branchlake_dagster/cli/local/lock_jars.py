@@ -12,8 +12,8 @@ from tempfile import TemporaryDirectory
 
 import click
 
-from branchlake_dagster.ingest.kafka.broker import BROKER, BROKER_LOGGING
-from branchlake_dagster.lakehouse.embedded.jars import (
+from branchlake_dagster.embedded.jar_lock import LOCK_FILE, JarRefused, format_lock, read_lock, sha256_of
+from branchlake_dagster.embedded.jars import (
     ICEBERG_AWS,
     ICEBERG_SPARK,
     NESSIE_SERVER,
@@ -21,8 +21,7 @@ from branchlake_dagster.lakehouse.embedded.jars import (
     resolve,
     resolve_with_all,
 )
-from branchlake_dagster.lakehouse.jar_lock.lock_file import LOCK_FILE, format_lock, read_lock, sha256_of
-from branchlake_dagster.lakehouse.jar_lock.verification import JarRefused
+from branchlake_dagster.ingest.kafka.broker import BROKER, BROKER_LOGGING
 from branchlake_dagster.settings import Settings
 
 

@@ -14,12 +14,12 @@ from tempfile import TemporaryDirectory
 import pyarrow as pa
 
 from branchlake_dagster.branching.branch.run_branch import main_with_history
-from branchlake_dagster.lakehouse.embedded import process
-from branchlake_dagster.lakehouse.embedded.archives import Archive, making
-from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers
+from branchlake_dagster.embedded import process
+from branchlake_dagster.embedded.archives import Archive, making
+from branchlake_dagster.embedded.servers import EmbeddedServers
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.spark.warm_up import warm_up
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.spark.session import warm_up
 
 _BRANCH = "rehearsal"
 _TABLE = f"nessie.{_BRANCH}.t"

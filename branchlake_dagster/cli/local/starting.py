@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from branchlake_dagster.lakehouse.embedded.servers import EmbeddedServers
+from branchlake_dagster.embedded.servers import EmbeddedServers
 from branchlake_dagster.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Starting:
         if not fresh:
             return
         try:
-            from branchlake_dagster.lakehouse.spark.warm_up import warm_up
+            from branchlake_dagster.spark.session import warm_up
 
             self._say("Warming Spark up, in a table that is thrown away …")
             warm_up(self._settings, endpoints)

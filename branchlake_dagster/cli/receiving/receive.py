@@ -13,18 +13,16 @@ from typing import Any
 from branchlake_dagster.cli.receiving.kafka_options import kafka_options
 from branchlake_dagster.extras import require
 from branchlake_dagster.fusion.wire import links, optical, radar
-from branchlake_dagster.ingest.receiving.intake import Intake, Source
-from branchlake_dagster.ingest.receiving.monitoring import monitored
-from branchlake_dagster.ingest.receiving.records.buffer import Buffer, Drop
-from branchlake_dagster.ingest.receiving.records.counts import Counts
-from branchlake_dagster.ingest.receiving.records.record import Origin, Sink
-from branchlake_dagster.ingest.receiving.service import Receivers, stop_on_signals
-from branchlake_dagster.ingest.receiving.sinks.kafka import KafkaSink
-from branchlake_dagster.ingest.receiving.sinks.landing_files import DEFAULT_ROLL, LandingSink
-from branchlake_dagster.ingest.receiving.sources.peers import AllowedPeers
-from branchlake_dagster.ingest.receiving.sources.polling import HttpConfig, HttpSource
-from branchlake_dagster.ingest.receiving.sources.tcp import TcpConfig, TcpSource
-from branchlake_dagster.ingest.receiving.sources.udp import UdpConfig, UdpSource
+from branchlake_dagster.receivers.allowed_peers import AllowedPeers
+from branchlake_dagster.receivers.http_polling import HttpConfig, HttpSource
+from branchlake_dagster.receivers.intake import Intake, Source
+from branchlake_dagster.receivers.kafka_sink import KafkaSink
+from branchlake_dagster.receivers.landing_sink import DEFAULT_ROLL, LandingSink
+from branchlake_dagster.receivers.metrics_server import monitored
+from branchlake_dagster.receivers.records import Buffer, Counts, Drop, Origin, Sink
+from branchlake_dagster.receivers.service import Receivers, stop_on_signals
+from branchlake_dagster.receivers.tcp import TcpConfig, TcpSource
+from branchlake_dagster.receivers.udp import UdpConfig, UdpSource
 
 _BUFFER_BYTES = 512 * 1024 * 1024
 Address = tuple[str, int]

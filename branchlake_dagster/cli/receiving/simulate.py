@@ -24,10 +24,10 @@ from branchlake_dagster.fusion.feeds.plan import RATES, Burst, Plan
 from branchlake_dagster.fusion.gp.read import read_catalogue
 from branchlake_dagster.fusion.gp.simulated import simulated_elements
 from branchlake_dagster.fusion.orbits.propagation import Elements
-from branchlake_dagster.ingest.receiving.records.record import Origin, Record, Sink
-from branchlake_dagster.ingest.receiving.service import stop_on_signals
-from branchlake_dagster.ingest.receiving.sinks.kafka import KafkaSink
-from branchlake_dagster.ingest.receiving.sinks.landing_files import LandingSink
+from branchlake_dagster.receivers.kafka_sink import KafkaSink
+from branchlake_dagster.receivers.landing_sink import LandingSink
+from branchlake_dagster.receivers.records import Origin, Record, Sink
+from branchlake_dagster.receivers.service import stop_on_signals
 
 _PROTOCOLS = {"radar": "udp", "optical": "http", "isl": "tcp"}
 _AHEAD_S = 2.0

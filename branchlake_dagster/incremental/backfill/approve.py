@@ -13,7 +13,7 @@ from branchlake_dagster.branching.branch.approval import approval_names, give_ap
 from branchlake_dagster.branching.branch.run_tags import APPROVAL_TAG, REQUIRED
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental.launch_decision import Outcome, outcome_of
-from branchlake_dagster.library_internals.dagster import PARTITION_TAG
+from branchlake_dagster.internals.dagster import PARTITION_TAG
 from branchlake_dagster.wording import agree, counted
 
 _MAY_BE_PUBLISHED = (Outcome.UNFINISHED, Outcome.AWAITS_VERDICT)

@@ -29,9 +29,9 @@ from branchlake_dagster.incremental.backfill.comparison import (
 )
 from branchlake_dagster.incremental.backfill.launch import BASE_TAG
 from branchlake_dagster.incremental.backfill.plan import Stage, selection_of, spec_of
+from branchlake_dagster.internals.dagster import AssetGraph, BackfillState
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.nessie.errors import NessieNotFound
-from branchlake_dagster.library_internals.dagster import AssetGraph, BackfillState
+from branchlake_dagster.nessie.errors import NessieNotFound
 
 
 class EarlierStateLost(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes

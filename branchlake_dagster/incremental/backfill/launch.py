@@ -8,7 +8,7 @@ from dagster import AssetKey, DagsterInstance
 
 from branchlake_dagster.branching.branch.run_tags import APPROVAL_TAG, FOLLOWS_TAG, REQUIRED
 from branchlake_dagster.branching.consuming.steps import REBUILD_TAG
-from branchlake_dagster.library_internals.dagster import AssetGraph, add_asset_backfill
+from branchlake_dagster.internals.dagster import AssetGraph, add_asset_backfill
 
 BACKFILL_TAG = "branchlake/backfill"
 """On the runs of the first stage, and of what is launched again: why."""

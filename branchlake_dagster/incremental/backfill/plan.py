@@ -26,8 +26,8 @@ from branchlake_dagster.changes.model import ChangedFile
 from branchlake_dagster.changes.ranges import Bounds, Range, Ranges, joined, union
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental.consumers import ConsumingAsset, consumers
+from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.library_internals.dagster import AssetGraph
 from branchlake_dagster.wording import counted
 
 

@@ -19,12 +19,7 @@ from branchlake_dagster.incremental.backlog import Standing
 from branchlake_dagster.incremental.consumers import consumers
 from branchlake_dagster.incremental.in_flight import InFlight, computed_partitions
 from branchlake_dagster.incremental.launch_decision import Attempt, Outcome, approval_text
-from branchlake_dagster.library_internals.dagster import (
-    AssetGraph,
-    BackfillState,
-    backfill_of,
-    backfills_tagged,
-)
+from branchlake_dagster.internals.dagster import AssetGraph, BackfillState, backfill_of, backfills_tagged
 from branchlake_dagster.wording import counted
 
 _SHOWN = 3

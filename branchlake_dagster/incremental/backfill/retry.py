@@ -14,7 +14,7 @@ from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.incremental.backfill.launch import launch_again
 from branchlake_dagster.incremental.backfill.progress import Partition, Progress
 from branchlake_dagster.incremental.consumers import consumers
-from branchlake_dagster.library_internals.dagster import AssetGraph, backfill_of
+from branchlake_dagster.internals.dagster import AssetGraph, backfill_of
 
 
 @dataclass(frozen=True)

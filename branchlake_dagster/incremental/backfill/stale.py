@@ -12,8 +12,8 @@ from branchlake_dagster.branching.table.provenance import PREFIX
 from branchlake_dagster.branching.table.spec import identifier_of
 from branchlake_dagster.changes import history
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.library_internals.dagster import AssetGraph
 
 _CUT = "…"
 """In place of the rest of a long list of partitions."""

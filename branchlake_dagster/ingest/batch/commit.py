@@ -12,6 +12,7 @@ from pyiceberg.table.snapshots import Operation
 from pyiceberg.table.update import AddSnapshotUpdate, RemoveSnapshotsUpdate, SetPropertiesUpdate, TableUpdate
 
 from branchlake_dagster.branching.table.spec import table_name
+from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.changes.history import line
 from branchlake_dagster.changes.summary import OFFSETS, REPROCESSED
 from branchlake_dagster.errors import OutcomeUnknown
@@ -19,17 +20,10 @@ from branchlake_dagster.ingest.errors import EarlierAttemptLate
 from branchlake_dagster.ingest.positions.put_back import PutBack, with_put_back
 from branchlake_dagster.ingest.positions.recorded import Recorded
 from branchlake_dagster.ingest.scanning.targets import Identifier
-from branchlake_dagster.lakehouse.catalog import NessieCatalog
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import (
-    ContentKey,
-    Delete,
-    IcebergTable,
-    Put,
-    Reference,
-)
-from branchlake_dagster.lakehouse.nessie.model import Operation as NessieOperation
-from branchlake_dagster.library_internals.pyiceberg import applied, snapshot_of
+from branchlake_dagster.internals.pyiceberg import applied, snapshot_of
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.model import ContentKey, Delete, IcebergTable, Put, Reference
+from branchlake_dagster.nessie.model import Operation as NessieOperation
 from branchlake_dagster.publication.rebase.replay import IcebergTables, Staged
 
 

@@ -47,7 +47,7 @@ from branchlake_dagster.ingest.scanning.unpublished_files import (
     deleted_on_failure,
 )
 from branchlake_dagster.ingest.scanning.writer import Work, dead_letter_files
-from branchlake_dagster.lakehouse.nessie.model import Reference
+from branchlake_dagster.nessie.model import Reference
 from branchlake_dagster.publication.rebase.replay import IcebergTables
 
 

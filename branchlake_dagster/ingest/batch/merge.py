@@ -14,11 +14,11 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 from branchlake_dagster.branching.frames.spark_frames import session_properties
 from branchlake_dagster.branching.table.schema import arrow_schema
 from branchlake_dagster.branching.table.types import iceberg_schema
+from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.ingest.declaring.declaration import TOMBSTONE
 from branchlake_dagster.ingest.scanning.targets import Identifier, Target
-from branchlake_dagster.lakehouse.catalog import NessieCatalog
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.spark.quoting import dotted, quoted
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.spark.session import dotted, quoted
 
 _BESIDE = {
     "op": pa.string(),

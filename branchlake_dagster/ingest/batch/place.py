@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from pyspark.sql import SparkSession
 
+from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.ingest.batch.before import KnownTables, with_new_names
 from branchlake_dagster.ingest.declaring.families import Names
-from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.rebase.replay import IcebergTables
 

@@ -23,7 +23,7 @@ from branchlake_dagster.ingest.kafka.topics import KafkaTopics
 from branchlake_dagster.ingest.positions.division import Position
 from branchlake_dagster.ingest.positions.offsets import Ranges, in_words, records
 from branchlake_dagster.ingest.positions.topic import topic_id
-from branchlake_dagster.ingest.receiving.landing import Landing, LandingDamaged
+from branchlake_dagster.receivers.landing import Landing, LandingDamaged
 
 COLUMNS = ("topic", "partition", "offset", "timestamp", "key", "value", "headers")
 """What a record has, as Spark's source calls it; in a batch's frame with two underscores before it."""

@@ -40,8 +40,8 @@ from branchlake_dagster.ingest.scanning.scan import Scanned, scan, worker_target
 from branchlake_dagster.ingest.scanning.targets import Target
 from branchlake_dagster.ingest.scanning.unpublished_files import FailedScans
 from branchlake_dagster.ingest.scanning.writer import Work
-from branchlake_dagster.lakehouse.spark.quoting import dotted
 from branchlake_dagster.publication.rebase.replay import IcebergTables
+from branchlake_dagster.spark.session import dotted
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from branchlake_dagster.ingest.positions.division import Position
 from branchlake_dagster.ingest.positions.offsets import Offsets, TopicPartition
 from branchlake_dagster.ingest.scanning.targets import DEAD_LETTERS
 from branchlake_dagster.ingest.scanning.writer import SCHEMA_VERSION
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import Delete, IcebergTable, Operation, Put
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.model import Delete, IcebergTable, Operation, Put
 from branchlake_dagster.wording import counted
 
 UNWRITABLE = "unwritable"

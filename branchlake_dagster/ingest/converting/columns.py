@@ -28,7 +28,7 @@ from pyiceberg.types import (
 )
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.lakehouse.spark.quoting import quoted
+from branchlake_dagster.spark.session import quoted
 
 NAME_MAPPING = "schema.name-mapping.default"
 _PLAIN: Mapping[type[IcebergType], str] = {

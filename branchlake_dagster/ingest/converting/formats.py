@@ -27,7 +27,7 @@ from branchlake_dagster.ingest.converting.expressions import (
     seldom,
 )
 from branchlake_dagster.ingest.converting.json_text import JSON_STRING, is_json_object
-from branchlake_dagster.lakehouse.spark.quoting import quoted
+from branchlake_dagster.spark.session import quoted
 
 VALUE = "__value"
 _CORRUPT = "__corrupt"

@@ -15,20 +15,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from branchlake_dagster.embedded import process
+from branchlake_dagster.embedded.jars import Jar, resolve, resolve_with_all
+from branchlake_dagster.embedded.java import bundled_java
+from branchlake_dagster.embedded.logs import rotate_by_copy
+from branchlake_dagster.embedded.process import (
+    LOOPBACK,
+    ProcessRecord,
+    ServerDidNotStart,
+    choose_port,
+    keep_port,
+)
+from branchlake_dagster.embedded.state_folder import private_folder, state_folder, write_secret
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.kafka.broker_login import CLIENTS, CONTROLLER, BrokerLogin, login_properties
 from branchlake_dagster.ingest.kafka.cluster import Cluster
-from branchlake_dagster.lakehouse.embedded import process
-from branchlake_dagster.lakehouse.embedded.jars import Jar, resolve, resolve_with_all
-from branchlake_dagster.lakehouse.embedded.java import bundled_java
-from branchlake_dagster.lakehouse.embedded.ports import LOOPBACK, choose_port, keep_port
-from branchlake_dagster.lakehouse.embedded.private import (
-    private_folder,
-    state_folder,
-    write_secret,
-)
-from branchlake_dagster.lakehouse.embedded.process import ProcessRecord, ServerDidNotStart
-from branchlake_dagster.lakehouse.logs.rotation import rotate_by_copy
 from branchlake_dagster.settings import Settings
 
 KAFKA = "kafka"

@@ -10,8 +10,8 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
+from branchlake_dagster.embedded.state_folder import write_secret
 from branchlake_dagster.ingest.kafka.cluster import Cluster
-from branchlake_dagster.lakehouse.embedded.private import write_secret
 
 USER = "branchlake"
 CLIENTS, CONTROLLER = "LOCAL", "CONTROLLER"

@@ -13,9 +13,9 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.extras import require
 from branchlake_dagster.ingest.errors import ConsumerGroupActive, KafkaRefused, KafkaUnavailable
 from branchlake_dagster.ingest.kafka.cluster import Cluster
-from branchlake_dagster.ingest.kafka.complaints import Cause, Complaints
 from branchlake_dagster.ingest.positions.offsets import Offsets, TopicPartition
 from branchlake_dagster.ingest.positions.topic import Topic
+from branchlake_dagster.receivers.kafka_errors import Cause, Complaints
 from branchlake_dagster.wording import counted
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from branchlake_dagster.ingest.positions.offsets import Offsets, TopicPartition
 from branchlake_dagster.ingest.positions.topic import Topic
-from branchlake_dagster.ingest.receiving.landing import Landing, LandingFile
+from branchlake_dagster.receivers.landing import Landing, LandingFile
 
 
 def least(known: Iterable[Offsets]) -> dict[TopicPartition, int]:

@@ -14,7 +14,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.errors import LandingUnavailable
 from branchlake_dagster.ingest.positions.offsets import Offsets
 from branchlake_dagster.ingest.positions.topic import Topic
-from branchlake_dagster.ingest.receiving.landing import Landing, LandingFile
+from branchlake_dagster.receivers.landing import Landing, LandingFile
 
 
 class LandingTopics:

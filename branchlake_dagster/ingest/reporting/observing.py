@@ -17,10 +17,10 @@ from branchlake_dagster.ingest.kafka.topics import Topics
 from branchlake_dagster.ingest.positions.offsets import TopicPartition
 from branchlake_dagster.ingest.positions.recorded import Recorded
 from branchlake_dagster.ingest.positions.topic import Topic
-from branchlake_dagster.ingest.receiving.scrape import Monitored, TopicCounts, together
 from branchlake_dagster.ingest.reporting.receivers import counted, receiver_observations
 from branchlake_dagster.ingest.reporting.report import LAG, moment
 from branchlake_dagster.ingest.reporting.topics import topic_key
+from branchlake_dagster.receivers.metrics_client import Monitored, TopicCounts, together
 
 
 def observations(

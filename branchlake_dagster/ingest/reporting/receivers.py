@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import dagster as dg
 
-from branchlake_dagster.ingest.receiving.scrape import Monitored, TopicCounts
+from branchlake_dagster.receivers.metrics_client import Monitored, TopicCounts
 
 
 def receiver_key(monitor: str) -> dg.AssetKey:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from branchlake_dagster.ingest.batch.merge import staging_tables
 from branchlake_dagster.ingest.scanning.targets import Identifier
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, Delete, Operation, Put
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.model import ContentKey, Delete, Operation, Put
 
 
 def take_back(

@@ -22,6 +22,7 @@ from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.branching.fencing.finish_branch import drop_branch
 from branchlake_dagster.branching.reaping.origin import INSTANCE
 from branchlake_dagster.branching.table.provenance import PREFIX
+from branchlake_dagster.catalog.options import COMMIT_PROPERTY, NAMESPACE_CREATE
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Transient
 from branchlake_dagster.ingest.batch.before import look
 from branchlake_dagster.ingest.batch.ingest_batch import BatchResult, ingest_batch
@@ -31,10 +32,9 @@ from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.errors import Superseded, TooManyDeadLetters
 from branchlake_dagster.ingest.kafka.topics import Topics
 from branchlake_dagster.ingest.reporting.report import blocked_because
-from branchlake_dagster.lakehouse.catalog.options import COMMIT_PROPERTY, NAMESPACE_CREATE
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieError, ReferenceNotFound
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieError, ReferenceNotFound
 from branchlake_dagster.publication.commit.committer import PublicationContended
 from branchlake_dagster.publication.commit.publisher import publisher_of
 from branchlake_dagster.publication.ledger.candidate import Candidate, Published, Refused, write_set

@@ -15,12 +15,12 @@ from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.ingest.batch.before import Before, look
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.positions.offsets import records
-from branchlake_dagster.ingest.receiving.scrape import Monitored, scrape
 from branchlake_dagster.ingest.reporting.observing import observations, without_brokers
 from branchlake_dagster.ingest.running.batch_assets import INGESTION_TAG
 from branchlake_dagster.ingest.running.pausing import pause
 from branchlake_dagster.ingest.running.source import source_of
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.receivers.metrics_client import Monitored, scrape
 from branchlake_dagster.wording import counted
 
 _ACTIVE = [

@@ -20,7 +20,7 @@ from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructT
 
 from branchlake_dagster.branching.table.types import iceberg_schema, stored_schema
 from branchlake_dagster.ingest.converting.variant_types import MOST_LEVELS
-from branchlake_dagster.library_internals.pyiceberg import data_files
+from branchlake_dagster.internals.pyiceberg import data_files
 
 
 def possible(

@@ -30,7 +30,7 @@ from branchlake_dagster.ingest.positions.offsets import Offsets
 from branchlake_dagster.ingest.scanning.targets import Target
 from branchlake_dagster.ingest.scanning.writable import beyond, bounds_of, texts_of
 from branchlake_dagster.ingest.scanning.writer import MOVED, SET
-from branchlake_dagster.lakehouse.spark.quoting import quoted
+from branchlake_dagster.spark.session import quoted
 
 FOR = "__for"
 """The column of dead letters that are read again: the table that could not take them."""

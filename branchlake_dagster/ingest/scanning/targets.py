@@ -17,14 +17,14 @@ from branchlake_dagster.branching.table.partitioning import partition_spec
 from branchlake_dagster.branching.table.schema import arrow_schema, evolve
 from branchlake_dagster.branching.table.spec import LayoutField, identifier_of, require_parquet, table_name
 from branchlake_dagster.branching.table.types import iceberg_schema, stored_schema
+from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.errors import Terminal
 from branchlake_dagster.ingest.converting.columns import Column, columns_of
 from branchlake_dagster.ingest.declaring.declaration import IngestTable
 from branchlake_dagster.ingest.declaring.families import Expanded
 from branchlake_dagster.ingest.errors import IngestError
-from branchlake_dagster.lakehouse.catalog import NessieCatalog
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.publication.rebase.replay import IcebergTables
 
 DEAD_LETTERS = pa.schema(

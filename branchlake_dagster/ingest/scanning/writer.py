@@ -24,7 +24,7 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.manifest import DataFile
 from pyiceberg.table.metadata import TableMetadata, TableMetadataUtil
 
-from branchlake_dagster.library_internals.pyiceberg import data_files
+from branchlake_dagster.internals.pyiceberg import data_files
 
 SENT_BACK = pa.schema([("kind", pa.string()), ("target", pa.int32()), ("payload", pa.binary())])
 SCHEMA_VERSION = 1

@@ -27,7 +27,7 @@ from branchlake_dagster.ingest.valid_through.published_time import (
     parse_time,
     published_time,
 )
-from branchlake_dagster.library_internals.dagster import asset_graph_of
+from branchlake_dagster.internals.dagster import asset_graph_of
 
 
 def published_through_check(

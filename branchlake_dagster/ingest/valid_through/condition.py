@@ -30,8 +30,8 @@ from branchlake_dagster.ingest.valid_through.published_time import (
     parse_time,
     published_time,
 )
+from branchlake_dagster.internals.dagster import EntitySubset
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.library_internals.dagster import EntitySubset
 from branchlake_dagster.settings import Settings
 
 

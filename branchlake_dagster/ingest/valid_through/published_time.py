@@ -22,6 +22,7 @@ from branchlake_dagster.branching.consuming.redefinition import fitting
 from branchlake_dagster.branching.errors import InputColumnGone, PositionUnreadable
 from branchlake_dagster.branching.table.spec import identifier_of, table_name
 from branchlake_dagster.branching.valid_through import InputTime, to_ms
+from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.changes.capture import capture, position_of
 from branchlake_dagster.changes.errors import ChangeLost
 from branchlake_dagster.changes.history import holds
@@ -34,10 +35,9 @@ from branchlake_dagster.ingest.positions.standing import standing
 from branchlake_dagster.ingest.reporting.report import moment
 from branchlake_dagster.ingest.running.batch_assets import declared
 from branchlake_dagster.ingest.scanning.targets import Identifier, load
-from branchlake_dagster.lakehouse.catalog import NessieCatalog
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import ContentKey
-from branchlake_dagster.library_internals.dagster import AssetGraph
+from branchlake_dagster.internals.dagster import AssetGraph
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.model import ContentKey
 from branchlake_dagster.publication.rebase.replay import IcebergTables
 
 TableName = str | AssetKey

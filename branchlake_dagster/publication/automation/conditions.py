@@ -31,7 +31,7 @@ from dagster import (
 
 from branchlake_dagster.branching.branch.run_tags import PENDING, VERDICT_TAG
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.library_internals.dagster import (
+from branchlake_dagster.internals.dagster import (
     AndAutomationCondition,
     AssetKeyPartitionKey,
     CoercibleToAssetSelection,

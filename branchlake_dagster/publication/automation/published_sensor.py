@@ -27,11 +27,11 @@ from dagster import (
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.table.spec import identifier_of, table_name
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.internals.dagster import CoercibleToAssetKey, ExecutableDefinition
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import LogEntry
-from branchlake_dagster.library_internals.dagster import CoercibleToAssetKey, ExecutableDefinition
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import ReferenceNotFound
+from branchlake_dagster.nessie.model import LogEntry
 from branchlake_dagster.publication.automation.written import written_on
 from branchlake_dagster.publication.ledger.publications import Publication, publications_in
 from branchlake_dagster.wording import counted

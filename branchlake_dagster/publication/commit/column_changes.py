@@ -18,12 +18,12 @@ from branchlake_dagster.branching.fencing.finish_branch import finish_branch
 from branchlake_dagster.branching.reaping.origin import INSTANCE
 from branchlake_dagster.branching.table.provenance import PREFIX
 from branchlake_dagster.branching.table.spec import table_name
+from branchlake_dagster.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.changes.summary import RUN_ID
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, some
-from branchlake_dagster.lakehouse.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieError
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieError
 from branchlake_dagster.publication.commit.publisher import publisher_of
 from branchlake_dagster.publication.ledger.candidate import (
     Candidate,

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from branchlake_dagster.branching.lease.token import lease_key
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, NessieError, NessieOutcomeUnknown
-from branchlake_dagster.lakehouse.nessie.model import Content, ContentKey, ContentsAt, DiffEntry
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieConflict, NessieError, NessieOutcomeUnknown
+from branchlake_dagster.nessie.model import Content, ContentKey, ContentsAt, DiffEntry
 from branchlake_dagster.publication.commit.table_files import (
     files_of,
     table_states,

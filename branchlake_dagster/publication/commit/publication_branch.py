@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from branchlake_dagster.branching.branch.reference_names import branches
 from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, DiffEntry
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import ReferenceNotFound
+from branchlake_dagster.nessie.model import ContentKey, DiffEntry
 from branchlake_dagster.publication.commit.committer import Committer, PublicationContended
 from branchlake_dagster.publication.ledger.candidate import Candidate, Published, Result, only_namespaces
 from branchlake_dagster.publication.ledger.publications import publications_in

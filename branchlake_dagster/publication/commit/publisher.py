@@ -16,9 +16,9 @@ from itertools import islice
 
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, ReferenceNotFound, may_pass
-from branchlake_dagster.lakehouse.nessie.model import ContentKey
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieConflict, ReferenceNotFound, may_pass
+from branchlake_dagster.nessie.model import ContentKey
 from branchlake_dagster.publication.commit.committer import Committer
 from branchlake_dagster.publication.commit.publication_branch import PreparedStates
 from branchlake_dagster.publication.ledger.candidate import Candidate, Published, Result, only_namespaces

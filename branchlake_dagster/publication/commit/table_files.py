@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from branchlake_dagster.catalog.stored_files import StoredFileDamaged
 from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
-from branchlake_dagster.lakehouse.catalog.stored_files import StoredFileDamaged
-from branchlake_dagster.lakehouse.nessie.model import DiffEntry, IcebergTable
+from branchlake_dagster.nessie.model import DiffEntry, IcebergTable
 from branchlake_dagster.publication.ledger.candidate import Candidate
 from branchlake_dagster.publication.rebase.replay import Tables, TableStates
 

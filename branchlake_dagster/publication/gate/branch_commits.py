@@ -14,7 +14,7 @@ from branchlake_dagster.branching.branch.added_snapshots import (
     tables_put,
 )
 from branchlake_dagster.changes.summary import RUN_ID
-from branchlake_dagster.lakehouse.nessie.model import LogEntry
+from branchlake_dagster.nessie.model import LogEntry
 
 _APPLICATION = "application-type"
 """Property of commits by Iceberg's Java client, which accepts no properties of its caller."""

@@ -36,7 +36,7 @@ from branchlake_dagster.branching.table.spec import (
     identifier_of,
     table_name,
 )
-from branchlake_dagster.library_internals.dagster import AssetGraph
+from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.publication.gate.event_position import EventPosition
 
 CheckName = tuple[str, str]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from branchlake_dagster.lakehouse.nessie.model import ContentKey
 from branchlake_dagster.lakehouse.sql_names import sql_name
+from branchlake_dagster.nessie.model import ContentKey
 
 LAUNCH_AGAIN = "Launch it again: the new run starts from what main is now."
 """Of a run that passed its checks and met a change of the same rows on `main`."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, DiffEntry, Namespace, Reference
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.model import ContentKey, DiffEntry, Namespace, Reference
 from branchlake_dagster.publication.ledger.publications import Publication
 from branchlake_dagster.wording import Reason, named
 

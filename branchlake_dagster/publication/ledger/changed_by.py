@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, Delete, IcebergTable, LogEntry, Put
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.model import ContentKey, Delete, IcebergTable, LogEntry, Put
 from branchlake_dagster.publication.ledger.candidate import Candidate, Refused
 from branchlake_dagster.publication.ledger.publications import publications_in
 from branchlake_dagster.wording import Reason

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import LogEntry
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import ReferenceNotFound
+from branchlake_dagster.nessie.model import LogEntry
 from branchlake_dagster.publication.ledger.candidate import Published
 from branchlake_dagster.publication.ledger.publications import publications_in
 

@@ -14,8 +14,8 @@ from uuid import NAMESPACE_URL, uuid5
 
 from branchlake_dagster.branching.table.provenance import PUBLICATION_ID
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import LogEntry
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.model import LogEntry
 
 RUN_ID = "branchlake.run_id"
 ROOT_RUN_ID = "branchlake.root_run_id"

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from branchlake_dagster.branching.table.replaced import EVERYTHING, Replaced
-from branchlake_dagster.library_internals.column_metrics import DataPaths
+from branchlake_dagster.internals.column_metrics import DataPaths
 
 Bounds = tuple[Any, Any]
 """(lowest, highest) value of a column in a file, both inclusive; possibly wider than the truth."""

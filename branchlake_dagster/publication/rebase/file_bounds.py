@@ -26,7 +26,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.types import DateType, IcebergType, StringType, TimestampType, TimestamptzType
 
 from branchlake_dagster.branching.table.replaced import Among, Condition, Replaced, Slice
-from branchlake_dagster.library_internals.column_metrics import ReliableInclusiveEvaluator
+from branchlake_dagster.internals.column_metrics import ReliableInclusiveEvaluator
 
 _TYPES: dict[str, tuple[type[IcebergType], ...]] = {
     "string": (StringType,),

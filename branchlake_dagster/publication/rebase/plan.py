@@ -14,7 +14,7 @@ from branchlake_dagster.branching.branch.run_branch import run_id_of
 from branchlake_dagster.branching.consuming.positions import CONSUMED
 from branchlake_dagster.branching.lease.token import TOKEN, Lease, lease_key
 from branchlake_dagster.changes.summary import OFFSETS, REPROCESSED
-from branchlake_dagster.lakehouse.nessie.model import (
+from branchlake_dagster.nessie.model import (
     Content,
     ContentKey,
     Delete,

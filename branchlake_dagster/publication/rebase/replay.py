@@ -34,19 +34,19 @@ from pyiceberg.table.update import (
     TableUpdate,
 )
 
-from branchlake_dagster.errors import BranchlakeError, Terminal
-from branchlake_dagster.lakehouse.catalog import NessieCatalog
-from branchlake_dagster.lakehouse.catalog.catalog import NO_SNAPSHOT, table_content
-from branchlake_dagster.lakehouse.catalog.durable_files import is_local, synchronize
-from branchlake_dagster.lakehouse.catalog.stored_files import (
+from branchlake_dagster.catalog import NessieCatalog
+from branchlake_dagster.catalog.catalog import NO_SNAPSHOT, table_content
+from branchlake_dagster.catalog.stored_files import (
     REQUESTS_AT_ONCE,
     StoredFile,
     each_at_once,
     file_errors,
+    is_local,
     read_metadata_fields,
+    synchronize,
 )
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
-from branchlake_dagster.library_internals.pyiceberg import (
+from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.internals.pyiceberg import (
     applied,
     as_compaction,
     metadata_version,
@@ -54,6 +54,7 @@ from branchlake_dagster.library_internals.pyiceberg import (
     with_log_entry,
     write_metadata,
 )
+from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.publication.rebase import manifests
 from branchlake_dagster.publication.rebase.changes import Mode, SnapshotChange, TableChange
 from branchlake_dagster.publication.rebase.snapshot_files import SnapshotFiles

@@ -24,9 +24,9 @@ from pyiceberg.table.snapshots import Operation, Snapshot
 from pyiceberg.typedef import Record
 
 from branchlake_dagster.branching.table.replaced import Replaced
+from branchlake_dagster.catalog.stored_files import read_entries, read_manifests
 from branchlake_dagster.changes.facts import facts
-from branchlake_dagster.lakehouse.catalog.stored_files import read_entries, read_manifests
-from branchlake_dagster.library_internals.column_metrics import data_paths
+from branchlake_dagster.internals.column_metrics import data_paths
 from branchlake_dagster.publication.rebase import file_bounds
 from branchlake_dagster.publication.rebase.changes import Bounds, DeleteFile, File, Mode
 

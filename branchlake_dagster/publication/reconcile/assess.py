@@ -21,16 +21,10 @@ from branchlake_dagster.branching.branch.run_tags import (
 )
 from branchlake_dagster.branching.fencing.finish_branch import finish_branch
 from branchlake_dagster.branching.fencing.taken_back import FAILS, fail_unpublished
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import (
-    ContentKey,
-    DiffEntry,
-    IcebergTable,
-    LogEntry,
-    Reference,
-)
-from branchlake_dagster.library_internals.dagster import AssetGraph
+from branchlake_dagster.internals.dagster import AssetGraph
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import ReferenceNotFound
+from branchlake_dagster.nessie.model import ContentKey, DiffEntry, IcebergTable, LogEntry, Reference
 from branchlake_dagster.publication.gate.branch_commits import BranchCommits
 from branchlake_dagster.publication.gate.evidence import RunEvidence, collect
 from branchlake_dagster.publication.gate.verdict import Verdict, judge

@@ -9,7 +9,7 @@ from dagster import DagsterInstance, DagsterRun
 
 from branchlake_dagster.branching.branch.owner import owners
 from branchlake_dagster.branching.branch.run_branch import run_id_of
-from branchlake_dagster.lakehouse.nessie.model import Reference
+from branchlake_dagster.nessie.model import Reference
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 
 

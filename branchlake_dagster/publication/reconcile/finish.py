@@ -12,7 +12,7 @@ from branchlake_dagster.branching.branch.retention import keep_failed_hours
 from branchlake_dagster.branching.branch.run_tags import Status
 from branchlake_dagster.branching.fencing.finish_branch import drop_branch, finish_branch
 from branchlake_dagster.branching.fencing.taken_back import FAILS, fail_unpublished, status_without_verdict
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.publication.commit.publisher import Publisher
 from branchlake_dagster.publication.gate.next_step import LAUNCH_AGAIN, look_at_rows
 from branchlake_dagster.publication.ledger.candidate import Published, Refused

@@ -20,7 +20,7 @@ from branchlake_dagster.branching.branch.run_tags import (
 from branchlake_dagster.branching.fencing.discard import discarded_name
 from branchlake_dagster.branching.fencing.report_end import report_end
 from branchlake_dagster.branching.fencing.taken_back import fail_unpublished, status_without_verdict
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.publication.commit.publisher import Publisher
 from branchlake_dagster.publication.gate.verdict import Decision
 from branchlake_dagster.publication.reconcile.backlog import other_location

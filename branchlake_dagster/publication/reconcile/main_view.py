@@ -12,8 +12,8 @@ from pyiceberg.exceptions import NoSuchTableError
 
 from branchlake_dagster.branching.table.provenance import row_count
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.nessie.model import ContentKey
 from branchlake_dagster.lakehouse.web_page import commit_page
+from branchlake_dagster.nessie.model import ContentKey
 
 _log = logging.getLogger(__name__)
 _REMEMBERED = 200

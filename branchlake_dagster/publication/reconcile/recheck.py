@@ -14,8 +14,8 @@ from datetime import UTC, datetime, timedelta
 from dagster import DagsterInstance, RunRecord, RunsFilter
 
 from branchlake_dagster.branching.branch.run_tags import CHECK_HASH_TAG, CHECK_REF_TAG, CHECKS_FOR_TAG
-from branchlake_dagster.lakehouse.nessie.errors import may_pass
-from branchlake_dagster.library_internals.dagster import AssetGraph
+from branchlake_dagster.internals.dagster import AssetGraph
+from branchlake_dagster.nessie.errors import may_pass
 from branchlake_dagster.publication.commit.publication_branch import Prepared, PreparedStates
 from branchlake_dagster.publication.gate.evidence import RunEvidence, collect
 from branchlake_dagster.publication.ledger.candidate import (

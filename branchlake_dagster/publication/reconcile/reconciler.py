@@ -32,11 +32,11 @@ from branchlake_dagster.branching.branch.run_tags import (
 )
 from branchlake_dagster.branching.fencing.report_end import report_end
 from branchlake_dagster.branching.table.files import TableFiles
+from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieError, ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, Reference
-from branchlake_dagster.library_internals.dagster import AssetGraph
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieError, ReferenceNotFound
+from branchlake_dagster.nessie.model import ContentKey, Reference
 from branchlake_dagster.publication.commit.publication_branch import PUBLICATION_BRANCH_PREFIX, Prepared
 from branchlake_dagster.publication.commit.publisher import GROUP, Publisher, groups, publisher_of
 from branchlake_dagster.publication.gate.evidence import RunEvidence

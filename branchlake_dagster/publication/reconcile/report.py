@@ -23,8 +23,7 @@ from branchlake_dagster.branching.branch.run_tags import (
 )
 from branchlake_dagster.branching.fencing.taken_back import take_back
 from branchlake_dagster.branching.table.provenance import PREVIEW
-from branchlake_dagster.library_internals.dagster import report_engine_event
-from branchlake_dagster.library_internals.dagster_events import report_observations
+from branchlake_dagster.internals.dagster import report_engine_event, report_observations
 from branchlake_dagster.publication.gate.evidence import RunEvidence, Written
 from branchlake_dagster.publication.gate.verdict import Verdict
 from branchlake_dagster.publication.ledger import report_metadata as names

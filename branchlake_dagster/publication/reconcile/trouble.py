@@ -33,10 +33,10 @@ from branchlake_dagster.branching.branch.run_tags import (
 from branchlake_dagster.branching.fencing.finish_branch import drop_branch
 from branchlake_dagster.branching.fencing.taken_back import fail_unpublished, take_back
 from branchlake_dagster.errors import BranchlakeError
+from branchlake_dagster.internals.dagster import report_engine_event
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieError, ReferenceNotFound, may_pass
-from branchlake_dagster.library_internals.dagster import report_engine_event
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieError, ReferenceNotFound, may_pass
 from branchlake_dagster.publication.commit.committer import PublicationContended
 from branchlake_dagster.publication.ledger.candidate import Published
 from branchlake_dagster.publication.ledger.main_log import MainLog

@@ -14,7 +14,7 @@ from dagster import DagsterInstance, RunsFilter
 
 from branchlake_dagster.branching.branch.run_tags import STATUS_TAG, Status
 from branchlake_dagster.branching.fencing.taken_back import materialised, newest_run
-from branchlake_dagster.library_internals.dagster import (
+from branchlake_dagster.internals.dagster import (
     BACKFILL_ID_TAG,
     AssetGraph,
     PartitionBackfill,

@@ -7,7 +7,7 @@ from dagster import Definitions, Executor, ExecutorDefinition, multi_or_in_proce
 from branchlake_dagster.branching.io.io_manager import NessieBranchIOManager
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
-from branchlake_dagster.library_internals.dagster import with_executor
+from branchlake_dagster.internals.dagster import with_executor
 from branchlake_dagster.publication.cleanup.dead_writer_sensor import dead_writer_sensor
 from branchlake_dagster.publication.cleanup.reaping import reap_job, reap_schedule
 from branchlake_dagster.publication.runtime.publication_sensor import publication_sensor

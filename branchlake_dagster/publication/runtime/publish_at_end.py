@@ -27,8 +27,8 @@ from branchlake_dagster.branching.liveness.heartbeat import beating
 from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource, record_branch_heads
 from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.internals.dagster import asset_graph_of, engine_event
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.library_internals.dagster import asset_graph_of, engine_event
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster.publication.reconcile.trouble import said

@@ -18,8 +18,8 @@ from branchlake_dagster.branching.branch.run_tags import (
     Status,
     opened_by,
 )
+from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.library_internals.dagster import AssetGraph
 from branchlake_dagster.publication.gate.evidence import collect
 from branchlake_dagster.publication.gate.verdict import judge
 from branchlake_dagster.publication.reconcile.backlog import other_location

@@ -39,7 +39,7 @@ from branchlake_dagster.branching.table.spec import (
     table_spec,
 )
 from branchlake_dagster.errors import ConfigurationError, some
-from branchlake_dagster.library_internals.dagster import AssetGraph, io_manager_key_of
+from branchlake_dagster.internals.dagster import AssetGraph, io_manager_key_of
 from branchlake_dagster.wording import agree, named
 
 LIVE_INGESTION = "branchlake/live_ingestion"

@@ -9,9 +9,9 @@ from branchlake_dagster.branching.resources.spark_resource import BranchSparkRes
 from branchlake_dagster.branching.table.spec import identifier_of, table_metadata, table_name
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.nessie.model import ContentKey
-from branchlake_dagster.lakehouse.spark.quoting import dotted, quoted, text_literal
+from branchlake_dagster.nessie.model import ContentKey
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.spark.session import dotted, quoted, text_literal
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.suite.raised import raising
 

@@ -10,9 +10,9 @@ import pytest
 from branchlake_dagster.branching.errors import RetryNeedsFullRun
 from branchlake_dagster.branching.fencing.discard import discard, discarded_name, take_over
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieConflict, NessieUnavailable, ReferenceNotFound
-from branchlake_dagster.lakehouse.nessie.model import Reference, ReferenceType
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieConflict, NessieUnavailable, ReferenceNotFound
+from branchlake_dagster.nessie.model import Reference, ReferenceType
 from branchlake_dagster_tests.suite.raised import raising
 
 

@@ -25,10 +25,10 @@ from branchlake_dagster.branching.errors import (
 from branchlake_dagster.branching.frames import arrow_frames
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster.catalog import NessieCatalog
+from branchlake_dagster.catalog.options import NAMESPACE_CREATE
+from branchlake_dagster.catalog.written_prefixes import prefixes_of, recorded_prefixes
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError
-from branchlake_dagster.lakehouse.catalog import NessieCatalog
-from branchlake_dagster.lakehouse.catalog.options import NAMESPACE_CREATE
-from branchlake_dagster.lakehouse.catalog.written_prefixes import prefixes_of, recorded_prefixes
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project

@@ -11,9 +11,9 @@ from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation
 
 from branchlake_dagster.branching.io.partition_row_counts import partition_rows
-from branchlake_dagster.library_internals.pyiceberg import applied, snapshot_of
+from branchlake_dagster.internals.pyiceberg import applied, snapshot_of
 from branchlake_dagster_tests.changes.tables import catalogue
-from branchlake_dagster_tests.library_internals.plain_pyiceberg import without_null_counts
+from branchlake_dagster_tests.internals.plain_pyiceberg import without_null_counts
 
 
 def test_a_file_without_a_count_of_nulls_may_hold_rows_of_no_partition(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from branchlake_dagster.branching.errors import RunBranchGone
 from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.nessie.transport import HttpTransport
+from branchlake_dagster.nessie.transport import HttpTransport
 from branchlake_dagster_tests.harness import project
 
 DAILY = dg.DailyPartitionsDefinition("2026-01-01")

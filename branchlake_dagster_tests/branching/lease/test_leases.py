@@ -20,7 +20,7 @@ from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseR
 from branchlake_dagster.branching.table.spec import exclusive_name, table_metadata
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.nessie.model import Namespace
+from branchlake_dagster.nessie.model import Namespace
 from branchlake_dagster.publication.ledger.candidate import Published, Refused
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project

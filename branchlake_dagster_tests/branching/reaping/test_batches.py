@@ -18,7 +18,7 @@ from branchlake_dagster.branching.reaping.rules import Limits, Reaping, ReapingA
 from branchlake_dagster.branching.sweeping.sweeper import Sweeper, Sweeping
 from branchlake_dagster.branching.table.files import TableFiles
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, Namespace, Put, Reference
+from branchlake_dagster.nessie.model import ContentKey, Namespace, Put, Reference
 from branchlake_dagster.publication.cleanup.reaping import DagsterRuns
 from branchlake_dagster_tests.dagster_internals import create_run_for_test
 from branchlake_dagster_tests.suite.instances import new_instance

@@ -26,15 +26,10 @@ from branchlake_dagster.branching.branch.run_tags import (
 )
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import (
-    NessieError,
-    NessieRefused,
-    NessieUnavailable,
-    NotNessie,
-)
-from branchlake_dagster.lakehouse.nessie.failures import from_answer, from_exception, unreadable
-from branchlake_dagster.lakehouse.nessie.model import Reference
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieError, NessieRefused, NessieUnavailable, NotNessie
+from branchlake_dagster.nessie.failures import from_answer, from_exception, unreadable
+from branchlake_dagster.nessie.model import Reference
 from branchlake_dagster_tests.harness import Project, project
 
 FREE = table_metadata(require_checks=False)

@@ -21,8 +21,8 @@ from branchlake_dagster.branching.resources.read_set import (
     merging,
 )
 from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.spark.plans import Scanned
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.spark.plan_reads import Scanned
 from branchlake_dagster_tests.suite.raised import raising
 
 

@@ -23,8 +23,8 @@ from branchlake_dagster.branching.fencing.discard import discard, discarded_name
 from branchlake_dagster.branching.io.earlier_attempts import UNDOES
 from branchlake_dagster.branching.io.io_manager import NessieBranchIOManager
 from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster.internals.dagster import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.library_internals.dagster import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 from branchlake_dagster_tests.harness import Project, project, retry
 
 FREE = table_metadata(require_checks=False)

@@ -28,13 +28,13 @@ from branchlake_dagster.branching.reaping.origin import INSTANCE
 from branchlake_dagster.branching.reaping.rules import Owner, RunState
 from branchlake_dagster.branching.sweeping.sweeper import Sweeper, Sweeping
 from branchlake_dagster.branching.table.files import TableFiles, plain, within
+from branchlake_dagster.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.changes.capture import capture, position_of
 from branchlake_dagster.changes.summary import RUN_ID
-from branchlake_dagster.lakehouse.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieUnavailable
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, Put, Reference, ReferenceType
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieUnavailable
+from branchlake_dagster.nessie.model import ContentKey, Put, Reference, ReferenceType
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.publication.rebase.test_foreign_hands import assign_main
 

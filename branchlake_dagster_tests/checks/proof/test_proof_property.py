@@ -24,7 +24,7 @@ from branchlake_dagster.checks.constraints.model import RowConstraint, UniqueCon
 from branchlake_dagster.checks.proof import stored as stored_module
 from branchlake_dagster.checks.proof.stored import TableRows
 from branchlake_dagster_tests.checks.proof.tables import NOON, catalog, keeps, random_promises, random_table
-from branchlake_dagster_tests.library_internals.plain_pyiceberg import plain_pyiceberg
+from branchlake_dagster_tests.internals.plain_pyiceberg import plain_pyiceberg
 
 SELECTIONS = [
     None,

@@ -14,7 +14,7 @@ from branchlake_dagster.cli.incremental import backfill
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental.backfill.approve import approve
 from branchlake_dagster.incremental.backfill.progress import Progress
-from branchlake_dagster.library_internals.dagster import fail_backfill
+from branchlake_dagster.internals.dagster import fail_backfill
 from branchlake_dagster_tests.harness import Project, retry
 from branchlake_dagster_tests.incremental.backfill.stages import Pipeline, place, requested
 from branchlake_dagster_tests.incremental.sources import values

@@ -21,7 +21,7 @@ from branchlake_dagster.branching.branch.run_tags import (
     opened,
 )
 from branchlake_dagster.incremental.backfill.approve import waiting_runs
-from branchlake_dagster.library_internals.dagster import (
+from branchlake_dagster.internals.dagster import (
     AUTOMATION_CONDITION_TAG,
     BACKFILL_ID_TAG,
     PARTITION_TAG,

@@ -22,8 +22,8 @@ from branchlake_dagster.incremental.backfill.retry import RetryPlan
 from branchlake_dagster.incremental.backlog import Standing
 from branchlake_dagster.incremental.consumers import consumers
 from branchlake_dagster.incremental.in_flight import InFlight
+from branchlake_dagster.internals.dagster import fail_backfill
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.library_internals.dagster import fail_backfill
 from branchlake_dagster_tests.dagster_internals import BulkActionStatus
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.backfill.stages import Pipeline, follow, place

@@ -13,8 +13,8 @@ from branchlake_dagster import replaced_check, table_metadata
 from branchlake_dagster.cli.incremental import backfill
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental.backfill.compare import EarlierStateLost, compare_stage, hash_before
+from branchlake_dagster.internals.dagster import backfill_of
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.library_internals.dagster import backfill_of
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.backfill.stages import DAYS as DAILY

@@ -17,7 +17,7 @@ from branchlake_dagster.incremental.backfill.progress import (
     requested_partitions,
 )
 from branchlake_dagster.incremental.backfill.retry import LostStage, RetryPlan, StageRetry, plan_retry
-from branchlake_dagster.library_internals.dagster import BackfillState
+from branchlake_dagster.internals.dagster import BackfillState
 
 KEYS = [dg.AssetKey(name) for name in ("events", "daily", "total")]
 

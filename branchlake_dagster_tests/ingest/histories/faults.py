@@ -18,9 +18,9 @@ from branchlake_dagster.ingest.batch.records import RawRecord, Records
 from branchlake_dagster.ingest.positions.division import Position
 from branchlake_dagster.ingest.positions.offsets import Ranges
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.nessie import failures
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.transport import HttpTransport
+from branchlake_dagster.nessie import failures
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.transport import HttpTransport
 from branchlake_dagster.settings import Settings
 
 T = TypeVar("T")

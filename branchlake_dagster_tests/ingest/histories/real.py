@@ -20,14 +20,14 @@ import pytest
 from pyiceberg.exceptions import CommitFailedException
 
 from branchlake_dagster.branching.branch.run_branch import main_with_history
+from branchlake_dagster.embedded import process
+from branchlake_dagster.embedded.servers import NESSIE, SPARK
 from branchlake_dagster.ingest.batch.records import KafkaRecords
 from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
 from branchlake_dagster.ingest.kafka.topics import KafkaTopics
 from branchlake_dagster.ingest.running.live import LiveIngestion
-from branchlake_dagster.lakehouse.embedded import process
-from branchlake_dagster.lakehouse.embedded.servers import NESSIE, SPARK
+from branchlake_dagster.internals.dagster_sqlite import STORAGES
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.library_internals.dagster_sqlite import STORAGES
 from branchlake_dagster.publication.cleanup.reaping import reap_branches
 from branchlake_dagster.publication.reconcile.reconciler import RUN_BRANCHES
 from branchlake_dagster.settings import Settings

@@ -10,7 +10,7 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.publication.runtime.publish import publish
 
 PROJECT = "branchlake_dagster_tests.ingest.project"

@@ -19,9 +19,9 @@ from confluent_kafka.admin import (
     UserScramCredentialUpsertion,
 )
 
+from branchlake_dagster.embedded.process import LOOPBACK, choose_port
 from branchlake_dagster.ingest.kafka import broker_login
 from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
-from branchlake_dagster.lakehouse.embedded.ports import LOOPBACK, choose_port
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.waiting import holds_within
 

@@ -27,12 +27,12 @@ from branchlake_dagster.ingest.errors import KafkaRefused, KafkaUnavailable
 from branchlake_dagster.ingest.kafka import topics
 from branchlake_dagster.ingest.kafka.broker import cluster_of
 from branchlake_dagster.ingest.kafka.topics import KafkaTopics
-from branchlake_dagster.ingest.receiving.records.record import Origin, Record
-from branchlake_dagster.ingest.receiving.scrape import TopicCounts, scrape, together
-from branchlake_dagster.ingest.receiving.sinks import kafka as sinks
-from branchlake_dagster.ingest.receiving.sinks.kafka import BrokerUnreachable, KafkaSink
 from branchlake_dagster.ingest.reporting.report import moment
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.receivers import kafka_sink as sinks
+from branchlake_dagster.receivers.kafka_sink import BrokerRefused, BrokerUnreachable, KafkaSink
+from branchlake_dagster.receivers.metrics_client import TopicCounts, scrape, together
+from branchlake_dagster.receivers.records import Origin, Record
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.waiting import holds_within
 from branchlake_dagster_tests.cli.test_receive import ANYWHERE, framed, receiving
@@ -323,7 +323,7 @@ def test_a_file_that_holds_no_certificates(configure: Configure, tmp_path: Path)
 @pytest.mark.parametrize(
     ("kind", "wrong", "reason", "option"),
     [
-        (KafkaRefused, {"password": f"not {PASSWORD}"}, "credentials", "sasl.password"),
+        (BrokerRefused, {"password": f"not {PASSWORD}"}, "credentials", "sasl.password"),
         (BrokerUnreachable, {"bootstrap": NOWHERE}, "address", ""),
     ],
 )

@@ -11,8 +11,8 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable, Namespace, Put
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Namespace, Put
 from branchlake_dagster.publication.automation import published_sensor as module
 from branchlake_dagster.publication.automation.published_sensor import PublishedAssets, published_sensor
 from branchlake_dagster.publication.ledger.publications import Publication, properties, publication_id

@@ -25,8 +25,8 @@ from branchlake_dagster.branching.branch.run_tags import (
     Status,
 )
 from branchlake_dagster.branching.fencing.taken_back import FAILS
-from branchlake_dagster.lakehouse.embedded import process
-from branchlake_dagster.lakehouse.embedded.servers import NESSIE
+from branchlake_dagster.embedded import process
+from branchlake_dagster.embedded.servers import NESSIE
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_discarded
 from branchlake_dagster.publication.ledger.publications import Publication, publications

@@ -18,10 +18,10 @@ from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieOutcomeUnknown, NessieUnavailable
-from branchlake_dagster.lakehouse.nessie.retry import RetryPolicy
-from branchlake_dagster.lakehouse.nessie.transport import HttpTransport
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieOutcomeUnknown, NessieUnavailable
+from branchlake_dagster.nessie.retry import RetryPolicy
+from branchlake_dagster.nessie.transport import HttpTransport
 from branchlake_dagster.publication.commit.publisher import Publisher
 from branchlake_dagster.publication.ledger.candidate import Published, Refused
 from branchlake_dagster.publication.ledger.publications import publications

@@ -19,8 +19,8 @@ from branchlake_dagster.branching.branch.run_branch import branch_name, main_wit
 from branchlake_dagster.branching.fencing.discard import DISCARDED_PREFIX, discard
 from branchlake_dagster.branching.reaping.reaper import Reaper
 from branchlake_dagster.branching.reaping.rules import Limits, Owner, RunState
-from branchlake_dagster.lakehouse.nessie import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable, Namespace, Put
+from branchlake_dagster.nessie import NessieClient
+from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Namespace, Put
 from branchlake_dagster.publication.commit.publisher import Publisher
 from branchlake_dagster.publication.gate.event_position import EventPosition
 from branchlake_dagster.publication.gate.evidence import AssetRules, Evaluation, RunEvidence, Written

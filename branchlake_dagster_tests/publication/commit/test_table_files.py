@@ -14,10 +14,10 @@ from moto.server import ThreadedMotoServer
 from pyiceberg.io.pyarrow import PyArrowFile
 from pyiceberg.table import Table
 
+from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.errors import Terminal, Transient
-from branchlake_dagster.lakehouse.catalog import NessieCatalog
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
+from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.publication.commit.publisher import Publisher
 from branchlake_dagster.publication.commit.table_files import (
     TableFilesDamaged,

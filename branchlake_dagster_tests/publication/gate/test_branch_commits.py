@@ -13,7 +13,7 @@ from pyiceberg.table.snapshots import Operation, Snapshot, Summary
 from pyiceberg.table.sorting import UNSORTED_SORT_ORDER
 
 from branchlake_dagster.changes.summary import RUN_ID
-from branchlake_dagster.lakehouse.nessie.model import CommitMeta, ContentKey, IcebergTable, LogEntry, Put
+from branchlake_dagster.nessie.model import CommitMeta, ContentKey, IcebergTable, LogEntry, Put
 from branchlake_dagster.publication.gate.branch_commits import BranchCommits
 
 KEY = ContentKey(["lake", "t"])

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from branchlake_dagster.lakehouse.nessie import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, Namespace, Put
+from branchlake_dagster.nessie import NessieClient
+from branchlake_dagster.nessie.model import ContentKey, Namespace, Put
 from branchlake_dagster.publication.ledger.candidate import Published
 from branchlake_dagster.publication.ledger.main_log import BaseNotOnMain, MainLog
 from branchlake_dagster.publication.ledger.publications import Publication, properties

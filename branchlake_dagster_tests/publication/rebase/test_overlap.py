@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from branchlake_dagster.branching.table.replaced import EVERYTHING, Among, Between, Replaced
-from branchlake_dagster.library_internals.column_metrics import DataPaths
+from branchlake_dagster.internals.column_metrics import DataPaths
 from branchlake_dagster.publication.rebase.changes import (
     Column,
     DeleteFile,

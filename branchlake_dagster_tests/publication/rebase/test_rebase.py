@@ -16,7 +16,7 @@ from branchlake_dagster.publication.ledger.candidate import NeedsChecks, Publish
 from branchlake_dagster.publication.ledger.publications import publications
 from branchlake_dagster.publication.rebase.manifests import REPLAYED_FROM
 from branchlake_dagster_tests.harness import published
-from branchlake_dagster_tests.library_internals.plain_pyiceberg import plain_pyiceberg
+from branchlake_dagster_tests.internals.plain_pyiceberg import plain_pyiceberg
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench, frame
 
 

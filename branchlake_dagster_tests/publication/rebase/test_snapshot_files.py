@@ -14,17 +14,17 @@ from pyiceberg.table.snapshots import Operation, Snapshot
 
 from branchlake_dagster.branching.table.replaced import replaced as predicate_of
 from branchlake_dagster.branching.table.selection import select
+from branchlake_dagster.internals.column_metrics import reliable_metrics
+from branchlake_dagster.internals.pyiceberg import applied, snapshot_of
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.nessie.model import IcebergTable
-from branchlake_dagster.library_internals.column_metrics import reliable_metrics
-from branchlake_dagster.library_internals.pyiceberg import applied, snapshot_of
+from branchlake_dagster.nessie.model import IcebergTable
 from branchlake_dagster.publication.commit.publisher import publisher_of
 from branchlake_dagster.publication.ledger.candidate import Published
 from branchlake_dagster.publication.rebase import snapshot_files
 from branchlake_dagster.publication.rebase.changes import Mode
 from branchlake_dagster.publication.rebase.replay import IcebergTables, ReplayImpossible
 from branchlake_dagster.publication.rebase.snapshot_files import SnapshotFiles
-from branchlake_dagster_tests.library_internals.plain_pyiceberg import without_null_counts
+from branchlake_dagster_tests.internals.plain_pyiceberg import without_null_counts
 from branchlake_dagster_tests.publication.workbench import FLAT, SCHEMA, Workbench
 from branchlake_dagster_tests.suite.raised import raising
 

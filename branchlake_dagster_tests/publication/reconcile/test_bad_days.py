@@ -30,12 +30,12 @@ from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseR
 from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
 from branchlake_dagster.branching.table.files import TableFiles
 from branchlake_dagster.branching.table.spec import table_metadata
-from branchlake_dagster.lakehouse.embedded import process
-from branchlake_dagster.lakehouse.embedded.servers import NESSIE
+from branchlake_dagster.embedded import process
+from branchlake_dagster.embedded.servers import NESSIE
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieUnavailable
-from branchlake_dagster.lakehouse.nessie.model import Reference, ReferenceType
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieUnavailable
+from branchlake_dagster.nessie.model import Reference, ReferenceType
 from branchlake_dagster.publication.cleanup.reaping import (
     NotOurs,
     RunsUnreadable,

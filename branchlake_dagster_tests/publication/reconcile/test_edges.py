@@ -21,8 +21,8 @@ from branchlake_dagster.branching.branch.run_tags import (
 )
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieRefused, NessieUnavailable
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieRefused, NessieUnavailable
 from branchlake_dagster.publication.cleanup.reaping import reap_branches
 from branchlake_dagster.publication.commit.publication_branch import publication_branch
 from branchlake_dagster.publication.ledger.candidate import Published

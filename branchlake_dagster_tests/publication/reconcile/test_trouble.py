@@ -27,8 +27,8 @@ from branchlake_dagster.branching.branch.run_tags import (
 from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.cli import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.model import ContentKey, IcebergTable
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.publication.reconcile import assess
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.trouble import ATTEMPTS

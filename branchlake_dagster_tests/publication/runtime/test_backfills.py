@@ -7,8 +7,8 @@ import polars as pl
 import pytest
 
 from branchlake_dagster.branching.table.spec import CHECK_SCOPE, table_metadata
+from branchlake_dagster.internals.dagster import BACKFILL_ID_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.library_internals.dagster import BACKFILL_ID_TAG
 from branchlake_dagster.publication.runtime import backfills
 from branchlake_dagster.publication.runtime.backfills import BackfillWatch
 from branchlake_dagster_tests.dagster_internals import (

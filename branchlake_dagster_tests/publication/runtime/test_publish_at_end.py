@@ -14,7 +14,7 @@ import pytest
 from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG, REASON_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.nessie.errors import NessieUnavailable
+from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.publication.commit.publisher import Publisher
 from branchlake_dagster.publication.ledger.publications import publications
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction

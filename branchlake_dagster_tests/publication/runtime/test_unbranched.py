@@ -7,8 +7,8 @@ import pytest
 from branchlake_dagster.branching.branch.run_branch import FALLING_BACK
 from branchlake_dagster.branching.branch.run_tags import BRANCH_TAG, REASON_TAG, UNBRANCHED_TAG, VERDICT_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.nessie.client import NessieClient
-from branchlake_dagster.lakehouse.nessie.errors import NessieUnavailable
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.runtime.unbranched import settle_unbranched
 from branchlake_dagster_tests.harness import Project, project

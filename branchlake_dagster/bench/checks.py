@@ -1,0 +1,282 @@
+"""`branchlake bench checks`: twenty promises and five SQL checks on a clean partition, however judged."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+import pyspark.sql.types as pst
+from pandera.pyspark import DataFrameModel, Field
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
+from rich.console import Console
+from rich.table import Table
+
+from branchlake_dagster.bench.own_lake import own_lake
+from branchlake_dagster.branching.branch.run_branch import branch_name, main_with_history
+from branchlake_dagster.branching.io.stored_rows import StoredRows
+from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
+from branchlake_dagster.branching.table.selection import Selection, Values
+from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster.checks.asset_checks.contract import pandera_checks
+from branchlake_dagster.checks.constraints.compiler import compile_schema
+from branchlake_dagster.checks.constraints.model import SchemaConstraint, SqlConstraint
+from branchlake_dagster.checks.evaluation.counting import collect_rows
+from branchlake_dagster.checks.evaluation.judge import Asked, judge
+from branchlake_dagster.checks.evaluation.rows import FrameRows, Rows
+from branchlake_dagster.checks.proof.stored import TableRows
+from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
+from branchlake_dagster.settings import Settings
+
+_KINDS = dg.StaticPartitionsDefinition(["radar", "optical"])
+_PARTITION = "radar"
+_NAME = ("bench", "sightings")
+_TABLE = "nessie.bench.sightings"
+_SELECTION = Selection(((Values("kind", (_PARTITION,)),),))
+_WRONG = {
+    "azimuth_deg": "abs(azimuth_deg) > 360",
+    "track": "length(track) > 20",
+    "elevation_deg": "elevation_deg * 2 > 181",
+    "range_km": "sqrt(range_km) > 400",
+    "sensor": "sensor + 1 < 1",
+}
+"""Conditions that no row meets, by the one column that each reads: none is told by a file's bounds."""
+
+
+if TYPE_CHECKING:
+    _Contract = DataFrameModel[Any]
+else:
+    # Generic to type checkers only: at run time pandera refuses the parameter.
+    _Contract = DataFrameModel
+
+
+class _Sightings(_Contract):
+    """Twenty promises, all of a kind that metadata can prove."""
+
+    kind: pst.StringType = Field(isin=["radar", "optical"])
+    number: pst.LongType = Field(ge=0)
+    sensor: pst.IntegerType = Field(ge=0, lt=1000)
+    range_km: pst.DoubleType = Field(gt=0, lt=500_000)
+    azimuth_deg: pst.DoubleType = Field(in_range={"min_value": 0, "max_value": 360})
+    elevation_deg: pst.DoubleType = Field(ge=-90, le=90)
+    quality: pst.FloatType = Field(ge=0, le=1)
+    track: pst.StringType = Field(str_startswith="t-")
+
+
+class _Mixed(_Sightings):
+    """The same twenty, one of which metadata says nothing about."""
+
+    track: pst.StringType = Field(str_matches="^t-[0-9]+$")
+
+
+class ChecksFailed(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """A benchmark's contract did not hold, or was not judged in the way that is timed."""
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A lake with the partition on a run's branch, and a session there."""
+
+    lake: Lakehouse
+    ref: str
+    session: SparkSession
+    rows: int
+
+    def frame(self) -> DataFrame:
+        return self.session.table(_TABLE).filter(F.col("kind") == _PARTITION)
+
+    def stored(self) -> StoredRows:
+        """Loaded from Nessie anew, as a step does."""
+        table = self.lake.catalog(self.ref).load_table(_NAME)
+        return StoredRows(table, _SELECTION, self.ref, self.frame)
+
+
+def measure(settings: Settings, *, rows: int, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Medians in seconds, in a state folder of its own; each way is warmed up once.
+
+    `metadata_only_s`: all twenty promises from metadata, table loaded anew. `one_job_s`: the same twenty
+    counted in one Spark job. `mixed_s`: nineteen from metadata and one counted. `count_s`: a count of the
+    values in the same columns. `count_rows_s`: `count(*)`, which Iceberg answers from metadata.
+    `sql_1_s`, `sql_2_s`, `sql_5_s`: so many SQL checks in one job, each on a column of its own. For
+    comparison the five as one aggregation, `sql_5_scan_s`, and on a frame cached for them, `sql_5_cached_s`.
+    `plain_pandera_s`: pandera's own backend. `step_s`: the whole check step in a Dagster run.
+    """
+    with own_lake(settings) as bench:
+        lake = Lakehouse(bench, say=say)
+        try:
+            lake.endpoints()
+            main_with_history(lake.nessie)
+            say(f"Writing {rows:,} rows …")
+            ref, step = _written(lake, rows)
+            session = lake.spark_session(ref)
+            try:
+                return _timed(_Stage(lake, ref, session, rows), rounds, say) | {"step_s": round(step, 3)}
+            finally:
+                session.stop()
+        finally:
+            lake.servers.down()
+
+
+def _written(lake: Lakehouse, rows: int) -> tuple[str, float]:
+    """The branch of a run that wrote the partition, and the seconds of its check step."""
+
+    # Assigned, not annotated: the annotations of this module are text, which Dagster does not read.
+    def sightings(spark: Any) -> None:
+        session = spark.spark_session
+        session.sql(f"CREATE NAMESPACE IF NOT EXISTS {_TABLE.rpartition('.')[0]}")
+        mine = _frame(session, rows, _PARTITION)
+        mine.writeTo(_TABLE).partitionedBy(F.col("kind")).create()
+        _frame(session, max(rows // 100, 1), "optical").writeTo(_TABLE).append()
+
+    sightings.__annotations__ = {"spark": BranchSparkResource}
+    asset = dg.asset(key=list(_NAME), partitions_def=_KINDS, metadata=table_metadata(partition_by="kind"))(
+        sightings
+    )
+    definitions = dg.Definitions.merge(
+        branchlake_definitions(lake.settings, lakehouse=LakehouseResource.of(lake.settings)),
+        dg.Definitions(
+            assets=[asset], asset_checks=[pandera_checks(asset, _Sightings)], executor=dg.in_process_executor
+        ),
+    )
+    with dg.DagsterInstance.local_temp() as instance:
+        job = definitions.resolve_implicit_global_asset_job_def()
+        quiet = {"loggers": {"console": {"config": {"log_level": "ERROR"}}}}
+        run = job.execute_in_process(instance=instance, partition_key=_PARTITION, run_config=quiet)
+        times = {
+            record.dagster_event.event_type_value: record.timestamp
+            for record in instance.all_logs(run.run_id)
+            if record.dagster_event is not None and (record.step_key or "").endswith("__contract")
+        }
+    evaluations = run.get_asset_check_evaluations()
+    if not all(one.passed for one in evaluations):
+        raise ChecksFailed("The benchmark's contract does not hold.", run_id=run.run_id)
+    return branch_name(run.run_id), times["STEP_SUCCESS"] - times["STEP_START"]
+
+
+def _frame(session: SparkSession, rows: int, kind: str) -> DataFrame:
+    return session.range(rows).select(
+        F.lit(kind).alias("kind"),
+        F.col("id").alias("number"),
+        (F.col("id") % 997).cast("int").alias("sensor"),
+        (F.rand(1) * 40_000 + 100).alias("range_km"),
+        (F.rand(2) * 360).alias("azimuth_deg"),
+        (F.rand(3) * 180 - 90).alias("elevation_deg"),
+        F.rand(4).cast("float").alias("quality"),
+        F.concat(F.lit("t-"), (F.col("id") % 100_000).cast("string")).alias("track"),
+    )
+
+
+def _timed(stage: _Stage, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+    ways: dict[str, Callable[[], object]] = {
+        "metadata_only_s": lambda: _judged(TableRows(stage.stored()), _Sightings, proved=20),
+        "count_s": lambda: _counted(stage),
+        "one_job_s": lambda: _judged(FrameRows(stage.frame()), _Sightings, proved=0),
+        "mixed_s": lambda: _judged(TableRows(stage.stored()), _Mixed, proved=19),
+        "count_rows_s": lambda: stage.frame().count(),
+        "sql_1_s": lambda: _asked_in_sql(stage.frame(), 1),
+        "sql_2_s": lambda: _asked_in_sql(stage.frame(), 2),
+        "sql_5_s": lambda: _asked_in_sql(stage.frame(), 5),
+        "sql_5_scan_s": lambda: _scanned_once(stage.frame()),
+        "sql_5_cached_s": lambda: _cached(stage.frame()),
+    }
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        # In turns, so that a slow minute of the machine is a slow minute for all of them.
+        for name, way in ways.items():
+            began = time.perf_counter()
+            way()
+            if number:
+                took[name].append(time.perf_counter() - began)
+        say(f"round {number}/{rounds}" if number else "warmed up")
+    began = time.perf_counter()
+    _Sightings.to_schema().validate(stage.frame())
+    found = {name: round(statistics.median(seconds), 3) for name, seconds in took.items()}
+    ratios = [job / count for job, count in zip(took["one_job_s"], took["count_s"], strict=True)]
+    return {
+        "rows": stage.rows,
+        "promises": 20,
+        **found,
+        "plain_pandera_s": round(time.perf_counter() - began, 3),
+        "one_job_ratio": round(statistics.median(ratios), 2),
+        "rounds": {name: [round(one, 3) for one in seconds] for name, seconds in took.items()},
+    }
+
+
+def _judged(rows: Rows, model: type[DataFrameModel[Any]], *, proved: int) -> None:
+    schema = model.to_schema()
+    promises = [one for one in compile_schema(schema) if not isinstance(one, SchemaConstraint)]
+    verdicts = judge(rows, [Asked(schema, promises, 5)], view="branchlake_bench")
+    outcomes = list(verdicts.outcomes.values())
+    by_metadata = sum(one.proof is not None and one.proof.by == "metadata" for one in outcomes)
+    if len(outcomes) != 20 or by_metadata != proved or not all(one.passed for one in outcomes):
+        raise ChecksFailed(
+            f"{by_metadata} of {len(outcomes)} promises were proved by metadata, not {proved}."
+        )
+
+
+def _asked_in_sql(frame: DataFrame, number: int) -> None:
+    texts = {column: f"SELECT * FROM {{this}} WHERE {wrong}" for column, wrong in _WRONG.items()}  # noqa: S608
+    checks = [SqlConstraint(name=name, columns=(), text=text, sql=text) for name, text in texts.items()]
+    verdicts = judge(FrameRows(frame), [Asked(None, checks[:number], 5)], view="branchlake_bench")
+    if len(verdicts.outcomes) != number or not all(one.passed for one in verdicts.outcomes.values()):
+        raise ChecksFailed(f"{number} SQL checks did not all hold: {verdicts}.")
+
+
+def _scanned_once(frame: DataFrame) -> None:
+    """The five as they would be if statements were taken apart and their conditions counted together."""
+    flags = frame.select(*[F.expr(wrong).alias(column) for column, wrong in _WRONG.items()])
+    # The filter is what lets files be left out that none of them could find a row in.
+    some = flags.where(" OR ".join(_WRONG))
+    counts = [F.coalesce(F.sum(F.bit_count(column)), F.lit(0)).alias(column) for column in _WRONG]
+    (found,) = collect_rows(some.agg(*counts))
+    if set(found) != {0}:
+        raise ChecksFailed(f"{found} rows met the conditions, not none.")
+
+
+def _cached(frame: DataFrame) -> None:
+    held = frame.select(*_WRONG).persist()
+    try:
+        _asked_in_sql(held, len(_WRONG))
+    finally:
+        held.unpersist(blocking=True)
+
+
+def _counted(stage: _Stage) -> None:
+    """The values of each column, which have to be read for it: not from Iceberg's metadata."""
+    conf = "spark.sql.iceberg.aggregate-push-down.enabled"
+    stage.session.conf.set(conf, "false")
+    try:
+        counts = [F.count(name).alias(name) for name in _Sightings.to_schema().columns]
+        (found,) = stage.frame().agg(*counts).collect()
+    finally:
+        stage.session.conf.unset(conf)
+    if set(found) != {stage.rows}:
+        raise ChecksFailed(f"{found} rows were counted, not {stage.rows}.")
+
+
+def show(found: dict[str, Any]) -> None:
+    """The ways side by side."""
+    table = Table("way", "s", title=f"{found['promises']} promises, and SQL, on {found['rows']:,} rows")
+    for name, what in {
+        "metadata_only_s": "all from metadata",
+        "mixed_s": "19 from metadata, one counted",
+        "one_job_s": "all counted in one job",
+        "count_s": "for comparison: a count of the same columns",
+        "count_rows_s": "for comparison: count(*)",
+        "sql_1_s": "one SQL check",
+        "sql_2_s": "two SQL checks, in one job",
+        "sql_5_s": "five SQL checks, in one job",
+        "sql_5_scan_s": "for comparison: the five as one aggregation",
+        "sql_5_cached_s": "for comparison: the five on a cached frame",
+        "plain_pandera_s": "for comparison: pandera's own backend",
+        "step_s": "the check step in a Dagster run, first time",
+    }.items():
+        table.add_row(what, f"{found[name]:.3f}")
+    Console().print(table)

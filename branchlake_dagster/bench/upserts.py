@@ -1,0 +1,193 @@
+"""`branchlake bench upserts`: an upsert by Spark's MERGE, without a JVM, and by PyIceberg's own `upsert`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyiceberg.table import Table
+from rich.console import Console
+from rich.table import Table as Grid
+
+from branchlake_dagster.bench.own_lake import own_lake
+from branchlake_dagster.branching.branch.run_branch import main_with_history
+from branchlake_dagster.branching.delivering.spark_inputs import from_arrow
+from branchlake_dagster.branching.frames import spark_frames
+from branchlake_dagster.branching.table.spec import TableSpec
+from branchlake_dagster.branching.table.types import iceberg_schema
+from branchlake_dagster.branching.upserting import merge
+from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.settings import Settings
+
+_NAMESPACE = "bench"
+_MOST_FOR_PYICEBERG = 1_000
+"""Rows of a frame for PyIceberg's own `upsert`, which compares row by row and takes minutes for more."""
+
+
+class UpsertsFailed(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """The engines left different tables, or an upsert was not done by the engine that is timed."""
+
+
+@dataclass(frozen=True)
+class _Scenario:
+    """An upsert of `rows` rows, half of which have a key of the table, into `files` files of `each` rows.
+
+    `spread`: the keys are drawn from all files; otherwise from one.
+    """
+
+    table: str
+    files: int
+    each: int
+    rows: int
+    spread: bool = True
+
+    @property
+    def name(self) -> str:
+        """The scenario in the results."""
+        where = "all_files" if self.spread else "one_file"
+        return f"{self.table}_{self.rows // 1000}k_{where}"
+
+    def frame(self, seed: int) -> pa.Table:
+        """The rows to upsert. Keys of the table are even, so new rows have odd keys."""
+        generator = np.random.default_rng(seed)
+        held = self.files * self.each if self.spread else self.each
+        half = self.rows // 2
+        known = 2 * generator.choice(held, half, replace=False)
+        new = 2 * generator.choice(held, self.rows - half, replace=False) + 1
+        return _rows(np.concatenate([known, new]), seed)
+
+
+_SCENARIOS = (
+    _Scenario("small", 8, 12_500, 1_000),
+    _Scenario("small", 8, 12_500, 100_000),
+    _Scenario("large", 32, 100_000, 1_000, spread=False),
+    _Scenario("large", 32, 100_000, 1_000),
+    _Scenario("large", 32, 100_000, 100_000),
+)
+
+
+def measure(settings: Settings, *, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Medians in seconds for each scenario, in a state folder of its own, all ways in turns and warmed up.
+
+    `small` tables have 8 files and 100,000 rows, `large` ones 32 files and 3,200,000. `spark_s`: MERGE in an
+    open session. `pyiceberg_s`: the same upsert as the IO manager does it without a JVM. `plain_s`:
+    PyIceberg's `Table.upsert`, for frames of 1,000 rows. Each upsert works on a branch of its own, on the
+    same table.
+    """
+    with own_lake(settings) as bench:
+        lake = Lakehouse(bench, say=say)
+        try:
+            lake.endpoints()
+            main_with_history(lake.nessie)
+            for scenario in {one.table: one for one in _SCENARIOS}.values():
+                say(f"Writing the {scenario.table} table …")
+                _write(lake, scenario)
+            return {"rounds": rounds, **{one.name: _timed(lake, one, rounds, say) for one in _SCENARIOS}}
+        finally:
+            lake.servers.down()
+
+
+def _rows(ids: np.ndarray[Any, np.dtype[Any]], seed: int) -> pa.Table:
+    generator = np.random.default_rng(seed)
+    start = np.datetime64("2026-01-01", "us")
+    return pa.table(
+        {
+            "id": pa.array(ids, pa.int64()),
+            "at": pa.array(start + ids * np.timedelta64(1, "ms"), pa.timestamp("us", tz="UTC")),
+            "x": pa.array(generator.random(len(ids))),
+            "y": pa.array(generator.random(len(ids))),
+            "name": pa.array(np.char.add("object ", (ids % 1000).astype(str))),
+        }
+    )
+
+
+def _write(lake: Lakehouse, scenario: _Scenario) -> None:
+    catalog = lake.catalog(MAIN)
+    catalog.create_namespace_if_not_exists(_NAMESPACE)
+    schema = iceberg_schema(_rows(np.arange(1), 0).schema, table=scenario.table)
+    table = catalog.create_table((_NAMESPACE, scenario.table), schema)
+    for number in range(scenario.files):
+        ids = 2 * np.arange(number * scenario.each, (number + 1) * scenario.each)
+        table.append(_rows(ids, number))
+
+
+def _timed(lake: Lakehouse, scenario: _Scenario, rounds: int, say: Callable[[str], None]) -> dict[str, float]:
+    ways: dict[str, Callable[[Lakehouse, str, _Scenario, pa.Table], float]] = {
+        "spark_s": _by_spark,
+        "pyiceberg_s": _by_pyiceberg,
+    }
+    if scenario.rows <= _MOST_FOR_PYICEBERG:
+        ways["plain_s"] = _by_plain_pyiceberg
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        frame, tables = scenario.frame(number), []
+        for name, way in ways.items():
+            branch = f"bench-{uuid.uuid4().hex[:8]}"
+            base = lake.nessie.reference(MAIN).hash
+            lake.nessie.create_branch(branch, from_ref=MAIN, from_hash=base)
+            seconds = way(lake, branch, scenario, frame)
+            tables.append(_state(lake.catalog(branch).load_table((_NAMESPACE, scenario.table))))
+            lake.nessie.delete_branch(branch, expected_hash=lake.nessie.reference(branch).hash)
+            if number:
+                took[name].append(seconds)
+        if any(state != tables[0] for state in tables):
+            raise UpsertsFailed(f"The ways left different tables in {scenario.name}: {tables}.")
+    found = {name: round(statistics.median(seconds), 3) for name, seconds in took.items()}
+    say(f"{scenario.name}: {found}")
+    return found
+
+
+def _spec(scenario: _Scenario) -> TableSpec:
+    return TableSpec((_NAMESPACE, scenario.table), "upsert", ("id",))
+
+
+def _by_spark(lake: Lakehouse, branch: str, scenario: _Scenario, frame: pa.Table) -> float:
+    session = lake.spark_session(branch)
+    try:
+        session.range(1).collect()
+        began = time.perf_counter()
+        table = lake.catalog(branch).load_table((_NAMESPACE, scenario.table))
+        spark_frames.write(from_arrow(session, frame), _spec(scenario), table.schema(), None, {})
+        return time.perf_counter() - began
+    finally:
+        session.stop()
+
+
+def _by_pyiceberg(lake: Lakehouse, branch: str, scenario: _Scenario, frame: pa.Table) -> float:
+    began = time.perf_counter()
+    table = lake.catalog(branch).load_table((_NAMESPACE, scenario.table))
+    planned = merge.plan(frame, table, _spec(scenario), None)
+    if not isinstance(planned, merge.UpsertPlan):
+        raise UpsertsFailed(f"{scenario.name} was left to Spark, because {planned.value}.")
+    merge.write(planned, {})
+    return time.perf_counter() - began
+
+
+def _by_plain_pyiceberg(lake: Lakehouse, branch: str, scenario: _Scenario, frame: pa.Table) -> float:
+    began = time.perf_counter()
+    lake.catalog(branch).load_table((_NAMESPACE, scenario.table)).upsert(frame, join_cols=["id"])
+    return time.perf_counter() - began
+
+
+def _state(table: Table) -> tuple[int, float]:
+    """How many rows a table has, and the sum of a column that every upsert changes."""
+    found = table.scan(selected_fields=("x",)).to_arrow()
+    return found.num_rows, round(float(np.sort(found["x"].to_numpy()).sum()), 6)
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """The ways side by side."""
+    table = Grid("upsert", "Spark's MERGE, s", "without a JVM, s", "Table.upsert, s", title="Upserts")
+    for name, figures in found.items():
+        if isinstance(figures, dict):
+            plain = figures.get("plain_s")
+            shown = "" if plain is None else f"{plain:.2f}"
+            table.add_row(name, f"{figures['spark_s']:.2f}", f"{figures['pyiceberg_s']:.2f}", shown)
+    Console().print(table)

@@ -1,0 +1,8 @@
+"""Nessie as a PyIceberg catalogue.
+
+`load_catalog("nessie", **{"py-catalog-impl": "branchlake_dagster.catalog.NessieCatalog", …})`
+"""
+
+from branchlake_dagster.catalog.catalog import NessieCatalog
+
+__all__ = ["NessieCatalog"]

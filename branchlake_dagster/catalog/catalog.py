@@ -1,0 +1,482 @@
+"""`NessieCatalog`: Iceberg tables on one Nessie reference, for PyIceberg."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from pyiceberg.catalog import LOCATION, WAREHOUSE_LOCATION, Catalog
+from pyiceberg.exceptions import (
+    CommitFailedException,
+    NoSuchIcebergTableError,
+    NoSuchTableError,
+    TableAlreadyExistsError,
+)
+from pyiceberg.io import FileIO
+from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.table import (
+    CommitTableResponse,
+    CreateTableTransaction,
+    StagedTable,
+    Table,
+    TableProperties,
+)
+from pyiceberg.table.locations import load_location_provider
+from pyiceberg.table.metadata import TableMetadata, new_table_metadata
+from pyiceberg.table.sorting import UNSORTED_SORT_ORDER, SortOrder
+from pyiceberg.table.update import AddSnapshotUpdate, AssertCreate, TableRequirement, TableUpdate
+from pyiceberg.typedef import EMPTY_DICT, Identifier, Properties
+
+from branchlake_dagster.catalog import options
+from branchlake_dagster.catalog.content_store import ReferenceStore
+from branchlake_dagster.catalog.namespaces import (
+    NamespaceOperations,
+    NoViews,
+    namespace_key,
+    require_namespace,
+)
+from branchlake_dagster.catalog.stored_files import read_metadata
+from branchlake_dagster.catalog.written_prefixes import record_prefixes
+from branchlake_dagster.errors import Unsupported
+from branchlake_dagster.internals.pyiceberg import creation_of
+from branchlake_dagster.nessie import NessieClient
+from branchlake_dagster.nessie.errors import NessieConflict, ReferenceNotFound
+from branchlake_dagster.nessie.model import (
+    Content,
+    ContentKey,
+    ContentsAt,
+    Delete,
+    IcebergTable,
+    Namespace,
+    Operation,
+    Put,
+)
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+GC_ENABLED = "gc.enabled"
+NO_SNAPSHOT = -1
+_ENDS_PATH = re.compile(r"[?#]")
+
+
+def table_content(content_id: str | None, location: str, metadata: TableMetadata) -> IcebergTable:
+    """What Nessie stores for a table, with the ids as Iceberg's own NessieCatalog sets them."""
+    snapshot = metadata.current_snapshot_id
+    return IcebergTable(
+        content_id=content_id,
+        metadata_location=location,
+        snapshot_id=NO_SNAPSHOT if snapshot is None else snapshot,
+        schema_id=metadata.current_schema_id,
+        spec_id=metadata.default_spec_id,
+        sort_order_id=metadata.default_sort_order_id,
+    )
+
+
+def _require_table(key: ContentKey, found: Content | None) -> IcebergTable:
+    if found is None:
+        raise NoSuchTableError(f"Table does not exist: {key}")
+    if not isinstance(found, IcebergTable):
+        raise NoSuchIcebergTableError(f"Table does not exist: {key} is something else ({found})")
+    return found
+
+
+def _folder(name: str) -> str:
+    """A name in a location: what ends the path of a URL would cut the location off there."""
+    return _ENDS_PATH.sub("_", name)
+
+
+def _message(key: ContentKey, updates: Sequence[TableUpdate]) -> str:
+    """A commit message such as "Update table a.b: append"."""
+    snapshots = [update.snapshot.summary for update in updates if isinstance(update, AddSnapshotUpdate)]
+    done = [summary.operation.value for summary in snapshots if summary]
+    done = done or [update.action for update in updates]
+    return f"Update table {key}: {', '.join(dict.fromkeys(done))}"
+
+
+def _above(key: ContentKey) -> tuple[ContentKey, ...]:
+    """The namespaces that hold a key, the outermost first."""
+    return tuple(ContentKey(key[:depth]) for depth in range(1, len(key)))
+
+
+def _is_state(table: Table, content: Content | None) -> bool:
+    """Whether Nessie has the table in the very state of `table`."""
+    return isinstance(content, IcebergTable) and content.metadata_location == table.metadata_location
+
+
+def _response(table: Table) -> CommitTableResponse:
+    data = {"metadata": table.metadata, "metadata-location": table.metadata_location}
+    return CommitTableResponse.model_validate(data)
+
+
+class NessieCatalog(NoViews, NamespaceOperations):
+    """The Iceberg tables of one Nessie reference, as a PyIceberg catalog.
+
+    Properties: `uri` (Nessie's API v2), `ref` (branch, tag, `name@hash` or hash; default `main`),
+    `warehouse` (where new tables go), `token`, `ssl.verify` (`true`, `false` or a CA bundle),
+    `commit.author`, `commit.property.<name>` (goes with every commit), `namespace.create` (`true`: a new
+    table brings the namespaces that are missing, in its own commit); all others configure FileIO.
+    Tags and hashes are read-only. Every created table gets a location of its own, because two branches
+    may create the same table, and `gc.enabled=false`, because other references may need its files.
+
+    Args:
+        name (str): The name that PyIceberg gives the catalog.
+        client (Optional[NessieClient]): A client that the caller closes. (default: one made from `uri`)
+        on_load (Optional[Callable[[Identifier], None]]): Called with the identifier of each loaded table.
+        **properties (str): The properties above.
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster import NessieCatalog
+
+            lake = NessieCatalog("lake", uri="http://127.0.0.1:19120/api/v2", warehouse="file:///data/lake")
+            prices = lake.load_table("shop.prices").scan().to_arrow()
+    """
+
+    def __init__(
+        self,
+        name: str,
+        client: NessieClient | None = None,
+        on_load: Callable[[Identifier], None] | None = None,
+        **properties: str,
+    ) -> None:
+        # FileIO implementations receive these properties: Nessie's token is none of their business.
+        super().__init__(name, **{key: value for key, value in properties.items() if key != options.TOKEN})
+        self._owns_client = client is None
+        self._on_load = on_load
+        self._store = ReferenceStore(
+            client or options.connect(properties),
+            properties.get(options.REF) or options.DEFAULT_REF,
+            author=properties.get(options.AUTHOR) or options.DEFAULT_AUTHOR,
+            properties=options.commit_properties(properties),
+        )
+        self._brings_namespaces = properties.get(options.NAMESPACE_CREATE) == "true"
+
+    @classmethod
+    def from_client(
+        cls,
+        client: NessieClient,
+        ref: str,
+        warehouse: str,
+        *,
+        name: str = "nessie",
+        on_load: Callable[[Identifier], None] | None = None,
+        **properties: str,
+    ) -> NessieCatalog:
+        """A catalogue on `ref` that shares `client`'s connections and does not close them.
+
+        `on_load` is called with each table that `load_table` is about to give away.
+        """
+        given = {**properties, options.REF: ref, WAREHOUSE_LOCATION: warehouse}
+        return cls(name, client, on_load, **given)
+
+    @property
+    def ref(self) -> str:
+        """The reference argument this catalogue was opened on."""
+        return self._store.ref
+
+    @property
+    def last_hash(self) -> str | None:
+        """Hash of the reference at this catalog's last read or commit; None before the first one."""
+        return self._store.last_hash
+
+    def close(self) -> None:
+        """Close the connections, unless they belong to a client that was passed in."""
+        if self._owns_client:
+            self._store.client.close()
+
+    # -- tables: reading -------------------------------------------------------------------------------
+
+    def _key(self, identifier: str | Identifier) -> ContentKey:
+        return ContentKey(Catalog.identifier_to_tuple(identifier))
+
+    def _load(self, key: ContentKey, content: IcebergTable) -> Table:
+        location = content.metadata_location
+        metadata = read_metadata(self._load_file_io(location=location), location)
+        return Table(
+            identifier=key.elements,
+            metadata=metadata,
+            metadata_location=location,
+            io=self._load_file_io(metadata.properties, location),
+            catalog=self,
+        )
+
+    def table_of(self, identifier: Identifier, content: IcebergTable) -> Table:
+        """The table as `content` has it, which need not be what this reference holds now.
+
+        Its `io` and metadata are as usual; a commit through it meets the reference's present state.
+        """
+        return self._load(ContentKey(identifier), content)
+
+    def load_table(self, identifier: str | Identifier) -> Table:
+        """The table; NoSuchTableError, also for a namespace or view of that name.
+
+        A missing reference is ReferenceNotFound, never "no such table".
+        """
+        key = self._key(identifier)
+        # In the same request: should the table be missing, its creation asks for them next.
+        beside = _above(key) if self._brings_namespaces else ()
+        content = _require_table(key, self._store.read(key, *beside).contents.get(key))
+        if self._on_load is not None:
+            self._on_load(key.elements)
+        return self._load(key, content)
+
+    def table_exists(self, identifier: str | Identifier) -> bool:
+        """Whether the name holds an Iceberg table; reads no file."""
+        key = self._key(identifier)
+        return isinstance(self._store.read(key).contents.get(key), IcebergTable)
+
+    def list_tables(self, namespace: str | Identifier) -> list[Identifier]:
+        """The tables directly in `namespace`."""
+        key = namespace_key(namespace)
+        require_namespace(self._store.read(key), key)
+        return [entry.key.elements for entry in self._store.children(key.elements, "ICEBERG_TABLE")]
+
+    # -- tables: creating ------------------------------------------------------------------------------
+
+    def _new_location(self, key: ContentKey, seen: ContentsAt, table_uuid: uuid.UUID) -> str:
+        """`<namespace's location or warehouse/levels>/<table>_<uuid>`, as Iceberg's Java catalogue does."""
+        namespace = seen.contents.get(ContentKey(key.parent))
+        base = namespace.properties.get(LOCATION) if isinstance(namespace, Namespace) else None
+        if not base:
+            warehouse = self.properties.get(WAREHOUSE_LOCATION)
+            if not warehouse:
+                raise ValueError("No default path is set, please specify a location when creating a table")
+            base = "/".join([warehouse.rstrip("/"), *map(_folder, key.parent)])
+        return f"{base.rstrip('/')}/{_folder(key[-1])}_{table_uuid}"
+
+    def _create_staged_table(
+        self,
+        identifier: str | Identifier,
+        schema: Schema | pa.Schema,
+        location: str | None = None,
+        partition_spec: PartitionSpec = UNPARTITIONED_PARTITION_SPEC,
+        sort_order: SortOrder = UNSORTED_SORT_ORDER,
+        properties: Properties = EMPTY_DICT,
+    ) -> StagedTable:
+        """A table that exists in memory only; PyIceberg's create transactions start from it too."""
+        key = self._key(identifier)
+        namespace_key(key.parent)
+        values: dict[str, Any] = {GC_ENABLED: "false", **properties}
+        version = int(values.get(TableProperties.FORMAT_VERSION, TableProperties.DEFAULT_FORMAT_VERSION))
+        iceberg_schema = self._convert_schema_if_needed(schema, version)  # type: ignore[arg-type]
+        seen = self._room_for(key) or self._store.read(key, *_above(key))
+        self._store.require_branch(seen.reference)
+        if key in seen.contents:
+            raise TableAlreadyExistsError(f"Table {key} already exists")
+        self._namespaces(key, seen)
+        table_uuid = uuid.uuid4()
+        place = location.rstrip("/") if location else self._new_location(key, seen, table_uuid)
+        metadata_location = load_location_provider(place, values).new_table_metadata_file_location()
+        metadata = new_table_metadata(
+            iceberg_schema, partition_spec, sort_order, place, values, table_uuid=table_uuid
+        )
+        io = self._load_file_io(metadata.properties, metadata_location)
+        self.record_prefixes(metadata)
+        return StagedTable(key.elements, metadata, metadata_location, io, self)
+
+    def create_table_transaction(
+        self,
+        identifier: str | Identifier,
+        schema: Schema | pa.Schema,
+        location: str | None = None,
+        partition_spec: PartitionSpec = UNPARTITIONED_PARTITION_SPEC,
+        sort_order: SortOrder = UNSORTED_SORT_ORDER,
+        properties: Properties = EMPTY_DICT,
+    ) -> CreateTableTransaction:
+        """A table that begins with what is written in the transaction, all in one commit.
+
+        TableAlreadyExistsError, NoSuchNamespaceError: now, or when it is committed.
+        """
+        staged = self._create_staged_table(
+            identifier, schema, location, partition_spec, sort_order, properties
+        )
+        return creation_of(staged)
+
+    def create_table(
+        self,
+        identifier: str | Identifier,
+        schema: Schema | pa.Schema,
+        location: str | None = None,
+        partition_spec: PartitionSpec = UNPARTITIONED_PARTITION_SPEC,
+        sort_order: SortOrder = UNSORTED_SORT_ORDER,
+        properties: Properties = EMPTY_DICT,
+    ) -> Table:
+        """Create an empty table; TableAlreadyExistsError, NoSuchNamespaceError."""
+        staged = self._create_staged_table(
+            identifier, schema, location, partition_spec, sort_order, properties
+        )
+        self._write_metadata(staged.metadata, staged.io, staged.metadata_location)
+        self._put_new(staged.name(), staged.metadata_location, staged.metadata, "Create table")
+        return self._table(staged)
+
+    def _table(self, staged: StagedTable) -> Table:
+        return Table(staged.name(), staged.metadata, staged.metadata_location, staged.io, self)
+
+    def _put_new(
+        self,
+        identifier: Identifier,
+        location: str,
+        metadata: TableMetadata,
+        verb: str,
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        """Let `identifier` hold the metadata file at `location`; over an existing table if told so."""
+        key = ContentKey(identifier)
+        namespace_key(key.parent)
+
+        def plan(seen: ContentsAt) -> Sequence[Operation]:
+            found = seen.contents.get(key)
+            if found is not None and not (overwrite and isinstance(found, IcebergTable)):
+                raise TableAlreadyExistsError(f"Table {key} already exists")
+            content = table_content(found.content_id if found else None, location, metadata)
+            return [*self._namespaces(key, seen), Put(key, content)]
+
+        self._store.change([key, *_above(key)], plan, f"{verb} {key}", known=self._room_for(key))
+
+    def _room_for(self, key: ContentKey) -> ContentsAt | None:
+        """What is remembered, if a new table can be made by it. That it cannot is never told from memory."""
+        seen = self._store.remembered(key, *_above(key))
+        if seen is None or key in seen.contents:
+            return None
+        found = [seen.contents.get(one) for one in _above(key)]
+        fits = all(isinstance(one, Namespace) or (one is None and self._brings_namespaces) for one in found)
+        return seen if fits else None
+
+    def _namespaces(self, key: ContentKey, seen: ContentsAt) -> list[Operation]:
+        """What makes the namespaces that a new table still needs; NoSuchNamespaceError if it may not."""
+        above = _above(key)
+        missing = [one for one in above if self._brings_namespaces and one not in seen.contents]
+        for one in set(above[-1:]).union(above if self._brings_namespaces else ()).difference(missing):
+            require_namespace(seen, one)
+        return [Put(one, Namespace(None, one.elements)) for one in missing]
+
+    def register_table(
+        self, identifier: str | Identifier, metadata_location: str, overwrite: bool = False
+    ) -> Table:
+        """Let a name hold an existing metadata file, instead of what it held when `overwrite`."""
+        key = self._key(identifier)
+        metadata = read_metadata(self._load_file_io(location=metadata_location), metadata_location)
+        self._put_new(key.elements, metadata_location, metadata, "Register table", overwrite=overwrite)
+        return self.load_table(key.elements)
+
+    # -- tables: changing ------------------------------------------------------------------------------
+
+    def record_prefixes(self, metadata: TableMetadata) -> None:
+        """Record in the warehouse where files of a table are written (see `written_prefixes`).
+
+        Who writes files of a table that this catalog has only loaded calls this before. Raises OSError.
+        """
+        warehouse = self.properties.get(WAREHOUSE_LOCATION)
+        if warehouse:
+            record_prefixes(self._warehouse_io, warehouse, metadata)
+
+    @cached_property
+    def _warehouse_io(self) -> FileIO:
+        return self._load_file_io(location=self.properties[WAREHOUSE_LOCATION])
+
+    def commit_table(
+        self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
+    ) -> CommitTableResponse:
+        """Write the next metadata file and swap it in, if the table is still what it was.
+
+        Raises CommitFailedException when it is not (nothing was changed), CommitStateUnknownException
+        when nobody can say (the files stay), TableAlreadyExistsError and NoSuchTableError.
+        """
+        key = ContentKey(table.name())
+        self._store.require_branch()
+        creates = any(isinstance(requirement, AssertCreate) for requirement in requirements)
+        # What asserts nothing is not tried from memory: it is applied to what is there now.
+        known = self._store.remembered(key) if requirements else None
+        refused: Exception | None = None
+        if creates and self._room_for(key) is not None:
+            return self._make(key, requirements, updates)
+        if known is not None and not creates and _is_state(table, known.contents.get(key)):
+            try:  # usually the table still is what was loaded, and Nessie refuses the commit if it is not
+                return self._swap(known, table, requirements, updates)
+            except (CommitFailedException, ReferenceNotFound) as error:
+                refused = error
+        seen = self._store.read(key)
+        found = seen.contents.get(key)
+        if found is None and creates:
+            return self._make(key, requirements, updates)
+        if found is None and refused is not None:
+            raise CommitFailedException(f"Table has been dropped by another process: {key}.") from refused
+        return self._swap(seen, self._load(key, _require_table(key, found)), requirements, updates)
+
+    def _make(
+        self, key: ContentKey, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
+    ) -> CommitTableResponse:
+        staged = self._update_and_stage_table(None, key.elements, requirements, updates)
+        self._write_metadata(staged.metadata, staged.io, staged.metadata_location)
+        self._put_new(key.elements, staged.metadata_location, staged.metadata, "Create table")
+        return _response(staged)
+
+    def _swap(
+        self,
+        seen: ContentsAt,
+        current: Table,
+        requirements: tuple[TableRequirement, ...],
+        updates: tuple[TableUpdate, ...],
+    ) -> CommitTableResponse:
+        """The next state of a table whose present one, as it was `seen`, is `current`."""
+        key = ContentKey(current.name())
+        found = _require_table(key, seen.contents.get(key))
+        staged = self._update_and_stage_table(current, key.elements, requirements, updates)
+        if staged.metadata == current.metadata:
+            return _response(current)
+        self.record_prefixes(staged.metadata)
+        self._write_metadata(staged.metadata, staged.io, staged.metadata_location)
+        content = table_content(found.content_id, staged.metadata_location, staged.metadata)
+        try:
+            self._store.commit(seen.reference, [Put(key, content)], _message(key, updates))
+        except NessieConflict as conflict:
+            raise CommitFailedException(
+                f"Table has been updated by another process: {key}. {conflict}"
+            ) from conflict
+        return _response(staged)
+
+    @staticmethod
+    def _delete_old_metadata(io: FileIO, base: TableMetadata, metadata: TableMetadata) -> None:
+        """Never: another branch, a tag or an older hash may still read that metadata file."""
+
+    def drop_table(self, identifier: str | Identifier) -> None:
+        """Remove the name from this branch; no file is touched."""
+        key = self._key(identifier)
+
+        def plan(seen: ContentsAt) -> Sequence[Operation]:
+            _require_table(key, seen.contents.get(key))
+            return [Delete(key)]
+
+        self._store.change([key], plan, f"Drop table {key}")
+
+    def purge_table(self, identifier: str | Identifier) -> None:
+        """Refused: only a collector that knows every reference can tell which files are unused."""
+        key = self._key(identifier)
+        raise Unsupported(
+            f"Purging {key} would delete files that other branches, tags and hashes may still need.",
+            table=key.name,
+            branch=self.ref,
+            hint="Use drop_table and leave the files to the collector.",
+        )
+
+    def rename_table(self, from_identifier: str | Identifier, to_identifier: str | Identifier) -> Table:
+        """Move a table to another name in one commit; its content id and files stay."""
+        source, target = self._key(from_identifier), self._key(to_identifier)
+        namespace = namespace_key(target.parent)
+
+        def plan(seen: ContentsAt) -> Sequence[Operation]:
+            content = _require_table(source, seen.contents.get(source))
+            require_namespace(seen, namespace)
+            if target in seen.contents:
+                raise TableAlreadyExistsError(f"Table {target} already exists")
+            return [Delete(source), Put(target, content)]
+
+        self._store.change([source, target, namespace], plan, f"Rename table {source} to {target}")
+        return self.load_table(target.elements)

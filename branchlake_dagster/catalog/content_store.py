@@ -1,0 +1,209 @@
+"""One reference as a place to read contents from and to change them by compare-and-swap."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
+
+from branchlake_dagster.errors import ReadOnlyReference
+from branchlake_dagster.nessie import NessieClient
+from branchlake_dagster.nessie.errors import (
+    NessieConflict,
+    NessieError,
+    NessieOutcomeUnknown,
+    ReferenceNotFound,
+)
+from branchlake_dagster.nessie.model import (
+    CommitResult,
+    ContentKey,
+    ContentsAt,
+    Entry,
+    IcebergTable,
+    Operation,
+    Put,
+    Reference,
+    ReferenceType,
+    parse_ref,
+)
+
+_ATTEMPTS = 4
+_MEMORY_S = 300.0
+"""A commit that starts from an old hash lets the server walk through all commits since."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What `keys` held when it was `at` on the monotonic clock; those that are not in `seen` held nothing."""
+
+    keys: frozenset[ContentKey]
+    seen: ContentsAt
+    at: float
+
+
+class ReferenceStore:
+    """Reads `ref` at its head and commits to it, if it is a branch.
+
+    `author` and `properties` go with every commit. Errors of the client pass through unchanged, but for
+    commits: there they become PyIceberg's *failed* and *state unknown*, because PyIceberg deletes the
+    files of a failed commit and keeps those of an unknown one.
+    """
+
+    def __init__(
+        self,
+        client: NessieClient,
+        ref: str,
+        *,
+        author: str,
+        properties: Mapping[str, str],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.client = client
+        self.ref = ref
+        self._now = now
+        self._last: _Known | None = None
+        self._fixed = parse_ref(ref).hash is not None
+        self._author = author
+        self._properties = dict(properties)
+
+    def read(self, *keys: ContentKey) -> ContentsAt:
+        """The contents of `keys` and the hash they were read at."""
+        asked = self._now()
+        seen = self.client.contents_at(self.ref, keys)
+        self._last = _Known(frozenset(keys), seen, asked)
+        return seen
+
+    @property
+    def last_hash(self) -> str | None:
+        """Hash of the reference at the last read or commit here; None before that, or if a commit failed."""
+        return self._last.seen.reference.hash if self._last else None
+
+    def remembered(self, *keys: ContentKey) -> ContentsAt | None:
+        """What the last read or commit here told of `keys`, lately; None: read them.
+
+        Nothing to decide by, for others may have changed it since; but to commit from: the server refuses
+        the commit then, and what was remembered is forgotten.
+        """
+        last = self._last
+        if last is None or not last.keys.issuperset(keys) or self._now() - last.at > _MEMORY_S:
+            return None
+        return last.seen
+
+    def children(self, namespace: tuple[str, ...], content_type: str) -> Iterator[Entry]:
+        """The entries directly under `namespace` (empty: at the top) of one content type."""
+        terms = [f"entry.contentType == '{content_type}'"]
+        if not any("." in element for element in namespace):
+            # CEL takes JSON's string escapes. It sees namespaces dotted, so one whose elements have dots
+            # is left to the comparison below, which decides in every case.
+            terms.append(f"entry.namespace == {json.dumps('.'.join(namespace), ensure_ascii=False)}")
+        for entry in self.client.entries(self.ref, filter=" && ".join(terms)):
+            if entry.key.parent == namespace:
+                yield entry
+
+    def require_branch(self, reference: Reference | None = None) -> None:
+        """Raise ReadOnlyReference unless `ref` can be committed to.
+
+        `reference` is what the server said `ref` is; without it only what the argument itself tells.
+        """
+        if self._fixed or (reference and reference.type is not ReferenceType.BRANCH):
+            kind = "a fixed hash" if self._fixed else "a tag"
+            raise ReadOnlyReference(
+                f"{self.ref} is {kind} and cannot be changed.",
+                branch=self.ref,
+                hint="Open the catalogue on a branch.",
+            )
+
+    def commit(self, base: Reference, operations: Sequence[Operation], message: str) -> None:
+        """Commit `operations` if their keys are unchanged since `base`.
+
+        Raises NessieConflict when they are not, CommitStateUnknownException when nobody can say.
+        """
+        self.require_branch(base)
+        self._last = None
+        asked = self._now()
+        unknown: NessieOutcomeUnknown
+        try:
+            result = self.client.commit(
+                base.name,
+                expected_hash=base.hash,
+                operations=operations,
+                message=message,
+                properties=self._properties,
+                author=self._author,
+            )
+            self._last = _after(operations, result, base, asked)
+            return
+        except NessieOutcomeUnknown as lost:
+            unknown = lost
+        if not self._arrived(operations):
+            raise CommitStateUnknownException(str(unknown)) from unknown
+
+    def _arrived(self, operations: Sequence[Operation]) -> bool:
+        """Whether the tables already stand as `operations` would put them.
+
+        Metadata files have unique names, so finding ours proves the commit. Not finding it proves
+        nothing: the request may still be on its way, or others may have committed on top of it.
+        """
+        wanted = {
+            operation.key: operation.content.metadata_location
+            for operation in operations
+            if isinstance(operation, Put) and isinstance(operation.content, IcebergTable)
+        }
+        if not wanted:
+            return False
+        try:
+            found = self.read(*wanted).contents
+        except NessieError:
+            return False
+        current = {key: value for key, value in found.items() if isinstance(value, IcebergTable)}
+        return all(
+            key in current and current[key].metadata_location == location for key, location in wanted.items()
+        )
+
+    def change(
+        self,
+        keys: Sequence[ContentKey],
+        plan: Callable[[ContentsAt], Sequence[Operation]],
+        message: str,
+        *,
+        known: ContentsAt | None = None,
+    ) -> None:
+        """Read `keys`, let `plan` answer with operations (or raise), and commit them.
+
+        When one of the keys moved in between, it is done again from the new state, so that a lost race
+        ends in the error that `plan` has for it, such as "already exists". `known` is a state that was
+        `remembered`: tried first, and for nothing but a commit.
+        """
+
+        def states() -> Iterator[ContentsAt]:
+            if known is not None:
+                yield known
+            for _ in range(_ATTEMPTS):
+                yield self.read(*keys)
+
+        last: NessieError | None = None
+        for seen in states():
+            self.require_branch(seen.reference)
+            operations = plan(seen)
+            if not operations:
+                return None
+            try:
+                return self.commit(seen.reference, operations, message)
+            except (NessieConflict, ReferenceNotFound) as error:  # a reference that is gone is told by `read`
+                last = error
+        raise CommitFailedException(f"{message}: others kept changing the same keys. {last}") from last
+
+
+def _after(operations: Sequence[Operation], result: CommitResult, base: Reference, at: float) -> _Known:
+    """What is known of the keys that a commit changed. Of others nothing is: it may not be `base`'s child."""
+    contents = {}
+    for operation in operations:
+        if isinstance(operation, Put):
+            held, made = operation.content, result.content_ids.get(operation.key)
+            contents[operation.key] = replace(held, content_id=made or held.content_id)
+    reference = Reference(base.type, base.name, result.hash)
+    keys = frozenset(operation.key for operation in operations)
+    return _Known(keys, ContentsAt(reference, contents), at)

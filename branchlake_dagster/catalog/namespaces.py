@@ -1,0 +1,184 @@
+"""Namespaces of the catalog, nested to any depth, with properties; views are refused."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pyiceberg.catalog import Catalog, MetastoreCatalog, PropertiesUpdateSummary
+from pyiceberg.exceptions import (
+    CommitFailedException,
+    NamespaceAlreadyExistsError,
+    NamespaceNotEmptyError,
+    NoSuchNamespaceError,
+)
+from pyiceberg.schema import Schema
+from pyiceberg.typedef import EMPTY_DICT, Identifier, Properties
+from pyiceberg.types import transform_dict_value_to_str
+
+from branchlake_dagster.catalog.content_store import ReferenceStore
+from branchlake_dagster.errors import Unsupported
+from branchlake_dagster.nessie.errors import NessieConflict
+from branchlake_dagster.nessie.model import ContentKey, ContentsAt, Delete, Namespace, Operation, Put
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyiceberg.view.metadata import ViewVersion
+
+
+def namespace_key(namespace: str | Identifier) -> ContentKey:
+    """The content key of a namespace; raises NoSuchNamespaceError for an empty or blank one."""
+    Catalog.namespace_to_string(namespace, NoSuchNamespaceError)
+    return ContentKey(Catalog.identifier_to_tuple(namespace))
+
+
+def require_namespace(seen: ContentsAt, key: ContentKey) -> Namespace:
+    """The namespace under `key`; raises NoSuchNamespaceError."""
+    found = seen.contents.get(key)
+    if not isinstance(found, Namespace):
+        # "exists" is PyIceberg's own wording in its other catalogues, which callers match on.
+        raise NoSuchNamespaceError(f"Namespace {key} does not exists at {seen.reference.name or 'this hash'}")
+    return found
+
+
+def _texts(properties: Properties) -> dict[str, str]:
+    """Properties as texts; ValueError for a missing value or a name that is none."""
+    if not all(isinstance(name, str) and name for name in properties):
+        raise ValueError(f"Property names must be non-empty texts, not {list(properties)}")
+    return transform_dict_value_to_str(dict(properties))
+
+
+class NamespaceOperations(MetastoreCatalog, ABC):
+    """The namespace half of `NessieCatalog`."""
+
+    _store: ReferenceStore
+
+    def namespace_exists(self, namespace: str | Identifier) -> bool:
+        """Whether the namespace exists; NoSuchNamespaceError for an empty name."""
+        key = namespace_key(namespace)
+        return isinstance(self._store.read(key).contents.get(key), Namespace)
+
+    def create_namespace(self, namespace: str | Identifier, properties: Properties = EMPTY_DICT) -> None:
+        """Create a namespace, and in the same commit those of its parents that are missing.
+
+        PyIceberg's other catalogues take parents for granted; Nessie wants each to exist.
+        NamespaceAlreadyExistsError, also when a table has that name; NoSuchNamespaceError when a parent
+        is a table.
+        """
+        key = namespace_key(namespace)
+        values = _texts(properties)
+        parents = [ContentKey(key[:depth]) for depth in range(1, len(key))]
+
+        def plan(seen: ContentsAt) -> Sequence[Operation]:
+            if key in seen.contents:
+                raise NamespaceAlreadyExistsError(f"Namespace {key} already exists")
+            missing = [parent for parent in parents if parent not in seen.contents]
+            for parent in set(parents).difference(missing):
+                require_namespace(seen, parent)
+            return [
+                *(Put(parent, Namespace(None, parent.elements)) for parent in missing),
+                Put(key, Namespace(None, key.elements, values)),
+            ]
+
+        self._store.change([key, *parents], plan, f"Create namespace {key}")
+
+    def drop_namespace(self, namespace: str | Identifier) -> None:
+        """Drop an empty namespace; NamespaceNotEmptyError when tables, views or namespaces are in it."""
+        key = namespace_key(namespace)
+
+        def plan(seen: ContentsAt) -> Sequence[Operation]:
+            require_namespace(seen, key)
+            return [Delete(key)]
+
+        seen = self._store.read(key)
+        self._store.require_branch(seen.reference)
+        operations = plan(seen)
+        try:
+            self._store.commit(seen.reference, operations, f"Drop namespace {key}")
+        except NessieConflict as conflict:
+            kinds = {item.kind for item in conflict.conflicts}
+            if "NAMESPACE_NOT_EMPTY" in kinds:
+                raise NamespaceNotEmptyError(f"Namespace {key} is not empty.") from conflict
+            raise CommitFailedException(f"Namespace {key} changed meanwhile. {conflict}") from conflict
+
+    def list_namespaces(self, namespace: str | Identifier = ()) -> list[Identifier]:
+        """The namespaces directly under `namespace`; those at the top for an empty one."""
+        if not namespace:
+            return [entry.key.elements for entry in self._store.children((), "NAMESPACE")]
+        key = namespace_key(namespace)
+        require_namespace(self._store.read(key), key)
+        return [entry.key.elements for entry in self._store.children(key.elements, "NAMESPACE")]
+
+    def load_namespace_properties(self, namespace: str | Identifier) -> Properties:
+        """A copy of the namespace's properties."""
+        key = namespace_key(namespace)
+        properties: dict[str, Any] = dict(require_namespace(self._store.read(key), key).properties)
+        return properties
+
+    def update_namespace_properties(
+        self, namespace: str | Identifier, removals: set[str] | None = None, updates: Properties = EMPTY_DICT
+    ) -> PropertiesUpdateSummary:
+        """Remove and set properties in one commit; ValueError when a key is in both."""
+        key = namespace_key(namespace)
+        values = _texts(updates)
+        summary: list[PropertiesUpdateSummary] = []
+
+        def plan(seen: ContentsAt) -> Sequence[Operation]:
+            current = require_namespace(seen, key)
+            told, after = self._get_updated_props_and_update_summary(
+                dict(current.properties), removals, values
+            )
+            summary[:] = [told]
+            unchanged = after == dict(current.properties)
+            return [] if unchanged else [Put(key, replace(current, properties=after))]
+
+        self._store.change([key], plan, f"Update properties of namespace {key}")
+        return summary[0]
+
+
+def _refuse(identifier: str | Identifier) -> NoReturn:
+    name = identifier if isinstance(identifier, str) else ".".join(identifier)
+    raise Unsupported(
+        f"Views are not supported by this catalogue, so {name!r} cannot be used as one.",
+        hint="Create and read views through Spark, on the same branch.",
+    )
+
+
+class NoViews(MetastoreCatalog, ABC):
+    """Answers every view operation with Unsupported, which is a NotImplementedError.
+
+    PyIceberg's other catalogues raise a bare NotImplementedError.
+    """
+
+    def list_views(self, namespace: str | Identifier) -> list[Identifier]:
+        """Refused."""
+        _refuse(namespace)
+
+    def view_exists(self, identifier: str | Identifier) -> bool:
+        """Refused."""
+        _refuse(identifier)
+
+    def load_view(self, identifier: str | Identifier) -> NoReturn:
+        """Refused."""
+        _refuse(identifier)
+
+    def drop_view(self, identifier: str | Identifier) -> None:
+        """Refused."""
+        _refuse(identifier)
+
+    def register_view(self, identifier: str | Identifier, metadata_location: str) -> NoReturn:  # noqa: ARG002
+        """Refused."""
+        _refuse(identifier)
+
+    def create_view(
+        self,
+        identifier: str | Identifier,
+        schema: Schema | pa.Schema,  # noqa: ARG002
+        view_version: ViewVersion,  # noqa: ARG002
+        location: str | None = None,  # noqa: ARG002
+        properties: Properties = EMPTY_DICT,  # noqa: ARG002
+    ) -> NoReturn:
+        """Refused."""
+        _refuse(identifier)

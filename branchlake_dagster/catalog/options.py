@@ -1,0 +1,42 @@
+"""The properties that `NessieCatalog` reads, and the client they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.nessie import NessieClient
+
+URI = "uri"
+REF = "ref"
+TOKEN = "token"  # noqa: S105 - the name of a property
+VERIFY = "ssl.verify"
+AUTHOR = "commit.author"
+COMMIT_PROPERTY = "commit.property."
+NAMESPACE_CREATE = "namespace.create"
+
+DEFAULT_REF = "main"
+DEFAULT_AUTHOR = "branchlake"
+
+
+def commit_properties(properties: Mapping[str, str]) -> dict[str, str]:
+    """The properties that go with every commit: those named `commit.property.<name>`."""
+    return {
+        name.removeprefix(COMMIT_PROPERTY): str(value)
+        for name, value in properties.items()
+        if name.startswith(COMMIT_PROPERTY)
+    }
+
+
+def _verify(text: str) -> bool | str:
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def connect(properties: Mapping[str, str]) -> NessieClient:
+    """A client for `uri`, `token` and `ssl.verify` (`true`, `false` or the path of a CA bundle)."""
+    uri = properties.get(URI)
+    if not uri:
+        raise ConfigurationError(
+            "The Nessie catalogue has no 'uri' property.", hint="Example: http://127.0.0.1:19120/api/v2"
+        )
+    return NessieClient(uri, token=properties.get(TOKEN), verify=_verify(str(properties.get(VERIFY, "true"))))

@@ -1,0 +1,310 @@
+"""Files of Iceberg tables in storage: read whole, compared with their recorded size, synchronized to disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlparse
+
+from pyarrow.fs import FileSelector
+from pydantic_core import from_json
+from pyiceberg.io import FileIO, InputFile, InputStream, OutputStream
+from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
+from pyiceberg.manifest import ManifestEntry, ManifestFile
+from pyiceberg.serializers import Compressor, FromInputFile
+from pyiceberg.table.metadata import TableMetadata
+from pyiceberg.table.snapshots import Snapshot
+
+from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.internals.pyiceberg_manifests import entries_of, manifests_of
+
+
+def is_local(location: str) -> bool:
+    """Whether a location is in a file system of this machine (`file:` or a path)."""
+    return location.startswith(("file:", "/"))
+
+
+def synchronize(locations: Iterable[str]) -> None:
+    """Wait until the disk holds these files and their names; locations that are not local are skipped.
+
+    Costs 0.05 ms for a file that the disk holds already. Raises OSError.
+    """
+    paths = [Path(urlparse(location).path) for location in locations if is_local(location)]
+    for path in paths:
+        _synchronize_file(path)
+        # Spark's file system refuses a file whose checksum, which it writes beside it, was lost.
+        checksum = path.with_name(f".{path.name}.crc")
+        if checksum.exists():
+            _synchronize_file(checksum)
+    for folder in dict.fromkeys(path.parent for path in paths):
+        _synchronize_folder(folder)
+
+
+def _synchronize_file(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _synchronize_folder(path: Path) -> None:
+    try:
+        _synchronize_file(path)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # file systems that cannot do that for a folder
+            raise
+
+
+class DurableFileIO(PyArrowFileIO):
+    """PyArrow's FileIO, whose local files are on disk when their streams are closed."""
+
+    def new_output(self, location: str) -> PyArrowFile:
+        """A file to be written."""
+        scheme, netloc, path = self.parse_location(location, self.properties)
+        if scheme != "file":
+            return super().new_output(location)
+        return _DurableFile(location, path, self.fs_by_scheme(scheme, netloc))
+
+
+class _DurableFile(PyArrowFile):
+    def create(self, overwrite: bool = False) -> OutputStream:
+        path = Path(self._path)
+        new_folders = _missing_folders(path.parent)
+        return _DurableStream(super().create(overwrite), path, new_folders)
+
+
+def _missing_folders(folder: Path) -> list[Path]:
+    """The folder and those above it, as far as they do not exist yet."""
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    return missing
+
+
+class _DurableStream:
+    """A stream of PyArrow's; `close` waits for the disk."""
+
+    def __init__(self, stream: Any, path: Path, new_folders: Iterable[Path]) -> None:
+        self._stream = stream
+        self._path = path
+        self._new_folders = new_folders
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, content: bytes) -> int:
+        written: int = self._stream.write(content)
+        return written
+
+    def __enter__(self) -> _DurableStream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._stream.closed:
+            return
+        self._stream.close()
+        _synchronize_file(self._path)
+        for entry in (self._path, *self._new_folders):
+            _synchronize_folder(entry.parent)
+
+
+REQUESTS_AT_ONCE = 16
+"""Requests to a remote storage that are under way at the same time."""
+
+LISTED_FROM = 300
+"""From this number of remote files on, the folders that hold many of them are listed."""
+
+_LISTED_FOLDER = 20
+"""Files to look for in a folder for which listing it takes fewer requests. A page of a listing has 1,000."""
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+
+class StoredFileDamaged(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """A file of a table exists, but its content is not what the table needs; `file` is its location."""
+
+    def __init__(self, message: str, *, file: str) -> None:
+        super().__init__(message)
+        self.file = file
+
+
+class _Content(InputFile):
+    """The content of a file, for those of PyIceberg's readers that open the file themselves."""
+
+    def __init__(self, location: str, content: bytes) -> None:
+        super().__init__(location)
+        self._content = content
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def exists(self) -> bool:
+        return True
+
+    def open(self, seekable: bool = True) -> InputStream:  # noqa: ARG002 - PyIceberg's interface
+        return BytesIO(self._content)
+
+
+def read_content(io: FileIO, location: str) -> bytes:
+    """The bytes of a file. Raises FileNotFoundError, with the location as `filename`, or another OSError."""
+    with _named(location), io.new_input(location).open() as stream:
+        return stream.read()
+
+
+def read_metadata(io: FileIO, location: str) -> TableMetadata:
+    """The table metadata in a file. Raises as `read_content`, and StoredFileDamaged."""
+    content = _Content(location, read_content(io, location))
+    with _parsing(location):
+        return FromInputFile.table_metadata(content)
+
+
+def read_metadata_fields(io: FileIO, location: str) -> dict[str, Any]:
+    """The fields of table metadata as they are in the file. Raises as `read_metadata`.
+
+    PyIceberg makes objects of all snapshots, which takes four times as long. Pydantic's parser takes half the
+    time of Python's.
+    """
+    content = read_content(io, location)
+    with _parsing(location):
+        decompressed = Compressor.get_compressor(location).stream_decompressor(BytesIO(content))
+        fields = from_json(decompressed.read())
+        if fields["format-version"] < 1:
+            raise ValueError("This is not table metadata.")
+        return dict(fields)
+
+
+def read_manifests(io: FileIO, snapshot: Snapshot) -> list[ManifestFile]:
+    """The manifests of a snapshot, from its manifest list. Raises as `read_metadata`."""
+    location = snapshot.manifest_list
+    if not location:
+        return []
+    content = read_content(io, location)
+    with _parsing(location):
+        return list(manifests_of(content))
+
+
+def read_entries(io: FileIO, manifest: ManifestFile) -> list[ManifestEntry]:
+    """All entries of a manifest, those of deleted files among them. Raises as `read_metadata`."""
+    location = manifest.manifest_path
+    content = read_content(io, location)
+    if len(content) < manifest.manifest_length:
+        raise _truncated(location, len(content), manifest.manifest_length)
+    with _parsing(location):
+        return list(entries_of(manifest, content))
+
+
+@contextmanager
+def _named(location: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, "The file does not exist", location) from error
+    except OSError as error:
+        raise OSError(error.errno or errno.EIO, f"{type(error).__name__}: {error}", location) from error
+
+
+@contextmanager
+def _parsing(location: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # Whatever JSON, gzip, Avro and pydantic raise for a file that is empty, truncated or something else.
+        raise StoredFileDamaged(
+            f"{location} cannot be parsed: {type(error).__name__}.", file=location
+        ) from error
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file that must exist with at least `size` bytes."""
+
+    io: FileIO
+    location: str
+    size: int
+
+
+def file_errors(files: Sequence[StoredFile]) -> list[FileNotFoundError | StoredFileDamaged | OSError | None]:
+    """What is wrong with each file, in the order of `files`; None if it exists and is long enough.
+
+    A FileNotFoundError or StoredFileDamaged is the storage's answer, any other OSError the lack of one. No
+    file is opened: one request a file, or a listing of its folder where many files are asked for.
+    """
+    sizes = _listed_sizes([file for file in files if not is_local(file.location)])
+    return each_at_once(lambda file: _file_error(file, sizes.get(file.location)), files, _location)
+
+
+def _location(file: StoredFile) -> str:
+    return file.location
+
+
+def _file_error(file: StoredFile, size: int | None) -> FileNotFoundError | StoredFileDamaged | OSError | None:
+    try:
+        if size is None:
+            with _named(file.location):
+                size = len(file.io.new_input(file.location))
+    except OSError as error:
+        return error
+    if size >= file.size:
+        return None
+    return _truncated(file.location, size, file.size)
+
+
+def _truncated(location: str, size: int, recorded: int) -> StoredFileDamaged:
+    # A file system that lost its power keeps the name of a file and not all of its content.
+    text = f"{location} has {size:,} of the {recorded:,} bytes that are recorded for it."
+    return StoredFileDamaged(text, file=location)
+
+
+def _listed_sizes(files: Sequence[StoredFile]) -> dict[str, int]:
+    """The sizes of those files that listings of their folders show; the others need a request each."""
+    if len(files) < LISTED_FROM:
+        return {}
+    folders: dict[str, list[StoredFile]] = {}
+    for file in files:
+        folders.setdefault(file.location.rpartition("/")[0], []).append(file)
+    many = [found for found in folders.values() if len(found) >= _LISTED_FOLDER]
+    listings = each_at_once(_listed_folder, many, lambda found: found[0].location)
+    return {location: size for listing in listings for location, size in listing.items()}
+
+
+def _listed_folder(files: Sequence[StoredFile]) -> dict[str, int]:
+    io = files[0].io
+    if not isinstance(io, PyArrowFileIO):
+        return {}
+    wanted = {}
+    for file in files:
+        scheme, netloc, path = io.parse_location(file.location, io.properties)
+        wanted[path] = file.location
+    selector = FileSelector(path.rpartition("/")[0], allow_not_found=True)
+    try:
+        listing = io.fs_by_scheme(scheme, netloc).get_file_info(selector)
+    except OSError:
+        return {}  # whoever may not list may still ask for a file
+    return {wanted[info.path]: info.size for info in listing if info.path in wanted and info.is_file}
+
+
+def each_at_once(
+    call: Callable[[Item], Answer], items: Sequence[Item], location: Callable[[Item], str]
+) -> list[Answer]:
+    """The answer for each item, in their order. Those at a remote `location` are asked for concurrently.
+
+    For local files a thread costs more than the answer.
+    """
+    remote = sum(not is_local(location(item)) for item in items)
+    if remote < 2:
+        return [call(item) for item in items]
+    with ThreadPoolExecutor(min(REQUESTS_AT_ONCE, remote)) as pool:
+        return list(pool.map(call, items))

@@ -1,0 +1,248 @@
+"""The jars of the embedded servers, by coordinates, through the Ivy that ships inside pyspark.
+
+Ivy checks the repository's checksums, keeps one copy in its own cache for all projects and obeys the
+user's `ivysettings.xml`: a downloader of our own would do none of it. Versions are locked here. SHA-256
+digests are locked in `jars.sha256`: each jar is compared with its digest before its path is returned.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from branchlake_dagster.embedded.archives import archives_folder
+from branchlake_dagster.embedded.jar_lock import packaged_lock, verify_jars
+from branchlake_dagster.embedded.java import user_java
+from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Transient
+
+_FREE_BYTES_NEEDED = 1 << 30
+_MEMORY = "verified-jars.json"
+"""In the folder of the archives: the digests of jars that were hashed before."""
+
+
+class DownloadFailed(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
+    """Ivy could not bring a jar; the text holds its reason."""
+
+
+@dataclass(frozen=True)
+class Jar:
+    """One artifact in Maven's terms. `megabytes` is how much there is to download."""
+
+    org: str
+    name: str
+    rev: str
+    classifier: str | None = None
+    megabytes: int = 0
+
+    @property
+    def short_name(self) -> str:
+        """The name without the versions of Spark and Scala that some have: `iceberg-spark-runtime`."""
+        return re.sub(r"-[\d.]+(_[\d.]+)?$", "", self.name)
+
+    def matches(self, path: Path) -> bool:
+        """Whether a file of Ivy's cache is this artifact."""
+        return path.name.startswith(f"{self.name}-{self.rev}") and self.org in path.parts
+
+
+ICEBERG_SPARK = Jar("org.apache.iceberg", "iceberg-spark-runtime-4.1_2.13", "1.12.0", megabytes=48)
+ICEBERG_AWS = Jar("org.apache.iceberg", "iceberg-aws-bundle", "1.12.0", megabytes=69)
+SPARK_KAFKA = (
+    Jar("org.apache.spark", "spark-sql-kafka-0-10_2.13", "4.1.3", megabytes=1),
+    # Maven Central has no 4.1.2 or 4.1.3 of these two; nothing in them changed since.
+    Jar("org.apache.spark", "spark-token-provider-kafka-0-10_2.13", "4.1.1"),
+    Jar("org.apache.spark", "spark-avro_2.13", "4.1.1"),
+    Jar("org.apache.kafka", "kafka-clients", "3.9.1", megabytes=10),
+    Jar("org.apache.commons", "commons-pool2", "2.12.1"),
+)
+"""What Spark reads Kafka and Avro messages with: always there, so that nobody starts it anew for that."""
+NESSIE_SERVER = Jar("org.projectnessie.nessie", "nessie-quarkus", "0.99.0", "runner", megabytes=245)
+
+
+def require_locked(paths: Iterable[Path]) -> None:
+    """Raise JarRefused unless each jar is the artifact that the package's lock file names.
+
+    Costs less than a millisecond for jars that were hashed before, and 2 s per GB for others.
+    """
+    verify_jars(paths, packaged_lock(), memory=archives_folder() / _MEMORY)
+
+
+def ivy_module(jars: Sequence[Jar], *, conf: str = "default->master") -> str:
+    """An ivy.xml that asks for exactly `jars`; with another `conf` also for what they need."""
+    rows = []
+    for jar in jars:
+        classifier = f' m:classifier="{jar.classifier}"' if jar.classifier else ""
+        rows.append(
+            f'<dependency org="{jar.org}" name="{jar.name}" rev="{jar.rev}" conf="{conf}">'
+            f'<artifact name="{jar.name}" type="jar" ext="jar"{classifier}/></dependency>'
+        )
+    return (
+        '<ivy-module version="2.0" xmlns:m="http://ant.apache.org/ivy/maven">'
+        '<info organisation="branchlake" module="jars"/>'
+        '<configurations><conf name="default"/></configurations>'
+        f"<dependencies>{''.join(rows)}</dependencies></ivy-module>"
+    )
+
+
+def resolve_with_all(
+    jar: Jar,
+    folder: Path,
+    *,
+    ivy_settings: Path | None,
+    say: Callable[[str], None],
+    verify: Callable[[Iterable[Path]], None] = require_locked,
+) -> list[Path]:
+    """A jar and all that it needs, as a class path. `folder` keeps the answer. Raises as `resolve`."""
+    listing = folder / f"{jar.short_name}-{jar.rev}.classpath"
+    known = _paths(listing)
+    if known and all(path.exists() for path in known):
+        verify(known)
+        return known
+    folder.mkdir(parents=True, exist_ok=True)
+    if ivy_settings or not _cached(jar):
+        say(f"Bringing {jar.name} {jar.rev} (about {jar.megabytes} MB) …")
+    _check_room(Path.home())
+    module = folder / f"{jar.short_name}-ivy.xml"
+    module.write_text(ivy_module([jar], conf="default->default,runtime"))
+    _run_ivy(module, listing, folder, ivy_settings)
+    paths = _paths(listing)
+    verify(paths)
+    return paths
+
+
+def resolve(
+    jars: Sequence[Jar],
+    folder: Path,
+    *,
+    ivy_settings: Path | None,
+    say: Callable[[str], None],
+    verify: Callable[[Iterable[Path]], None] = require_locked,
+) -> dict[Jar, Path]:
+    """Paths of `jars` in Ivy's cache, downloaded if they are not there yet.
+
+    `folder` keeps the answer, so a second call costs no JVM. `say` is told before a download starts. `verify`
+    compares the files with the lock file, downloaded or not. Raises DownloadFailed, JarRefused or
+    ConfigurationError (no Java, no room on the disk).
+    """
+    listing = folder / "jars.classpath"
+    known = _read(listing, jars)
+    if known:
+        verify(known.values())
+        return known
+    folder.mkdir(parents=True, exist_ok=True)
+    if ivy_settings or (absent := [jar for jar in jars if not _cached(jar)]):
+        wanted = jars if ivy_settings else absent
+        size = f"about {sum(jar.megabytes for jar in wanted)} MB"
+        size += ", unless your Ivy has them" if ivy_settings else ""
+        say(f"Bringing {', '.join(f'{jar.name} {jar.rev}' for jar in wanted)} ({size}) …")
+    _check_room(Path.home())
+    module = folder / "ivy.xml"
+    module.write_text(ivy_module(jars))
+    output = _run_ivy(module, listing, folder, ivy_settings)
+    found = _read(listing, jars)
+    if not found:
+        raise _not_brought(output)
+    verify(found.values())
+    return found
+
+
+def _run_ivy(module: Path, listing: Path, folder: Path, ivy_settings: Path | None) -> str:
+    command = [str(user_java()), "-jar", str(_ivy_jar()), "-warn", "-ivy", str(module)]
+    if ivy_settings:
+        command += ["-settings", str(ivy_settings)]
+    command += ["-cachepath", str(listing)]
+    with _alone():
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    output = done.stdout + done.stderr
+    if done.returncode != 0:
+        raise _not_brought(output)
+    return output
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One Ivy of ours at a time: two that write their report into its cache leave one that none can read."""
+    home = Path.home() / ".ivy2"
+    home.mkdir(exist_ok=True)
+    with (home / "branchlake.lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _not_brought(output: str) -> DownloadFailed:
+    return DownloadFailed(
+        f"Ivy could not bring the jars: {_reason(output)}",
+        hint="Check the connection to Maven Central or name a mirror in BRANCHLAKE_IVY_SETTINGS "
+        "(an ivysettings.xml), then run the command again.",
+    )
+
+
+def copied(jars: Mapping[Jar, Path], folder: Path) -> list[Path]:
+    """Copies of `jars` in `folder`, under names without versions, which a deployment's files can hold."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = []
+    for jar, path in jars.items():
+        copy = folder / f"{jar.short_name}.jar"
+        shutil.copyfile(path, copy)
+        found.append(copy)
+    return found
+
+
+def spark_home() -> Path:
+    """The Spark that lies in the installed pyspark, which is not imported for that."""
+    spec = find_spec("pyspark")
+    if spec is None or spec.origin is None:
+        raise ConfigurationError(
+            "pyspark is not installed.", hint="Install it: pip install 'pyspark[connect]'."
+        )
+    return Path(spec.origin).parent
+
+
+def _cached(jar: Jar) -> bool:
+    """Whether Ivy's own cache holds it. Settings of the user's may name another one: not asked then."""
+    folder = Path.home() / ".ivy2" / "cache" / jar.org / jar.name / "jars"
+    return any(jar.matches(path) for path in folder.glob("*.jar"))
+
+
+def _ivy_jar() -> Path:
+    (jar,) = (spark_home() / "jars").glob("ivy-*.jar")
+    return jar
+
+
+def _read(listing: Path, jars: Sequence[Jar]) -> dict[Jar, Path] | None:
+    paths = _paths(listing)
+    found = {jar: path for jar in jars for path in paths if jar.matches(path) and path.exists()}
+    return found if len(found) == len(jars) else None
+
+
+def _paths(listing: Path) -> list[Path]:
+    if not listing.exists():
+        return []
+    return [Path(text) for text in listing.read_text().strip().split(os.pathsep) if text]
+
+
+def _check_room(folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < _FREE_BYTES_NEEDED:
+        raise ConfigurationError(
+            f"Only {free >> 20} MiB are free on the disk of {folder}; the jars and the lake need 1 GiB.",
+            hint="Make room, then run the command again.",
+            reason="disk_full",
+            subject=str(folder),
+        )
+
+
+def _reason(output: str) -> str:
+    lines = [
+        line.strip()
+        for line in output.splitlines()
+        if "not found" in line or "ERROR" in line or "refused" in line
+    ]
+    return "; ".join(dict.fromkeys(lines[:3])) or output.strip()[-300:] or "no output"

@@ -1,0 +1,235 @@
+"""A background server process and its port: started detached, recorded in a file, stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from branchlake_dagster.embedded.logs import rotate_by_copy
+from branchlake_dagster.embedded.state_folder import private_folder
+from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
+from branchlake_dagster.waiting import holds_within
+
+LOOPBACK = "127.0.0.1"
+_FIRST_PORT, _PORTS, _TRIES = 20_000, 12_000, 50
+"""Below Linux's range for clients, which begins at 32,768."""
+_PATIENCE_S = 1.0
+
+
+def choose_port(wanted: int, *, setting: str) -> int:
+    """`wanted` when it is free, any free port for 0. Raises ConfigurationError when it is taken."""
+    if not wanted:
+        # Not one that the kernel gives away by itself: until a JVM listens, somebody's client had taken it.
+        tried = (_FIRST_PORT + secrets.randbelow(_PORTS) for _ in range(_TRIES))
+        return next((port for port in tried if _is_free(port)), 0) or _any_port()
+    if not _is_free(wanted):
+        raise ConfigurationError(
+            f"Port {wanted} on {LOOPBACK} is in use by another program.",
+            hint=f"Stop that program, or set {setting} to another port (0 takes any free one).",
+            reason="port_in_use",
+            subject=setting,
+        )
+    return wanted
+
+
+def keep_port(wanted: int, path: Path, *, setting: str) -> int:
+    """The port of a server whose last port is stored at `path`; addresses that were copied stay right.
+
+    `wanted` if it is not 0, as `choose_port`. Otherwise the stored port if it is free within a second, and
+    any free port if it is not or none is stored. The port is stored. Raises ConfigurationError and OSError.
+    """
+    stored = 0 if wanted else _stored(path)
+    # The kernel takes some milliseconds to close what a killed process listened on.
+    if stored and holds_within(_PATIENCE_S, lambda: _is_free(stored), every_s=0.02):
+        wanted = stored
+    port = choose_port(wanted, setting=setting)
+    (private_folder(path.parent) / path.name).write_text(f"{port}\n")
+    return port
+
+
+def _stored(path: Path) -> int:
+    try:
+        port = int(path.read_text())
+    except (OSError, ValueError):
+        return 0
+    return port if 0 < port < 2**16 else 0
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+        return True
+
+
+def _any_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+_MARK = "==== started"
+"""Separates the runs of a server in its log, so that an error of an earlier one is not quoted."""
+_SAME_START_S = 0.005
+"""Half of the kernel's clock tick, the unit in which Linux keeps start times."""
+
+
+class ServerDidNotStart(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """An embedded server ended or did not answer in time; the text quotes its log."""
+
+
+@dataclass(frozen=True)
+class ProcessRecord:
+    """What we know of a server we started. `started_s` is when, in seconds since the machine's boot."""
+
+    name: str
+    pid: int
+    started_s: float
+    port: int
+
+    def alive(self) -> bool:
+        """Whether this very process still runs."""
+        started = started_s(self.pid)
+        return started is not None and same_start(started, self.started_s)
+
+    def save(self, path: Path) -> None:
+        """Write the record in one step, so that a reader never sees half of it."""
+        scratch = path.with_suffix(f".{os.getpid()}.tmp")
+        scratch.write_text(json.dumps(asdict(self)))
+        scratch.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> ProcessRecord | None:
+        """The record at `path`; None when there is none or it is damaged (an unclean stop)."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+def same_start(one: float, other: float) -> bool:
+    """Whether two times of `started_s` are the start of one process."""
+    return abs(one - other) < _SAME_START_S
+
+
+def started_s(pid: int) -> float | None:
+    """When `pid` started, in seconds since boot; None when it does not run, a zombie included."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        while True:
+            # Both are told as wall clock times; somebody may set the clock between the two questions.
+            boot = psutil.boot_time()
+            since = process.create_time() - boot
+            if psutil.boot_time() == boot:
+                return since
+            process = psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
+
+
+def launch(
+    name: str, command: Sequence[str], *, log: Path, environment: Mapping[str, str], port: int
+) -> ProcessRecord:
+    """Start `command` in a session of its own (Ctrl-C in the caller's terminal does not reach it).
+
+    Not through subprocess: the server outlives us on purpose, and a Popen object warns about that. The log is
+    opened in append mode, which its rotation needs.
+    """
+    private_folder(log.parent)
+    rotate_by_copy(log)
+    with log.open("a") as output:
+        output.write(f"{_MARK} {name}\n")
+    pid = os.posix_spawn(
+        command[0],
+        list(command),
+        {**os.environ, **environment},
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+    )
+    started = started_s(pid)
+    if started is None:
+        raise ServerDidNotStart(f"{name} ended at once.", hint=f"Its log: {log}")
+    return ProcessRecord(name, pid, started, port)
+
+
+def wait_until(ready: Callable[[], bool], record: ProcessRecord, *, log: Path, timeout_s: float) -> None:
+    """Return when `ready()`; raise ServerDidNotStart with the end of `log` when it ends or takes too long."""
+
+    def settled() -> bool:
+        if ready():
+            return True
+        if not record.alive():
+            raise ServerDidNotStart(
+                f"{record.name} ended: {_tail(log)}",
+                hint=f"Its log: {log}",
+                reason="ended",
+                subject=record.name,
+            )
+        return False
+
+    if not holds_within(timeout_s, settled, every_s=0.1):
+        stop(record)
+        raise ServerDidNotStart(
+            f"{record.name} did not answer within {timeout_s:.0f} s: {_tail(log)}",
+            hint=f"Its log: {log}. A slow machine may need BRANCHLAKE_STARTUP_TIMEOUT_S.",
+            reason="no_answer",
+            subject=record.name,
+        )
+
+
+def stop(record: ProcessRecord, *, grace_s: float = 15.0) -> bool:
+    """Ask the process to end, then insist; it is gone on return. True when it was running."""
+    if not record.alive():
+        return False
+    for ending in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):  # it ended since we looked
+            os.kill(record.pid, ending)
+        # Also after the kill: until it is gone, its successor would meet its port and its store's lock.
+        if holds_within(grace_s, lambda: _gone(record), every_s=0.05):
+            break
+    return True
+
+
+def _gone(record: ProcessRecord) -> bool:
+    _reap_child(record.pid)
+    return not record.alive()
+
+
+def _reap_child(pid: int) -> None:
+    """Collect the exit status when the server is our own child, as in one-process tests."""
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return
+
+
+def listening(port: int) -> bool:
+    """Whether something accepts connections on the loopback port."""
+    with socket.socket() as probe:
+        probe.settimeout(0.5)
+        return probe.connect_ex((LOOPBACK, port)) == 0
+
+
+def _tail(log: Path) -> str:
+    latest = log.read_text(errors="replace").rpartition(_MARK)[2]
+    lines = [line.strip() for line in latest.splitlines()[1:] if line.strip()]
+    telling = [line for line in lines[-200:] if "ERROR" in line or "Exception" in line or "Caused by" in line]
+    return " | ".join((telling or lines)[-3:])[:600] or "its log is empty"

@@ -1,0 +1,433 @@
+"""Starting, finding and stopping the embedded Nessie and Spark Connect servers.
+
+Everything lives under one state folder:
+
+    nessie/      RocksDB store            warehouse/   Iceberg data and metadata
+    logs/        one file per server      run/         process records, lock, tokens
+    jars/        where Ivy put the jars   spark/       scratch space
+    tmp/         what the JVMs unpack
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import requests
+
+from branchlake_dagster.embedded import logs as spark_log
+from branchlake_dagster.embedded import process
+from branchlake_dagster.embedded import worker_daemon as daemon
+from branchlake_dagster.embedded.archives import Archive, archive_of
+from branchlake_dagster.embedded.jars import (
+    ICEBERG_AWS,
+    ICEBERG_SPARK,
+    NESSIE_SERVER,
+    SPARK_KAFKA,
+    Jar,
+    resolve,
+    spark_home,
+)
+from branchlake_dagster.embedded.java import bundled_java, user_java
+from branchlake_dagster.embedded.logs import rotate_folder
+from branchlake_dagster.embedded.process import LOOPBACK, ProcessRecord, keep_port
+from branchlake_dagster.embedded.rest_catalog import catalog_environment, catalog_flags
+from branchlake_dagster.embedded.state_folder import (
+    not_running,
+    note_place,
+    private_folder,
+    require_no_file,
+    require_place,
+    state_folder,
+    write_secret,
+)
+from branchlake_dagster.embedded.token import credentials, stored
+from branchlake_dagster.settings import Settings
+
+NESSIE = "nessie"
+SPARK = "spark"
+AVRO_LIMITS = {
+    "org.apache.avro.limits.bytes.maxLength": str(64 << 20),
+    "org.apache.avro.limits.string.maxLength": str(64 << 20),
+    "org.apache.avro.limits.collectionItems.maxLength": "10000000",
+}
+"""Java system properties of Spark's driver and executors. Avro allocates as many bytes and items as a value
+claims to have: by default, six bytes that claim two billion items exhaust the heap and end Spark."""
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Where the lake answers: Nessie's REST v2 URI and token; for Connect sessions, Spark's URL and token."""
+
+    nessie_uri: str
+    spark_remote: str | None
+    spark_token: str | None
+    nessie_token: str | None = None
+
+    def __repr__(self) -> str:
+        return f"Endpoints(nessie_uri={self.nessie_uri!r}, spark_remote={self.spark_remote!r})"
+
+
+class EmbeddedServers:
+    """The two servers of one state folder. Safe to use from several processes at once.
+
+    `volatile`: a Nessie that is to be started keeps its store in memory. `recording`: servers that are
+    started write their archives when they end, which takes long.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        say: Callable[[str], None] = lambda _: None,
+        volatile: bool = False,
+        recording: bool = False,
+    ) -> None:
+        self._settings = settings
+        self._volatile = volatile
+        self._recording = recording
+        self._root = settings.state_dir
+        self._say = say
+
+    def wanted(self) -> tuple[str, ...]:
+        """Which servers the settings leave to us."""
+        wanted = ((NESSIE, self._settings.embedded_nessie), (SPARK, self._settings.embedded_spark))
+        return tuple(name for name, ours in wanted if ours)
+
+    def endpoints(self, *, spark: bool = True, start: bool = True) -> Endpoints:
+        """Addresses of running servers; those that do not run are started first. Rotates large logs.
+
+        Costs two loopback connections when they run. `spark=False` neither needs nor starts Spark. Without
+        `start` LakeNotRunning is raised instead, and no folder is made. Raises LakeMoved.
+        """
+        names = tuple(name for name in self.wanted() if spark or name == NESSIE)
+        records = self._running(names)
+        if set(records) != set(names):
+            if not start:
+                raise not_running(self._root)
+            with self._lock():
+                records = self._running(names)
+                records |= self._start(tuple(name for name in names if name not in records))
+        return self._endpoints(records)
+
+    def running(self, *, spark: bool = True) -> Endpoints | None:
+        """As `endpoints`, if all the servers that are ours to start run; else None. Starts nothing."""
+        names = tuple(name for name in self.wanted() if spark or name == NESSIE)
+        records = self._running(names)
+        return self._endpoints(records) if set(records) == set(names) else None
+
+    def fetch_jars(self, *, s3: bool = False) -> dict[Jar, Path]:
+        """All jars the wanted servers need, downloaded if necessary; `s3`: also those for an S3 warehouse."""
+        jars = [ICEBERG_SPARK, *SPARK_KAFKA, NESSIE_SERVER]
+        if s3 or self._settings.warehouse_uri.startswith("s3"):
+            jars.append(ICEBERG_AWS)
+        return resolve(
+            jars, state_folder(self._root) / "jars", ivy_settings=self._settings.ivy_settings, say=self._say
+        )
+
+    def archives(self) -> dict[str, Archive]:
+        """The archives of the wanted servers, there or not; those left out that cannot have one."""
+        jars = self.fetch_jars()
+        make = {NESSIE: _nessie_archive, SPARK: _spark_archive}
+        return {name: archive for name in self.wanted() if (archive := make[name](jars))}
+
+    def status(self) -> dict[str, ProcessRecord | None]:
+        """The record of each server that runs, None for one that does not."""
+        running = self._running((NESSIE, SPARK))
+        return {name: running.get(name) for name in (NESSIE, SPARK)}
+
+    def down(self) -> tuple[str, ...]:
+        """Stop what runs, Spark before the catalogue it talks to; the names of what was stopped."""
+        self._require_place()  # the processes of a copy's records are the original's
+        if not self._root.exists():
+            return ()
+        stopped = []
+        with self._lock():
+            for name in (SPARK, NESSIE):
+                record = ProcessRecord.load(self._record_path(name))
+                if record and process.stop(record):
+                    stopped.append(name)
+                self._record_path(name).unlink(missing_ok=True)
+        return tuple(stopped)
+
+    def log_path(self, name: str) -> Path:
+        """The log file of a server."""
+        return self._root / "logs" / f"{name}.log"
+
+    # -- internals -------------------------------------------------------------------------------------
+
+    def _endpoints(self, records: dict[str, ProcessRecord]) -> Endpoints:
+        settings = self._settings
+        nessie_uri = settings.nessie_uri or f"http://{LOOPBACK}:{records[NESSIE].port}/api/v2"
+        remote, token, nessie_token = settings.spark_remote, settings.spark_token, self._nessie_token()
+        if SPARK in records:
+            # pyspark's client takes a token without TLS for the name localhost only.
+            local = f"sc://localhost:{records[SPARK].port}"
+            return Endpoints(nessie_uri, local, self._spark_token(), nessie_token)
+        return Endpoints(nessie_uri, remote, token.get_secret_value() if token else None, nessie_token)
+
+    def _nessie_token(self) -> str | None:
+        """The setting's; without one the embedded server's own, if the one that runs asks for one."""
+        if self._settings.nessie_token is not None:
+            return self._settings.nessie_token.get_secret_value()
+        found = stored(self._credentials_path) if self._settings.embedded_nessie else None
+        return found.token if found else None
+
+    @property
+    def _credentials_path(self) -> Path:
+        return self._root / "run" / "nessie.token"
+
+    def _record_path(self, name: str) -> Path:
+        return self._root / "run" / f"{name}.json"
+
+    def _running(self, names: tuple[str, ...]) -> dict[str, ProcessRecord]:
+        self._require_place()
+        # Every use of the lake comes here, the sensors' every few seconds: no process only watches the logs.
+        rotate_folder(self._root / "logs")
+        records = ((name, ProcessRecord.load(self._record_path(name))) for name in names)
+        return {
+            name: record
+            for name, record in records
+            if record and record.alive() and process.listening(record.port)
+        }
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        """One process at a time starts or stops servers; the kernel frees the lock of a dead one."""
+        folder = private_folder(self._root / "run")
+        with (folder / "lock").open("w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+
+    def _require_place(self) -> None:
+        require_no_file(self._root)
+        if self._settings.embedded_nessie:
+            require_place(self._root, tables_elsewhere=not self._settings.embedded_warehouse)
+
+    def _start(self, names: tuple[str, ...]) -> dict[str, ProcessRecord]:
+        if NESSIE in names:
+            bundled_java()  # told before 300 MB are brought for nothing
+            note_place(self._root)
+        jars = self.fetch_jars()
+        for name in names:
+            stale = ProcessRecord.load(self._record_path(name))
+            if stale and process.stop(stale):
+                self._say(f"Stopped a {name} server that did not answer (pid {stale.pid}).")
+        nessie_port = self._port(NESSIE, self._settings.nessie_port, names)
+        started = {}
+        # Both start at once: Spark needs Nessie's address, not Nessie itself, until its first query.
+        if NESSIE in names:
+            started[NESSIE] = self._launch_nessie(jars, nessie_port)
+        if SPARK in names:
+            started[SPARK] = self._launch_spark(jars, nessie_port)
+        for record in started.values():
+            # Before it answers: should we be killed now, the next caller finds and stops it, instead of
+            # meeting an unknown process that holds the store's lock.
+            record.save(self._record_path(record.name))
+        return {name: self._await(record) for name, record in started.items()}
+
+    def _port(self, name: str, wanted: int, starting: tuple[str, ...]) -> int:
+        """The port `name` has or will have: the setting, else the last one if still free, else any."""
+        if name not in starting:
+            last = ProcessRecord.load(self._record_path(name))
+            return last.port if last else wanted
+        kept = self._root / "run" / f"{name}.port"
+        return keep_port(wanted, kept, setting=f"BRANCHLAKE_{name.upper()}_PORT")
+
+    def _launch_nessie(self, jars: dict[Jar, Path], port: int) -> ProcessRecord:
+        self._say("Starting Nessie …")
+        flags = {
+            **self._store_flags(),
+            "quarkus.http.host": LOOPBACK,
+            "quarkus.http.port": str(port),
+            "quarkus.management.host": LOOPBACK,
+            "quarkus.management.port": "0",
+            "quarkus.http.access-log.enabled": "false",
+            "quarkus.log.console.color": "false",
+            **catalog_flags(self._settings),
+        }
+        if self._settings.guard_nessie:
+            flags |= {
+                "nessie.server.authentication.enabled": "true",
+                "quarkus.oidc.tenant-enabled": "true",
+                "quarkus.oidc.client-id": "branchlake",
+                "quarkus.oidc.public-key": credentials(self._credentials_path).public_key,
+            }
+        else:
+            self._credentials_path.unlink(missing_ok=True)
+        # The second compiler takes half of the start's time, and a call is no faster for it.
+        command = [str(bundled_java()), "-Xms64m", "-Xmx768m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
+        command += [self._scratch_option(NESSIE), *self._archive_options(_nessie_archive(jars))]
+        command += [f"-D{key}={value}" for key, value in flags.items()]
+        command += ["-jar", str(jars[NESSIE_SERVER])]
+        environment = catalog_environment(self._settings)
+        return process.launch(NESSIE, command, log=self.log_path(NESSIE), environment=environment, port=port)
+
+    def _store_flags(self) -> dict[str, str]:
+        if self._volatile:
+            return {"nessie.version.store.type": "IN_MEMORY"}
+        store = private_folder(self._root / "nessie")
+        return {
+            "nessie.version.store.type": "ROCKSDB",
+            "nessie.version.store.persist.rocks.database-path": str(store),
+        }
+
+    def _scratch_option(self, name: str) -> str:
+        """Where a JVM unpacks its native libraries: 15 MB at each start, and a killed one leaves them."""
+        folder = self._root / "tmp" / name
+        shutil.rmtree(folder, ignore_errors=True)  # of the one before, which has ended
+        return f"-Djava.io.tmpdir={private_folder(folder)}"
+
+    def _launch_spark(self, jars: dict[Jar, Path], nessie_port: int) -> ProcessRecord:
+        self._say("Starting Spark Connect …")
+        settings = self._settings
+        port = self._port(SPARK, settings.spark_port, (SPARK,))
+        scratch = private_folder(self._root / "spark")
+        home, java = spark_home(), user_java()
+        nessie_uri = settings.nessie_uri or f"http://{LOOPBACK}:{nessie_port}/api/v2"
+        conf = {
+            "spark.connect.grpc.binding.address": LOOPBACK,
+            "spark.connect.grpc.binding.port": str(port),
+            "spark.driver.bindAddress": LOOPBACK,
+            "spark.driver.host": LOOPBACK,
+            "spark.ui.enabled": "false",
+            "spark.local.dir": str(scratch),
+            "spark.sql.warehouse.dir": str(scratch / "warehouse"),
+            "spark.sql.shuffle.partitions": str(max(2, os.cpu_count() or 2)),
+            **catalog_conf(settings, nessie_uri),
+        }
+        if settings.spark_master.startswith("local"):
+            # Other accounts reach the loopback address too. Spark makes the ports' secret itself.
+            conf["spark.authenticate"] = "true"
+        paths = [str(path) for path in _spark_jars(jars)]
+        command = [str(home / "bin" / "spark-submit"), "--master", settings.spark_master]
+        command += ["--driver-memory", settings.spark_driver_memory]
+        # On the class path, as what `--jars` brings is in no archive; executors of their own need that.
+        command += ["--driver-class-path", os.pathsep.join(paths)]
+        if not settings.spark_master.startswith("local"):
+            command += ["--jars", ",".join(paths)]
+        configured = os.environ.get("SPARK_CONF_DIR")
+        if not configured:
+            options = [f"-Dlog4j2.configurationFile={spark_log.configure(scratch / 'conf').as_uri()}"]
+            options += [self._scratch_option(SPARK)]
+            options += avro_options()
+            options += self._archive_options(_spark_archive(jars, java))
+            if not settings.spark_master.startswith("local"):
+                conf["spark.executor.extraJavaOptions"] = " ".join(avro_options())
+            # Its workers are on this machine, and what has imported libraries can be forked.
+            if settings.spark_master.startswith("local") and sys.platform == "linux":
+                conf["spark.python.daemon.module"] = daemon.__name__
+            command += ["--driver-java-options", " ".join(f'"{option}"' for option in options)]
+        for key, value in conf.items():
+            command += ["--conf", f"{key}={value}"]
+        command += ["--class", "org.apache.spark.sql.connect.service.SparkConnectServer", "spark-internal"]
+        environment = {
+            "SPARK_HOME": str(home),
+            "JAVA_HOME": str(java.resolve().parent.parent),
+            "SPARK_LOCAL_IP": LOOPBACK,
+            # The server starts its Python workers with this; spark.pyspark.python has no effect there.
+            "PYSPARK_PYTHON": sys.executable,
+            daemon.FOLDER: str(self._root / "tmp" / SPARK),
+            "SPARK_CONNECT_AUTHENTICATE_TOKEN": self._spark_token(),
+            # Of the JVM that only works the command out; it ends before its second compiler pays.
+            "SPARK_LAUNCHER_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+            # A folder on the class path with anything in it, and there is no archive: this one is not there.
+            "SPARK_CONF_DIR": configured or str(home / "no-conf"),
+            **s3_environment(settings),
+        }
+        return process.launch(SPARK, command, log=self.log_path(SPARK), environment=environment, port=port)
+
+    def _archive_options(self, archive: Archive | None) -> list[str]:
+        if archive is None:
+            return []
+        return archive.record() if self._recording else archive.use()
+
+    def _await(self, record: ProcessRecord) -> ProcessRecord:
+        ready = _nessie_answers if record.name == NESSIE else process.listening
+        process.wait_until(
+            lambda: ready(record.port),
+            record,
+            log=self.log_path(record.name),
+            timeout_s=self._settings.startup_timeout_s,
+        )
+        self._say(f"{record.name} answers on port {record.port} (pid {record.pid}).")
+        return record
+
+    def _spark_token(self) -> str:
+        path = self._root / "run" / "spark.token"
+        if not path.exists():
+            write_secret(path, secrets.token_urlsafe(24))
+        return path.read_text()
+
+
+def avro_options() -> list[str]:
+    """`AVRO_LIMITS` as options of a JVM."""
+    return [f"-D{name}={limit}" for name, limit in AVRO_LIMITS.items()]
+
+
+def _spark_jars(jars: dict[Jar, Path]) -> list[Path]:
+    return [path for jar, path in jars.items() if jar is not NESSIE_SERVER]
+
+
+def _nessie_archive(jars: dict[Jar, Path]) -> Archive | None:
+    return archive_of(NESSIE, bundled_java(), [jars[NESSIE_SERVER]])
+
+
+def _spark_archive(jars: dict[Jar, Path], java: Path | None = None) -> Archive | None:
+    of_spark = sorted((spark_home() / "jars").glob("*.jar"))
+    return archive_of(SPARK, java or user_java(), [*_spark_jars(jars), *of_spark])
+
+
+def catalog_conf(settings: Settings, nessie_uri: str, *, ref: str = "main") -> dict[str, str]:
+    """Spark settings of the catalog `nessie`, without secrets. At `name@hash` the catalog is read-only.
+
+    The catalogue cache is off because it hides other commits on Nessie (projectnessie/nessie#2165).
+    """
+    prefix = "spark.sql.catalog.nessie"
+    name, _, hash_ = ref.partition("@")
+    conf = {
+        "spark.sql.extensions": "org.apache.iceberg.spark.extensions.IcebergSparkSessionExtensions",
+        "spark.sql.session.timeZone": "UTC",
+        prefix: "org.apache.iceberg.spark.SparkCatalog",
+        f"{prefix}.type": "nessie",
+        f"{prefix}.uri": nessie_uri,
+        f"{prefix}.ref": name,
+        f"{prefix}.warehouse": settings.warehouse_uri,
+        f"{prefix}.cache-enabled": "false",
+    }
+    if hash_:
+        conf[f"{prefix}.ref.hash"] = hash_
+    if settings.warehouse_uri.startswith("s3"):
+        conf |= {
+            f"{prefix}.io-impl": "org.apache.iceberg.aws.s3.S3FileIO",
+            f"{prefix}.client.region": settings.s3_region,
+        }
+        if settings.s3_endpoint:
+            conf |= {f"{prefix}.s3.endpoint": settings.s3_endpoint, f"{prefix}.s3.path-style-access": "true"}
+    return conf
+
+
+def s3_environment(settings: Settings) -> dict[str, str]:
+    """Credentials for the Spark server's S3 client, through its environment so that no log shows them."""
+    if not (settings.s3_access_key_id and settings.s3_secret_access_key):
+        return {}
+    return {
+        "AWS_ACCESS_KEY_ID": settings.s3_access_key_id.get_secret_value(),
+        "AWS_SECRET_ACCESS_KEY": settings.s3_secret_access_key.get_secret_value(),
+        "AWS_REGION": settings.s3_region,
+    }
+
+
+def _nessie_answers(port: int) -> bool:
+    try:
+        answer = requests.get(f"http://{LOOPBACK}:{port}/api/v2/config", timeout=1.0)
+        return answer.ok or answer.status_code == requests.codes.unauthorized
+    except requests.RequestException:
+        return False

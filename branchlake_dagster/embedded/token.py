@@ -1,0 +1,119 @@
+"""A bearer token for the embedded Nessie, so that other accounts of the machine cannot use its port.
+
+Nessie 0.99 takes signed tokens only (its build has switched users with passwords off for good), and checks
+them without an identity provider when it is told a public key. So a key is made, signs one token and is
+forgotten: nobody can make a second one. Plain integers do for that: nothing is signed for others.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import secrets
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from branchlake_dagster.embedded.state_folder import write_secret
+
+_BITS = 2048
+_E = 65537
+_ROUNDS = 40
+_SHA256 = bytes.fromhex("3031300d060960864801650304020105000420")
+"""What PKCS #1 puts before a SHA-256 digest."""
+_RSA = bytes.fromhex("300d06092a864886f70d0101010500")
+"""The algorithm identifier of an RSA public key."""
+_SMALL = [n for n in range(3, 2000, 2) if all(n % d for d in range(3, int(n**0.5) + 1, 2))]
+_FOREVER = 4102444800  # 2100-01-01: the token lives as long as the state folder
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """A token and the public key it is checked with (base64 of the DER form, as Quarkus takes it)."""
+
+    token: str
+    public_key: str
+
+    def __repr__(self) -> str:
+        return "Credentials()"
+
+
+def credentials(path: Path) -> Credentials:
+    """Those at `path`, made if there are none (0.5 s)."""
+    found = stored(path)
+    if found is None:
+        found = issue()
+        write_secret(path, json.dumps(asdict(found)))
+    return found
+
+
+def stored(path: Path) -> Credentials | None:
+    """Those at `path`; None when there are none, or not whole."""
+    try:
+        return Credentials(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def issue() -> Credentials:
+    """A token under a key that is new and forgotten."""
+    p = _prime(_BITS // 2)
+    q = _prime(_BITS // 2)
+    modulus, private = p * q, pow(_E, -1, (p - 1) * (q - 1))
+    header = {"alg": "RS256", "typ": "JWT"}
+    claims = {"sub": "branchlake", "jti": secrets.token_hex(16), "iat": 0, "exp": _FOREVER}
+    signed = ".".join(_url(json.dumps(part).encode()) for part in (header, claims))
+    size = _BITS // 8
+    digest = _SHA256 + hashlib.sha256(signed.encode()).digest()
+    padded = b"\x00\x01" + b"\xff" * (size - len(digest) - 3) + b"\x00" + digest
+    signature = pow(int.from_bytes(padded, "big"), private, modulus).to_bytes(size, "big")
+    return Credentials(f"{signed}.{_url(signature)}", base64.b64encode(_public(modulus)).decode())
+
+
+def _url(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def _prime(bits: int) -> int:
+    """A random prime whose two highest bits are set, so that two of them multiply to twice as many bits."""
+    while True:
+        found = secrets.randbits(bits) | (3 << (bits - 2)) | 1
+        if all(found % small for small in _SMALL) and _probably_prime(found) and (found - 1) % _E:
+            return found
+
+
+def _probably_prime(number: int) -> bool:
+    """Miller and Rabin's test."""
+    odd, twos = number - 1, 0
+    while odd % 2 == 0:
+        odd, twos = odd // 2, twos + 1
+    return all(_passes(number, odd, twos, 2 + secrets.randbelow(number - 3)) for _ in range(_ROUNDS))
+
+
+def _passes(number: int, odd: int, twos: int, base: int) -> bool:
+    power = pow(base, odd, number)
+    if power in (1, number - 1):
+        return True
+    for _ in range(twos - 1):
+        power = power * power % number
+        if power == number - 1:
+            return True
+    return False
+
+
+def _public(modulus: int) -> bytes:
+    """The DER form of a SubjectPublicKeyInfo."""
+    key = _der(0x30, _integer(modulus) + _integer(_E))
+    return _der(0x30, _RSA + _der(0x03, b"\x00" + key))
+
+
+def _integer(number: int) -> bytes:
+    return _der(0x02, number.to_bytes(number.bit_length() // 8 + 1, "big"))
+
+
+def _der(tag: int, content: bytes) -> bytes:
+    length = len(content)
+    if length < 0x80:
+        return bytes([tag, length]) + content
+    size = length.to_bytes((length.bit_length() + 7) // 8, "big")
+    return bytes([tag, 0x80 | len(size)]) + size + content

@@ -1,1 +1,0 @@
-"""What is received, counted, and kept until it is handed over."""

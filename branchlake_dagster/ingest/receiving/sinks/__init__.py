@@ -1,1 +1,0 @@
-"""Where records are handed over: Kafka, or files that stand for it."""

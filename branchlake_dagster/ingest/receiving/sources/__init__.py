@@ -1,1 +1,0 @@
-"""Protocols that records come in by."""

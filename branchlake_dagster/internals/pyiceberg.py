@@ -1,0 +1,309 @@
+"""PyIceberg 0.12 beyond what it exports: snapshots made of given files, and metadata written by itself."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future, wait
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import pyarrow as pa
+from pyiceberg.catalog import MetastoreCatalog
+from pyiceberg.expressions import BooleanExpression
+from pyiceberg.io import FileIO
+from pyiceberg.io.pyarrow import _dataframe_to_data_files, _read_deletes
+from pyiceberg.manifest import DataFile, ManifestContent, ManifestFile
+from pyiceberg.schema import Schema
+from pyiceberg.table import CreateTableTransaction, StagedTable, Table, TableProperties, Transaction
+from pyiceberg.table.metadata import TableMetadata
+from pyiceberg.table.snapshots import Operation, Summary
+from pyiceberg.table.update import (
+    AddSnapshotUpdate,
+    TableUpdate,
+    _apply_table_update,
+    _TableMetadataUpdateContext,
+    _update_table_metadata_log,
+)
+from pyiceberg.table.update import snapshot as snapshot_producers
+from pyiceberg.table.update.snapshot import (
+    _FastAppendFiles,
+    _ManifestMergeManager,
+    _MergeAppendFiles,
+    _OverwriteFiles,
+)
+from pyiceberg.utils.concurrent import ExecutorFactory
+from pyiceberg.utils.properties import property_as_bool, property_as_int
+
+from branchlake_dagster.internals.column_metrics import ReliableStrictEvaluator
+
+__all__ = [
+    "applied",
+    "as_compaction",
+    "commit_compaction",
+    "commit_files",
+    "creation_of",
+    "data_files",
+    "deleted_positions",
+    "iceberg_schema_of",
+    "metadata_version",
+    "rows_all_match",
+    "snapshot_of",
+    "transaction_on",
+    "with_log_entry",
+    "write_metadata",
+]
+
+
+class _Fixed(Transaction):
+    """A transaction whose metadata is the table's.
+
+    The producers ask for it at every turn, and PyIceberg's own copies all of it each time.
+    """
+
+    @property
+    def table_metadata(self) -> TableMetadata:
+        return self._table.metadata
+
+
+class _Remembering(Transaction):
+    """A transaction that works its metadata out once for each change.
+
+    PyIceberg's own does so whenever its producers ask, forty times for one overwrite, and copies all
+    snapshots of the table each time: half of what a small write costs, and more with each write.
+    """
+
+    _known: tuple[TableMetadata, tuple[TableUpdate, ...], TableMetadata] | None = None
+
+    @property
+    def table_metadata(self) -> TableMetadata:
+        base, updates, known = self._table.metadata, self._updates, self._known
+        if known is None or known[0] is not base or known[1] is not updates:
+            known = self._known = (base, updates, applied(base, updates))
+        return known[2]
+
+
+class _RememberingCreate(_Remembering, CreateTableTransaction):
+    """The same for a table that the transaction makes. Committed, it gives away one that can be read."""
+
+    def commit_transaction(self) -> Table:
+        made = super().commit_transaction()
+        return Table(made.name(), made.metadata, made.metadata_location, made.io, made.catalog)
+
+
+def transaction_on(table: Table) -> Transaction:
+    """As `table.transaction()`."""
+    return _Remembering(table)
+
+
+def creation_of(table: StagedTable) -> CreateTableTransaction:
+    """The transaction that creates a table, as `Catalog.create_table_transaction` gives it away."""
+    return _RememberingCreate(table)
+
+
+def snapshot_of(
+    table: Table,
+    *,
+    added: Iterable[DataFile],
+    removed: Iterable[DataFile],
+    operation: Operation,
+    properties: dict[str, str],
+    written: list[str],
+) -> tuple[TableUpdate, ...]:
+    """A snapshot on `table` of files that exist, as updates; nothing is committed.
+
+    The producers are what PyIceberg's own `append` and `overwrite` end in; it exports none that takes data
+    files of two kinds. The manifests that it makes are added to `written`, also when it fails. Raises
+    ValidationException when `table` has lost one of the files that are removed.
+    """
+    removing = list(removed)
+    kind = _OverwriteFiles if removing else _FastAppendFiles
+    producer = kind(operation, _Fixed(table), table.io, snapshot_properties=properties)
+    for file in removing:
+        producer.delete_data_file(file)
+    for file in added:
+        producer.append_data_file(file)
+    try:
+        with _all_written():
+            updates, _ = producer._commit()
+    finally:
+        written += [*producer._written_manifests, *producer._written_manifest_lists]
+    return updates
+
+
+class _NotingExecutors(ExecutorFactory):
+    """Notes what is begun within `_all_written`.
+
+    PyIceberg writes a snapshot's manifests side by side and leaves at the first that fails: another one was
+    written after all of them had been deleted.
+    """
+
+    @staticmethod
+    def get_or_create() -> Executor:
+        executor, begun = ExecutorFactory.get_or_create(), _begun.get()
+        return executor if begun is None else _Noting(executor, begun)
+
+
+class _Noting(Executor):
+    def __init__(self, executor: Executor, begun: list[Future[Any]]) -> None:
+        self._executor = executor
+        self._begun = begun
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self._begun.append(self._executor.submit(fn, *args, **kwargs))
+        return self._begun[-1]
+
+    def map(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return self._executor.map(*args, **kwargs)
+
+
+_begun: ContextVar[list[Future[Any]] | None] = ContextVar("begun", default=None)
+snapshot_producers.ExecutorFactory = _NotingExecutors  # type: ignore[attr-defined]  # its one way to threads
+
+
+@contextmanager
+def _all_written() -> Iterator[None]:
+    """At the end, however it comes, nothing that was begun inside is under way any more."""
+    begun: list[Future[Any]] = []
+    token = _begun.set(begun)
+    try:
+        yield
+    finally:
+        _begun.reset(token)
+        wait(begun)
+
+
+def commit_files(
+    table: Table,
+    *,
+    added: Iterable[DataFile],
+    removed: Iterable[DataFile],
+    properties: Mapping[str, str],
+) -> Table:
+    """Remove data files and add others in one snapshot, if the table has not changed meanwhile.
+
+    PyIceberg's own producers repeat a commit when the table has moved, and an append then is not compared
+    with what came; this one is not repeated. Manifests are merged as by Iceberg's Java library: once there
+    are `commit.manifest.min-count-to-merge` of them, unless `commit.manifest-merge.enabled` is false.
+    Raises CommitFailedException.
+    """
+    transaction, removing = transaction_on(table), list(removed)
+    operation = Operation.OVERWRITE if removing else Operation.APPEND
+    kind = _MergingOverwrite if removing else _MergeAppendFiles
+    producer = kind(operation, transaction, table.io, snapshot_properties=dict(properties))
+    if isinstance(producer, _MergeAppendFiles):
+        producer._merge_enabled = _merges_manifests(table.metadata)
+    for file in removing:
+        producer.delete_data_file(file)
+    for file in added:
+        producer.append_data_file(file)
+    transaction._apply(*producer._commit())
+    return transaction.commit_transaction()
+
+
+class _MergingOverwrite(_OverwriteFiles):
+    """An overwrite that merges manifests; PyIceberg's own leaves two more behind each time."""
+
+    def _process_manifests(self, manifests: list[ManifestFile]) -> list[ManifestFile]:
+        metadata = self._transaction.table_metadata
+        merging = _ManifestMergeManager(
+            target_size_bytes=_number(
+                metadata,
+                TableProperties.MANIFEST_TARGET_SIZE_BYTES,
+                TableProperties.MANIFEST_TARGET_SIZE_BYTES_DEFAULT,
+            ),
+            min_count_to_merge=_number(
+                metadata,
+                TableProperties.MANIFEST_MIN_MERGE_COUNT,
+                TableProperties.MANIFEST_MIN_MERGE_COUNT_DEFAULT,
+            ),
+            merge_enabled=_merges_manifests(metadata),
+            snapshot_producer=self,
+        )
+        deletes = [one for one in manifests if one.content == ManifestContent.DELETES]
+        data = [one for one in manifests if one.content == ManifestContent.DATA and self._is_needed(one)]
+        return [*merging.merge_manifests(data), *deletes]
+
+    def _is_needed(self, manifest: ManifestFile) -> bool:
+        """Whether it names a file that is there, or one that this snapshot removes."""
+        counts = (manifest.added_files_count, manifest.existing_files_count)
+        return manifest.added_snapshot_id == self._snapshot_id or any(count != 0 for count in counts)
+
+
+def _number(metadata: TableMetadata, name: str, default: int) -> int:
+    found = property_as_int(metadata.properties, name, default)
+    return default if found is None else found
+
+
+def _merges_manifests(metadata: TableMetadata) -> bool:
+    return property_as_bool(metadata.properties, TableProperties.MANIFEST_MERGE_ENABLED, True)
+
+
+def commit_compaction(transaction: Transaction, producer: Any) -> Table:
+    """Commit what a public producer has collected, as a compaction."""
+    updates, requirements = producer._commit()
+    transaction._apply(tuple(map(as_compaction, updates)), requirements)
+    return transaction.commit_transaction()
+
+
+def as_compaction(update: TableUpdate) -> TableUpdate:
+    """PyIceberg's producers know no `replace` operation; readers of change sets rely on it."""
+    if not isinstance(update, AddSnapshotUpdate) or update.snapshot.summary is None:
+        return update
+    summary = Summary(Operation.REPLACE, **update.snapshot.summary.additional_properties)
+    return AddSnapshotUpdate(snapshot=update.snapshot.model_copy(update={"summary": summary}))
+
+
+def applied(metadata: TableMetadata, updates: Iterable[TableUpdate]) -> TableMetadata:
+    """The metadata after these updates.
+
+    As PyIceberg's `update_table_metadata`, but for its deep copy of all snapshots at the end: with that,
+    replaying took time in proportion to the table's history.
+    """
+    context = _TableMetadataUpdateContext()
+    for update in updates:
+        metadata = _apply_table_update(update, metadata, context)
+    return metadata
+
+
+def with_log_entry(metadata: TableMetadata, before: str, updated_ms: int) -> TableMetadata:
+    """The metadata with the file `before` it in its log, as every commit leaves it."""
+    return _update_table_metadata_log(metadata, before, updated_ms)
+
+
+def metadata_version(location: str) -> int:
+    """The number that a metadata file's name begins with; -1 when it has none."""
+    return MetastoreCatalog._parse_metadata_version(location)
+
+
+def write_metadata(catalog: MetastoreCatalog, metadata: TableMetadata, io: FileIO, location: str) -> None:
+    """Write a metadata file that no commit names yet."""
+    catalog._write_metadata(metadata, io, location)
+
+
+def iceberg_schema_of(schema: pa.Schema, format_version: int) -> Schema:
+    """An Arrow schema as an Iceberg one, by the rules of `create_table`."""
+    converted = MetastoreCatalog._convert_schema_if_needed(schema, format_version)  # type: ignore[arg-type]
+    assert isinstance(converted, Schema)  # noqa: S101 - an Arrow schema always gives one
+    return converted
+
+
+def rows_all_match(schema: Schema, row_filter: BooleanExpression, file: DataFile) -> bool:
+    """Whether every row of a file certainly matches, by its statistics: what deletes by file go by."""
+    return bool(ReliableStrictEvaluator(schema, row_filter).eval(file))
+
+
+def data_files(
+    metadata: TableMetadata, rows: pa.Table, io: FileIO, *, commit: uuid.UUID, numbers: itertools.count[int]
+) -> Iterator[DataFile]:
+    """Write rows as data files of a table, with their statistics. `Table.append` also commits."""
+    yield from _dataframe_to_data_files(
+        table_metadata=metadata, df=rows, io=io, write_uuid=commit, counter=numbers
+    )
+
+
+def deleted_positions(io: FileIO, file: DataFile) -> dict[str, pa.ChunkedArray]:
+    """The positions that a position delete file or deletion vector names, by data file."""
+    return _read_deletes(io, file)

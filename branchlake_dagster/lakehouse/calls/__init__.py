@@ -1,1 +1,0 @@
-"""How often a service in trouble is asked: a budget of repeated calls, and a breaker (ADR 35)."""

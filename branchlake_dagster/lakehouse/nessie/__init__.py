@@ -1,6 +1,0 @@
-"""A typed client for Nessie's REST API v2."""
-
-from branchlake_dagster.lakehouse.nessie.client import MergeMode, NessieClient
-from branchlake_dagster.lakehouse.nessie.retry import RetryPolicy
-
-__all__ = ["MergeMode", "NessieClient", "RetryPolicy"]

@@ -1,1 +1,0 @@
-"""Spark sessions at a reference, and what their plans read."""

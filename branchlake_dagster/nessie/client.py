@@ -1,0 +1,433 @@
+"""The Nessie client: references, contents, listings, commits and merges over REST API v2."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal, Self, TypeVar
+
+from branchlake_dagster.nessie import json_codec as codec
+from branchlake_dagster.nessie import json_codec as paging
+from branchlake_dagster.nessie.errors import ContentNotFound, NessieAlreadyExists, ReferenceNotFound
+from branchlake_dagster.nessie.model import (
+    CommitResult,
+    Content,
+    ContentKey,
+    ContentsAt,
+    DiffAt,
+    DiffEntry,
+    Entry,
+    LogEntry,
+    MergeResult,
+    Operation,
+    Reference,
+    ReferenceType,
+    ServerConfig,
+    parse_name,
+    parse_ref,
+)
+from branchlake_dagster.nessie.retry import RetryPolicy
+from branchlake_dagster.nessie.transport import HttpTransport, Transport
+
+T = TypeVar("T")
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 3.0, 30.0
+MergeMode = Literal["NORMAL", "DROP", "FORCE"]
+_FORK_HINT = (
+    "If both references exist they share no commit: a branch made from an empty main cannot be merged, "
+    "so give main its first commit before branching."
+)
+
+
+class NessieClient:
+    """Typed access to one Nessie server; safe to share between threads.
+
+    A *ref* argument is a branch or tag name, `name@hash`, `@hash` or a full hash. Every method raises the
+    NessieError that fits and retries by `retry`; a change is repeated after an unknown outcome only where
+    that is the same as doing it once (merge, creation, deletion; not commit). Timeouts are in seconds.
+    A `transport` takes the place of HTTP to `uri`, and of its token, verification and timeouts.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        *,
+        token: str | None = None,
+        verify: bool | str = True,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        read_timeout_s: float = READ_TIMEOUT_S,
+        retry: RetryPolicy = RetryPolicy(),  # noqa: B008 - it is immutable
+        sleep: Callable[[float], None] = time.sleep,
+        transport: Transport | None = None,
+    ) -> None:
+        self._transport = transport or HttpTransport(
+            uri,
+            token=token,
+            verify=verify,
+            connect_timeout_s=connect_timeout_s,
+            read_timeout_s=read_timeout_s,
+        )
+        self._retry = retry
+        self._sleep = sleep
+
+    @property
+    def uri(self) -> str:
+        """The base address, without a trailing slash."""
+        return self._transport.uri
+
+    def __repr__(self) -> str:
+        return f"NessieClient({self.uri})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the kept connections."""
+        self._transport.close()
+
+    # -- references ------------------------------------------------------------------------------------
+
+    def config(self) -> ServerConfig:
+        """The server's default branch, versions and the hash before any commit."""
+        return self._read("config", codec.server_config, action="read its configuration")
+
+    @cached_property
+    def no_ancestor_hash(self) -> str:
+        """The hash before any commit; a server's constant, asked for once."""
+        return self.config().no_ancestor_hash
+
+    def reference(self, name: str, *, fetch_metadata: bool = False) -> Reference:
+        """A branch or tag by name; metadata compares it with the default branch."""
+        return self._read(
+            f"trees/{parse_ref(parse_name(name)).path}",
+            lambda data: codec.reference(data["reference"]),
+            action=f"read reference {name}",
+            params={"fetch": "ALL"} if fetch_metadata else {},
+        )
+
+    def has_reference(self, name: str) -> bool:
+        """Whether a branch or tag of this name exists. One request."""
+        try:
+            self.reference(name)
+        except ReferenceNotFound:
+            return False
+        return True
+
+    def references(
+        self,
+        *,
+        filter: str | None = None,  # noqa: A002 - Nessie's word
+        fetch_metadata: bool = False,
+        page_size: int = 500,
+    ) -> Iterator[Reference]:
+        """All branches and tags by name; `filter` is a CEL expression on `ref` and `refMeta`."""
+        params = _given(filter=filter, fetch="ALL" if fetch_metadata else None)
+        return paging.items(
+            self._pages("trees", "references", codec.reference, params, page_size, "list references")
+        )
+
+    def create_branch(self, name: str, *, from_ref: str, from_hash: str) -> Reference:
+        """Make a branch at `from_hash`. `from_ref` is any branch or tag that exists.
+
+        The server does not check that the hash is on `from_ref`, so a deleted branch can be made again.
+        Raises NessieAlreadyExists for a taken name, also when it is at that hash already.
+        """
+        return self._create(ReferenceType.BRANCH, name, from_ref, from_hash)
+
+    def create_tag(self, name: str, *, from_ref: str, from_hash: str) -> Reference:
+        """Make a tag at `from_hash`; otherwise as `create_branch`."""
+        return self._create(ReferenceType.TAG, name, from_ref, from_hash)
+
+    def delete_branch(self, name: str, *, expected_hash: str) -> None:
+        """Delete a branch that is still at `expected_hash`; NessieConflict when it moved."""
+        self._delete(ReferenceType.BRANCH, name, expected_hash)
+
+    def delete_tag(self, name: str, *, expected_hash: str) -> None:
+        """Delete a tag that is still at `expected_hash`."""
+        self._delete(ReferenceType.TAG, name, expected_hash)
+
+    def _create(self, kind: ReferenceType, name: str, from_ref: str, from_hash: str) -> Reference:
+        target, source = parse_name(name), parse_name(from_ref)
+        at = parse_ref(f"@{from_hash}").hash
+
+        def attempt(doubt: bool) -> Reference:
+            try:
+                return self._transport.send(
+                    "POST",
+                    "trees",
+                    lambda data: codec.reference(data["reference"]),
+                    action=f"create {kind.lower()} {name} at {source}@{from_hash}",
+                    changes=True,
+                    params={"name": target, "type": kind},
+                    # The source's type is not compared by the server: a tag passes as a branch here.
+                    body={"type": "BRANCH", "name": source, "hash": at},
+                )
+            except NessieAlreadyExists:
+                if not doubt:
+                    raise
+                # An earlier attempt of ours may have made it: then it stands where we wanted it.
+                found = self.reference(target)
+                if found.type is kind and found.hash == at:
+                    return found
+                raise
+
+        return self._retry.run(attempt, sleep=self._sleep, repeatable=True)
+
+    def _delete(self, kind: ReferenceType, name: str, expected_hash: str) -> None:
+        path = parse_ref(f"{parse_name(name)}@{expected_hash}").path
+
+        def attempt(doubt: bool) -> None:
+            try:
+                self._transport.send(
+                    "DELETE",
+                    f"trees/{path}",
+                    lambda _: None,
+                    action=f"delete {kind.lower()} {name} at {expected_hash}",
+                    changes=True,
+                    params={"type": kind},
+                )
+            except ReferenceNotFound:
+                if not doubt:
+                    raise
+
+        self._retry.run(attempt, sleep=self._sleep, repeatable=True)
+
+    # -- contents --------------------------------------------------------------------------------------
+
+    def content(self, ref: str, key: ContentKey) -> Content:
+        """What `key` holds at `ref`; raises ContentNotFound or ReferenceNotFound."""
+        found = self.contents(ref, [key])
+        if key not in found:
+            raise ContentNotFound(f"There is no {key} at {ref}.", table=key.name, branch=ref, status=404)
+        return found[key]
+
+    def contents(self, ref: str, keys: Iterable[ContentKey]) -> Mapping[ContentKey, Content]:
+        """What `keys` hold at `ref`, read at one hash; keys that do not exist are left out."""
+        return self.contents_at(ref, keys).contents
+
+    def contents_at(self, ref: str, keys: Iterable[ContentKey]) -> ContentsAt:
+        """`contents` together with the hash it was read at: what a compare-and-swap starts from."""
+        # Keys travel in a body, not in the path: elements may then hold dots and slashes.
+        return self._read(
+            f"trees/{parse_ref(ref).path}/contents",
+            codec.contents_at,
+            action=f"read contents at {ref}",
+            method="POST",
+            body={"requestedKeys": [{"elements": list(key)} for key in keys]},
+        )
+
+    def entries(
+        self,
+        ref: str,
+        *,
+        filter: str | None = None,  # noqa: A002 - Nessie's word
+        fetch_content: bool = False,
+        page_size: int = 500,
+    ) -> Iterator[Entry]:
+        """All keys at `ref`, all of one hash; `filter` is a CEL expression on `entry`."""
+        params = _given(filter=filter, content="true" if fetch_content else None)
+
+        def path(page: Mapping[str, Any] | None) -> str:
+            at = codec.reference(page["effectiveReference"]).pinned if page else ref
+            return f"trees/{parse_ref(at).path}/entries"
+
+        return paging.items(self._pages(path, "entries", codec.entry, params, page_size, f"list {ref}"))
+
+    def log(
+        self,
+        ref: str,
+        *,
+        filter: str | None = None,  # noqa: A002 - Nessie's word
+        since: str | None = None,
+        limit: int | None = None,
+        fetch_operations: bool = False,
+        page_size: int = 200,
+    ) -> Iterator[LogEntry]:
+        """Commits of `ref`, newest first, at most `limit`; `filter` is a CEL expression on `commit`.
+
+        `since` is the hash of a commit in the history of `ref`: only commits after it are read. Raises
+        ReferenceNotFound, when the end of the history is reached, for a hash that is not in it. Without
+        it a filter walks the whole history: bound it by `limit` only where matches are sure. An
+        expression that fails on one commit (a property that it lacks) fails the whole call.
+        """
+        fetch = "ALL" if fetch_operations else None
+        size = page_size if limit is None else max(1, min(page_size, limit))
+        if since is None:
+            entries = self._history(ref, _given(filter=filter, fetch=fetch), size)
+        else:
+            entries = self._history_after(ref, since, filter, _given(fetch=fetch), size)
+        return paging.first(entries, limit)
+
+    def _history(self, ref: str, params: Mapping[str, str], page_size: int) -> Iterator[LogEntry]:
+        path = f"trees/{parse_ref(ref).path}/history"
+        action = f"read the log of {ref}"
+        return paging.items(self._pages(path, "logEntries", codec.log_entry, params, page_size, action))
+
+    def _history_after(
+        self,
+        ref: str,
+        since: str,
+        filter: str | None,  # noqa: A002 - Nessie's word
+        params: Mapping[str, str],
+        page_size: int,
+    ) -> Iterator[LogEntry]:
+        """The commits after `since`; its own entry is asked for as the proof that it was reached."""
+        itself = f"commit.hash == '{since}'"
+        # The server filters first and looks for its limit in what is left, so let the limit through.
+        bounds = {"limit-hash": since} | _given(filter=f"({filter}) || {itself}" if filter else None)
+        for entry in self._history(ref, {**params, **bounds}, page_size):
+            if entry.commit.hash == since:
+                return
+            yield entry
+        # It also leaves the limit itself out when a page ends just before it. Look for it alone.
+        alone = self._history(ref, {"limit-hash": since, "filter": itself}, 1)
+        if next(alone, None) is None and since != self.config().no_ancestor_hash:
+            raise ReferenceNotFound(f"The history of {ref} has no commit {since}.", branch=ref, status=404)
+
+    def diff(self, from_ref: str, to_ref: str, *, page_size: int = 500) -> Iterator[DiffEntry]:
+        """Keys whose content differs between two references, each at one hash."""
+        return paging.items(self._diff(from_ref, to_ref, page_size))
+
+    def diff_at(self, from_ref: str, to_ref: str, *, page_size: int = 500) -> DiffAt:
+        """All of `diff` together with the hash at which `to_ref` was read."""
+        pages = list(self._diff(from_ref, to_ref, page_size))
+        head = codec.reference(pages[0].data["effectiveToReference"])
+        return DiffAt(head, tuple(paging.items(pages)))
+
+    def _diff(self, from_ref: str, to_ref: str, page_size: int) -> Iterator[paging.Page[DiffEntry]]:
+
+        def path(page: Mapping[str, Any] | None) -> str:
+            left, right = from_ref, to_ref
+            if page:
+                left = codec.reference(page["effectiveFromReference"]).pinned
+                right = codec.reference(page["effectiveToReference"]).pinned
+            return f"trees/{parse_ref(left).path}/diff/{parse_ref(right).path}"
+
+        action = f"compare {from_ref} with {to_ref}"
+        return self._pages(path, "diffs", codec.diff_entry, {}, page_size, action)
+
+    # -- changes ---------------------------------------------------------------------------------------
+
+    def commit(
+        self,
+        branch: str,
+        *,
+        expected_hash: str,
+        operations: Sequence[Operation],
+        message: str,
+        properties: Mapping[str, str] | None = None,
+        author: str | None = None,
+    ) -> CommitResult:
+        """Apply `operations` as one commit, if none of their keys changed since `expected_hash`.
+
+        Raises NessieConflict with the keys otherwise, NessieRefused for a put whose content id does not
+        fit what the key held at `expected_hash`. After an unknown outcome it is not repeated: it would
+        conflict with itself. Put an id of the caller's own into `properties` and look it up in the log.
+        """
+        path = parse_ref(f"{parse_name(branch)}@{expected_hash}").path
+        return self._retry.run(
+            lambda _: self._transport.send(
+                "POST",
+                f"trees/{path}/history/commit",
+                codec.commit_result,
+                action=f"commit to {branch}",
+                changes=True,
+                body={
+                    "commitMeta": codec.commit_meta_json(message, properties or {}, author),
+                    "operations": [codec.operation_json(operation) for operation in operations],
+                },
+            ),
+            sleep=self._sleep,
+        )
+
+    def merge(
+        self,
+        *,
+        from_name: str,
+        from_hash: str,
+        into: str,
+        expected_hash: str,
+        message: str,
+        properties: Mapping[str, str] | None = None,
+        author: str | None = None,
+        key_merge_modes: Mapping[ContentKey, MergeMode] | None = None,
+    ) -> MergeResult:
+        """Merge the commits of branch `from_name` up to `from_hash` into branch `into`, as one commit.
+
+        Key conflicts come as a result, not as an error. Repeating the same merge answers "successful, not
+        applied", hence it is repeated after an unknown outcome; the same answer comes when
+        `key_merge_modes` drops every changed key. A merge never looks at what the source only read.
+        There is no dry run on purpose: the server takes a misspelt flag for a real merge.
+        """
+        path = parse_ref(f"{parse_name(into)}@{expected_hash}").path
+        modes = [
+            {"key": {"elements": list(key)}, "mergeBehavior": mode}
+            for key, mode in (key_merge_modes or {}).items()
+        ]
+
+        def attempt(_: bool) -> MergeResult:
+            try:
+                return self._transport.send(
+                    "POST",
+                    f"trees/{path}/history/merge",
+                    codec.merge_result,
+                    action=f"merge {from_name}@{from_hash} into {into}",
+                    changes=True,
+                    body={
+                        "fromRefName": parse_name(from_name),
+                        "fromHash": from_hash,
+                        "isReturnConflictAsResult": True,
+                        "commitMeta": codec.commit_meta_json(message, properties or {}, author),
+                        "keyMergeModes": modes,
+                    },
+                )
+            except ReferenceNotFound as missing:
+                missing.hint = _FORK_HINT
+                raise
+
+        return self._retry.run(attempt, sleep=self._sleep, repeatable=True)
+
+    # -- plumbing --------------------------------------------------------------------------------------
+
+    def _read(
+        self,
+        path: str,
+        decode: Callable[[Any], T],
+        *,
+        action: str,
+        method: str = "GET",
+        params: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+    ) -> T:
+        return self._retry.run(
+            lambda _: self._transport.send(
+                method, path, decode, action=action, changes=False, params=params, body=body
+            ),
+            sleep=self._sleep,
+        )
+
+    def _pages(
+        self,
+        path: str | Callable[[Mapping[str, Any] | None], str],
+        field: str,
+        decode: Callable[[Any], T],
+        params: Mapping[str, str],
+        page_size: int,
+        action: str,
+    ) -> Iterator[paging.Page[T]]:
+        def fetch(path: str, more: Mapping[str, str]) -> paging.Page[T]:
+            return self._read(
+                path,
+                lambda data: paging.Page(data, [decode(item) for item in data[field]]),
+                action=action,
+                params={**params, "max-records": str(page_size), **more},
+            )
+
+        return paging.pages(fetch, path if callable(path) else lambda _: path)
+
+
+def _given(**params: str | None) -> dict[str, str]:
+    return {name: value for name, value in params.items() if value is not None}

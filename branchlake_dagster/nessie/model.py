@@ -1,0 +1,317 @@
+"""Nessie's references and contents as immutable values, and the parsing of reference arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from urllib.parse import quote
+
+from branchlake_dagster.nessie.errors import NessieRefused
+
+_PATH = re.compile(r"`((?:[^`]|``)+)`(?:\.|$)|([^.`]+)(?:\.|$)")
+
+
+class ReferenceType(StrEnum):
+    """What kind of pointer a reference is."""
+
+    BRANCH = "BRANCH"
+    TAG = "TAG"
+    DETACHED = "DETACHED"
+
+
+class ContentKey(tuple[str, ...]):
+    """Where a content lives: namespace elements and a last name.
+
+    It is a tuple of its elements and equals a plain one, so PyIceberg identifiers look up the same entry.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, elements: Iterable[str]) -> ContentKey:
+        """A key of `elements`; raises ValueError when there is none, or an empty one."""
+        if isinstance(elements, str):
+            raise TypeError(f"ContentKey takes elements; use ContentKey.from_path({elements!r}) for a path")
+        key = super().__new__(cls, elements)
+        if not key or not all(key):
+            raise ValueError(f"A content key needs one or more non-empty elements, not {tuple(key)!r}")
+        return key
+
+    @classmethod
+    def from_path(cls, path: str) -> ContentKey:
+        """The key of a dotted path; an element with dots in it stands in backticks, as in Spark SQL."""
+        elements: list[str] = []
+        position = 0
+        while match := _PATH.match(path, position):
+            quoted, plain = match.groups()
+            elements.append(quoted.replace("``", "`") if quoted else plain)
+            position = match.end()
+        if position != len(path) or path.endswith(".") or not elements:
+            raise ValueError(f"{path!r} is no dotted content key")
+        return cls(elements)
+
+    @property
+    def elements(self) -> tuple[str, ...]:
+        """The elements as a plain tuple."""
+        return tuple(self)
+
+    @property
+    def name(self) -> str:
+        """The dotted path that `from_path` reads back."""
+        return ".".join(f"`{e.replace('`', '``')}`" if "." in e or "`" in e else e for e in self)
+
+    @property
+    def parent(self) -> tuple[str, ...]:
+        """The elements of the namespace that holds this key; empty at the top."""
+        return tuple(self[:-1])
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"ContentKey({self.name})"
+
+
+@dataclass(frozen=True)
+class CommitMeta:
+    """Who committed what and why. A property with several values shows its first."""
+
+    hash: str
+    message: str
+    commit_time: datetime | None
+    properties: Mapping[str, str] = field(hash=False)
+    parent_hashes: tuple[str, ...]
+    author: str | None
+
+
+@dataclass(frozen=True)
+class ReferenceMetadata:
+    """A reference compared with the default branch; the counts are commits."""
+
+    commits_ahead: int | None
+    commits_behind: int | None
+    common_ancestor_hash: str | None
+    head_commit: CommitMeta | None
+    total_commits: int | None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A branch, a tag, or a bare hash (then `name` is empty and `type` is `DETACHED`)."""
+
+    type: ReferenceType
+    name: str
+    hash: str
+    metadata: ReferenceMetadata | None = None
+
+    @property
+    def pinned(self) -> str:
+        """The reference argument that will always mean this state: `name@hash`, or `@hash`."""
+        return f"{self.name}@{self.hash}"
+
+
+@dataclass(frozen=True)
+class IcebergTable:
+    """A table's current Iceberg metadata file and the ids in it. `content_id` is None until committed."""
+
+    content_id: str | None
+    metadata_location: str
+    snapshot_id: int
+    schema_id: int
+    spec_id: int
+    sort_order_id: int
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """A namespace with its properties. `content_id` is None until committed."""
+
+    content_id: str | None
+    elements: tuple[str, ...]
+    properties: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class OtherContent:
+    """A content we carry but do not read, such as `ICEBERG_VIEW` or `UDF`; `payload` is its JSON."""
+
+    content_id: str | None
+    type: str
+    payload: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+
+Content = IcebergTable | Namespace | OtherContent
+
+
+@dataclass(frozen=True)
+class Put:
+    """Create (`content_id` None) or update (its content id) what is stored under `key`."""
+
+    key: ContentKey
+    content: Content
+
+
+@dataclass(frozen=True)
+class Delete:
+    """Remove `key`."""
+
+    key: ContentKey
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """Refuse the commit when `key` changed since the expected hash."""
+
+    key: ContentKey
+
+
+Operation = Put | Delete | Unchanged
+
+
+@dataclass(frozen=True)
+class KeyConflict:
+    """Why a key (None: the reference itself) stands against a commit or merge.
+
+    `kind` is the server's conflict type, for example `VALUE_DIFFERS`, `KEY_EXISTS`,
+    `KEY_DOES_NOT_EXIST`, `NAMESPACE_ABSENT` or `UNEXPECTED_HASH`.
+    """
+
+    key: ContentKey | None
+    kind: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.key.name} ({self.kind})" if self.key else self.kind
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """What a merge did.
+
+    `applied` is False and `successful` True when the source was in the target already: a repeated merge.
+    `target_hash` is the target's hash after it. With conflicts nothing was applied.
+    """
+
+    applied: bool
+    successful: bool
+    target_hash: str
+    common_ancestor_hash: str | None
+    conflicts: tuple[KeyConflict, ...]
+
+
+@dataclass(frozen=True)
+class CommitResult:
+    """The new head of the branch and the content ids the server gave to created keys."""
+
+    hash: str
+    content_ids: Mapping[ContentKey, str] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class DiffEntry:
+    """One key that differs between two references; None on the side that lacks it."""
+
+    key: ContentKey
+    from_content: Content | None
+    to_content: Content | None
+
+
+@dataclass(frozen=True)
+class DiffAt:
+    """A whole difference, and the reference on its right pinned to the hash at which it was read."""
+
+    to: Reference
+    entries: tuple[DiffEntry, ...]
+
+
+@dataclass(frozen=True)
+class LogEntry:
+    """One commit; `operations` is empty unless it was asked for."""
+
+    commit: CommitMeta
+    operations: tuple[Operation, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key in a listing; `content` is None unless it was asked for."""
+
+    key: ContentKey
+    type: str
+    content_id: str
+    content: Content | None
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What the server says about itself. `no_ancestor_hash` is the hash before any commit."""
+
+    default_branch: str
+    spec_version: str
+    max_supported_api_version: int
+    no_ancestor_hash: str
+
+
+@dataclass(frozen=True)
+class ContentsAt:
+    """Contents read together, and the reference pinned to the hash at which they were read."""
+
+    reference: Reference
+    contents: Mapping[ContentKey, Content] = field(hash=False)
+
+
+_FULL_HASH = re.compile(r"[0-9a-fA-F]{64}")
+
+
+@dataclass(frozen=True)
+class RefArgument:
+    """A parsed reference argument; `name` is empty for a detached hash, `hash` None for "its head"."""
+
+    name: str
+    hash: str | None
+
+    @property
+    def path(self) -> str:
+        """The URL path segment that Nessie's API v2 understands."""
+        return quote(self.name, safe="") + (f"@{self.hash}" if self.hash else "")
+
+
+def parse_ref(ref: str) -> RefArgument:
+    """Read a reference argument; raises NessieRefused when it can be none."""
+    # Late: pynessie takes 0.4 s to import, which a process that never speaks to Nessie need not spend.
+    from branchlake_dagster.nessie.pynessie_parts import (
+        is_valid_hash,
+        is_valid_reference_name,
+        split_into_reference_and_hash,
+    )
+
+    if _FULL_HASH.fullmatch(ref):
+        return RefArgument("", ref.lower())
+    if ref.startswith("@") and is_valid_hash(ref[1:]):
+        return RefArgument("", ref[1:].lower())
+    if "@" in ref:
+        name, at = split_into_reference_and_hash(ref)
+        if at:
+            return RefArgument(name, at.lower())
+    elif is_valid_reference_name(ref):
+        return RefArgument(ref, None)
+    raise NessieRefused(
+        f"{ref!r} is no Nessie reference.",
+        hint="Give a branch or tag name (letters, digits and . / _ -), name@hash or a hash.",
+        reason="reference_name",
+        subject=ref,
+    )
+
+
+def parse_name(ref: str) -> str:
+    """A plain branch or tag name; raises NessieRefused for a hash or a name with one."""
+    parsed = parse_ref(ref)
+    if parsed.hash or not parsed.name:
+        raise NessieRefused(
+            f"{ref!r} carries a hash where a plain branch or tag name is needed.",
+            reason="hash_in_name",
+            subject=ref,
+        )
+    return parsed.name

@@ -1,0 +1,194 @@
+"""One source, its buffer and its sink: what moves records from the one to the other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from branchlake_dagster.errors import Transient
+from branchlake_dagster.receivers.records import (
+    Buffer,
+    Counts,
+    NotConfirmed,
+    NotHandedOver,
+    Record,
+    Resumed,
+    Sink,
+)
+
+_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.2, 5.0
+_RETURN_S = 0.1
+_T = TypeVar("_T")
+
+
+class Source(Protocol):
+    """A protocol's side of a receiver. All of it runs in the event loop."""
+
+    @property
+    def protocol(self) -> str:
+        """Its name."""
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it wants to know what the sink has."""
+
+    @property
+    def address(self) -> str:
+        """Where it listens or asks."""
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong at the moment; empty if nothing is."""
+
+    @property
+    def task(self) -> asyncio.Task[None] | None:
+        """What must never end by itself."""
+
+    def resume(self, resumed: Resumed) -> None:
+        """Continue from there."""
+
+    async def start(self) -> None:
+        """Begin to take records."""
+
+    async def stop(self) -> None:
+        """Take no new ones; what has come already goes into the buffer. Within two seconds."""
+
+    def look(self) -> None:
+        """Ask the system for what it counts itself."""
+
+
+class Intake:
+    """A source on its way into a partition of a topic.
+
+    Args:
+        topic: the topic's name.
+        partition: the partition, None for several.
+        source: where records come from.
+        buffer: what it fills.
+        sink: where they go.
+        counts: what the source and this count.
+        now_ns: the wall clock.
+
+    """
+
+    def __init__(
+        self,
+        topic: str,
+        partition: int | None,
+        source: Source,
+        buffer: Buffer,
+        sink: Sink,
+        counts: Counts,
+        *,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self.topic, self.partition = topic, partition
+        self.source, self.buffer, self.sink, self.counts = source, buffer, sink, counts
+        self.opened = False
+        self.sink_trouble = ""
+        self._in_hand: list[Record] = []
+        self._now_ns = now_ns
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"sink-{topic}-{partition}")
+        self._call: Future[Any] | None = None
+        self._given_up = asyncio.Event()
+
+    @property
+    def waiting(self) -> int:
+        """Records that are received and not yet handed over."""
+        return len(self.buffer) + len(self._in_hand)
+
+    async def run(self) -> None:
+        """Open the sink, start the source, and hand over until the buffer is closed and empty.
+
+        Raises:
+            Terminal: the sink or the source can never be opened.
+
+        """
+        pause_s = _FIRST_PAUSE_S
+        while not self.buffer.closed:
+            try:
+                resumed = await self._in_thread(partial(self.sink.open, resume=self.source.resumes))
+                break
+            except Exception as error:
+                if not isinstance(error, Transient):
+                    raise
+                self.sink_trouble = str(error)
+            await self._pause(pause_s)
+            pause_s = min(_MOST_PAUSE_S, 2 * pause_s)
+        else:
+            return
+        self.sink_trouble = ""
+        self.source.resume(resumed)
+        await self.source.start()
+        self.opened = True
+        while batch := await self.buffer.take(self.sink.roll):
+            self._in_hand = batch
+            await self._hand_over()
+
+    async def _hand_over(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while self._in_hand and not self._given_up.is_set():
+            batch, dropped = self._in_hand, self.counts.dropped_in_all()
+            left: list[Record] = []
+            try:
+                await self._in_thread(partial(self.sink.write, batch, dropped))
+                self.sink_trouble = ""
+            except NotHandedOver as error:
+                left, self.sink_trouble = error.records, str(error)
+                self.counts.events["sink_failures"] += 1
+            except NotConfirmed as error:
+                self.counts.not_confirmed += len(error.records)
+                self.counts.handed_over -= len(error.records)
+                self.sink_trouble = str(error)
+            self.counts.handed_over += len(batch) - len(left)
+            self._in_hand = left
+            if left:
+                await self._pause(pause_s)
+                pause_s = min(_MOST_PAUSE_S, 2 * pause_s)
+            else:
+                received = np.array([record.received_ns for record in batch])
+                self.counts.delays.add(np.maximum(self._now_ns() - received, 0) / 1e9)
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._given_up.wait()
+        except TimeoutError:
+            pass
+
+    def give_up(self) -> None:
+        """Let a hand-over that waits return soon."""
+        self._given_up.set()
+        self.sink.stop_waiting()
+
+    def settle(self) -> None:
+        """Count what is left, after the end; say of what is being written that nobody knows."""
+        writing = not self._thread_is_free()
+        if writing:
+            self.counts.not_confirmed += len(self._in_hand)
+        else:
+            self.counts.not_handed_over += len(self._in_hand)
+        self.counts.not_handed_over += self.buffer.clear()
+        self._in_hand = []
+
+    def close(self) -> bool:
+        """Close the sink; False when its thread still writes, which then holds it."""
+        free = self._thread_is_free()
+        if free:
+            self.sink.close()
+        self._thread.shutdown(wait=free, cancel_futures=True)
+        return free
+
+    def _thread_is_free(self) -> bool:
+        """Whether the sink is left alone; a call that is about to return has a moment to do so."""
+        return self._call is None or not wait([self._call], timeout=_RETURN_S).not_done
+
+    def _in_thread(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
+        self._call = future = self._thread.submit(call)
+        return asyncio.wrap_future(future)

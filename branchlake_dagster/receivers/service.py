@@ -1,0 +1,156 @@
+"""Receivers of one process: started together, watched, and drained when it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from branchlake_dagster.receivers.intake import Intake
+
+DRAIN_S = 4.3
+"""From the signal to the end of all hand-overs; with start and end of the process below five seconds."""
+
+_STOPPING_S, _LAST_WORD_S, _EVERY_S, _RECENT = 2.0, 0.3, 1.0, 60
+_NEARLY_FULL = 0.8
+
+State = Literal["starting", "ready", "degraded", "draining"]
+
+
+@dataclass(frozen=True)
+class Health:
+    """How a process of receivers is, and why it is not well."""
+
+    state: State
+    reasons: tuple[str, ...] = ()
+
+
+class Receivers:
+    """Some intakes.
+
+    Args:
+        intakes: what to run.
+        drain_s: how long an end may take.
+        clock: monotonic seconds.
+
+    """
+
+    def __init__(
+        self,
+        intakes: Sequence[Intake],
+        *,
+        drain_s: float = DRAIN_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.intakes = list(intakes)
+        self.finished = True
+        """False when a sink's thread still writes after the end: only the end of the process ends it."""
+        self._drain_s, self._clock = drain_s, clock
+        self._draining = False
+        self._dropped: deque[int] = deque([0], maxlen=_RECENT + 1)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Receive until `stop` is set, then drain.
+
+        Raises:
+            BranchlakeError: a source or a sink can never be opened; the others are drained first.
+
+        """
+        pumps = [asyncio.create_task(intake.run()) for intake in self.intakes]
+        watching = asyncio.create_task(self._watch(stop, pumps))
+        try:
+            await watching
+        finally:
+            watching.cancel()
+            await self._drain(pumps)
+        for pump in pumps:
+            if pump.done() and not pump.cancelled() and (error := pump.exception()) is not None:
+                raise error
+        for intake in self.intakes:
+            task = intake.source.task
+            if task is not None and task.done() and not task.cancelled() and (broken := task.exception()):
+                raise broken
+
+    def health(self) -> Health:
+        """How it is now. Drops of the last minute degrade it, as a nearly full buffer does."""
+        reasons = []
+        for intake in self.intakes:
+            for trouble in (intake.source.trouble, intake.sink_trouble):
+                if trouble:
+                    reasons.append(f"{intake.topic}: {trouble}")
+            if len(intake.buffer) > _NEARLY_FULL * intake.buffer.most_records:
+                reasons.append(f"{intake.topic}: its buffer is nearly full ({len(intake.buffer)} records)")
+        lately = self._dropped[-1] - self._dropped[0]
+        if lately:
+            reasons.append(f"{lately} records were dropped in the last minute")
+        if self._draining:
+            return Health("draining", tuple(reasons))
+        if not all(intake.opened for intake in self.intakes):
+            return Health("starting", tuple(reasons))
+        return Health("degraded" if reasons else "ready", tuple(reasons))
+
+    def summary(self) -> list[dict[str, Any]]:
+        """What became of what was received, one entry for each intake."""
+        return [
+            {
+                "topic": intake.topic,
+                "partition": intake.partition,
+                "protocol": intake.source.protocol,
+                "received": intake.counts.received,
+                "handed_over": intake.counts.handed_over,
+                "dropped": {reason: n for reason, n in sorted(intake.counts.dropped.items()) if n},
+                "not_handed_over": intake.counts.not_handed_over,
+                "not_confirmed": intake.counts.not_confirmed,
+                "waiting": intake.waiting,
+                "events": dict(sorted(intake.counts.events.items())),
+            }
+            for intake in self.intakes
+        ]
+
+    async def _watch(self, stop: asyncio.Event, pumps: Sequence[asyncio.Task[None]]) -> None:
+        """Return when it is to end: told so, or because a part of it has ended."""
+        while not stop.is_set():
+            for intake in self.intakes:
+                intake.source.look()
+            self._dropped.append(sum(intake.counts.dropped_in_all() for intake in self.intakes))
+            tasks = [*pumps, *(i.source.task for i in self.intakes if i.source.task is not None)]
+            if any(task.done() for task in tasks):
+                return
+            try:
+                async with asyncio.timeout(_EVERY_S):
+                    await stop.wait()
+            except TimeoutError:
+                continue
+
+    async def _drain(self, pumps: Sequence[asyncio.Task[None]]) -> None:
+        self._draining = True
+        until = self._clock() + self._drain_s
+        stopping = [asyncio.create_task(intake.source.stop()) for intake in self.intakes]
+        if stopping:
+            _, slow = await asyncio.wait(stopping, timeout=_STOPPING_S)
+            for task in slow:
+                task.cancel()
+            await asyncio.gather(*stopping, return_exceptions=True)
+        for intake in self.intakes:
+            intake.buffer.close()
+        await asyncio.wait(pumps, timeout=max(0.0, until - self._clock() - _LAST_WORD_S))
+        for intake in self.intakes:
+            intake.give_up()
+        _, unfinished = await asyncio.wait(pumps, timeout=_LAST_WORD_S)
+        for task in unfinished:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+        for intake in self.intakes:
+            intake.settle()
+            # Every one is closed, whatever the others say.
+            self.finished = intake.close() and self.finished
+
+
+def stop_on_signals(stop: asyncio.Event) -> None:
+    """Set `stop` on SIGTERM and on SIGINT."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)

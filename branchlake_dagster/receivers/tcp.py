@@ -1,0 +1,243 @@
+"""Frames over TCP, each after its length as an unsigned 32-bit little-endian number.
+
+The protocol has back-pressure: where the buffer is full nothing is read, and the sender's window closes. It
+has no acknowledgement above TCP's own: what a sender has written may be lost with this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.receivers.allowed_peers import ALL_PEERS, AllowedPeers
+from branchlake_dagster.receivers.records import Buffer, Counts, Record, Resumed
+
+_LENGTH = struct.Struct("<I")
+_CHUNK = 64 * 1024
+_LAST_WORD_S, _ENDING_S = 0.1, 1.5
+_STOOD_STILL_S = 0.5
+"""A timer that is seen so late: the process got no time, or no memory."""
+
+
+@dataclass(frozen=True)
+class TcpConfig:
+    """Where connections come in.
+
+    Args:
+        host: address to listen at.
+        port: 0 takes a free one.
+        key_bytes: first byte and byte after the last of a frame's own key; None: the connection.
+        most_frame_bytes: a longer frame is garbage and ends its connection.
+        most_connections: further ones are closed at once.
+        most_connections_per_peer: the same for one network address, so that one sender cannot take all.
+        allowed: connections from other networks are closed at once.
+        idle_s: a connection without any byte for so long is half open, and closed.
+        frame_s: a frame that is begun and not complete after so long ends its connection.
+
+    """
+
+    host: str
+    port: int
+    key_bytes: tuple[int, int] | None = None
+    most_frame_bytes: int = 65_536
+    most_connections: int = 1_000
+    most_connections_per_peer: int = 100
+    allowed: AllowedPeers = ALL_PEERS
+    idle_s: float = 60.0
+    frame_s: float = 10.0
+
+
+class TcpSource:
+    """A server and its connections."""
+
+    protocol = "tcp"
+    resumes = False
+    task: asyncio.Task[None] | None = None
+
+    def __init__(
+        self, config: TcpConfig, buffer: Buffer, counts: Counts, *, now_ns: Callable[[], int] = time.time_ns
+    ) -> None:
+        self.config, self.trouble = config, ""
+        self.connections: dict[asyncio.Task[None], _Connection] = {}
+        self._by_peer: Counter[str] = Counter()
+        self._buffer, self._counts, self._now_ns = buffer, counts, now_ns
+        self._server: asyncio.Server | None = None
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        if self._server is None or not self._server.sockets:
+            return ""
+        return "{}:{}".format(*self._server.sockets[0].getsockname()[:2])
+
+    def resume(self, resumed: Resumed) -> None:
+        """Nothing: what was sent before is not sent again."""
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigurationError if the address cannot be had."""
+        where = (self.config.host, self.config.port)
+        try:
+            self._server = await asyncio.start_server(self._serve, *where, limit=2 * _CHUNK)
+        except OSError as error:
+            raise ConfigurationError(
+                f"TCP {where[0]}:{where[1]} cannot be listened at: {error}.",
+                hint="Take another port.",
+                reason="address_in_use",
+                subject=f"{where[0]}:{where[1]}",
+            ) from error
+
+    async def stop(self) -> None:
+        """Take no more connections, read what has come, and close them."""
+        if self._server is None:
+            return
+        self._server.close()
+        for connection in self.connections.values():
+            connection.finish()
+        if self.connections:
+            tasks = list(self.connections)
+            await asyncio.wait(tasks, timeout=_ENDING_S)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self._server = None
+
+    def look(self) -> None:
+        """Nothing to ask for."""
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        peer = str((writer.get_extra_info("peername") or ("",))[0])
+        if peer and not self.config.allowed.permits(peer):
+            self._counts.events["peers_not_allowed"] += 1
+            writer.close()
+            return
+        too_many = (
+            len(self.connections) >= self.config.most_connections
+            or self._by_peer[peer] >= self.config.most_connections_per_peer
+        )
+        if task is None or too_many:
+            self._counts.events["refused_connections"] += 1
+            writer.close()
+            return
+        self._by_peer[peer] += 1
+        self._counts.events["connections"] += 1
+        connection = _Connection(reader, writer, self.config)
+        self.connections[task] = connection
+        try:
+            reason = await connection.read(self._take)
+        except asyncio.CancelledError:
+            # Only `stop` cancels.
+            reason = "ended"
+        finally:
+            del self.connections[task]
+            self._by_peer -= Counter([peer])
+            writer.close()
+        self._counts.events[f"closed_{reason}"] += 1
+        if connection.rest:
+            self._counts.events["incomplete_frames"] += 1
+            self._counts.events["incomplete_bytes"] += connection.rest
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+    async def _take(self, frames: list[bytes], source: bytes) -> None:
+        key, now = self.config.key_bytes, self._now_ns()
+        await self._buffer.put(
+            [
+                Record(frame, frame[key[0] : key[1]] if key and len(frame) >= key[1] else source, now, source)
+                for frame in frames
+            ]
+        )
+
+
+class _Connection:
+    """What one sender sends."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, config: TcpConfig) -> None:
+        self._reader, self._config = reader, config
+        self._waiting: asyncio.Timeout | None = None
+        self._finishing = False
+        self._data = bytearray()
+        peer = writer.get_extra_info("peername")
+        self.source = f"{peer[0]}:{peer[1]}".encode() if peer else b"unknown"
+        made = writer.get_extra_info("socket")
+        if made is not None:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    @property
+    def rest(self) -> int:
+        """Bytes of a frame that is not complete."""
+        return len(self._data)
+
+    def finish(self) -> None:
+        """Read on for as long as something comes at once."""
+        self._finishing = True
+        if self._waiting is not None:
+            self._waiting.reschedule(asyncio.get_running_loop().time() + _LAST_WORD_S)
+
+    async def read(self, take: Callable[[list[bytes], bytes], Awaitable[None]]) -> str:
+        """Pass frames on until the connection ends; why it did."""
+        loop = asyncio.get_running_loop()
+        begun, last = 0.0, False
+        while True:
+            patience = self._config.idle_s
+            if self._data:
+                patience = min(patience, max(0.0, begun + self._config.frame_s - loop.time()))
+            if self._finishing:
+                patience = 0.0 if last else _LAST_WORD_S
+            due = loop.time() + patience
+            try:
+                async with asyncio.timeout(patience) as self._waiting:
+                    chunk = await self._reader.read(_CHUNK)
+            except TimeoutError:
+                if not self._finishing and loop.time() - due > _STOOD_STILL_S:
+                    # It is we who are late: what came meanwhile has not been looked at yet.
+                    begun = loop.time()
+                    continue
+                if self._finishing and not last:
+                    # What came in the same turn as the end of the patience is in the reader.
+                    last = True
+                    continue
+                return "ended" if self._finishing else "slow" if self._data else "idle"
+            except OSError:
+                return "reset"
+            finally:
+                self._waiting = None
+            last = False
+            if not chunk:
+                return "truncated" if self._data else "by_sender"
+            if not self._data:
+                begun = loop.time()
+            self._data += chunk
+            frames, garbage = self._frames()
+            if frames:
+                await take(frames, self.source)
+                begun = loop.time()
+            if garbage:
+                return "garbage"
+
+    def _frames(self) -> tuple[list[bytes], bool]:
+        """The complete frames, which are taken out, and whether garbage follows them."""
+        frames: list[bytes] = []
+        at, there = 0, len(self._data)
+        view = memoryview(self._data)
+        garbage = False
+        while there - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(view, at)
+            if not 0 < length <= self._config.most_frame_bytes:
+                garbage = True
+                break
+            end = at + _LENGTH.size + length
+            if end > there:
+                break
+            frames.append(bytes(view[at + _LENGTH.size : end]))
+            at = end
+        view.release()
+        del self._data[:at]
+        return frames, garbage

@@ -1,0 +1,1 @@
+"""Spark sessions that work on one Nessie reference, and what they read."""
