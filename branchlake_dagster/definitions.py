@@ -7,7 +7,7 @@ import dagster as dg
 
 from branchlake_dagster import Settings, branchlake_definitions
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.fusion.graph.definitions import (
+from branchlake_dagster.sda.graph.definitions import (
     fusion_assets,
     fusion_checks,
     fusion_jobs,
@@ -15,10 +15,10 @@ from branchlake_dagster.fusion.graph.definitions import (
     fusion_sensors,
     pull_schedule,
 )
-from branchlake_dagster.fusion.providers.celestrak import CelesTrak
-from branchlake_dagster.fusion.providers.pulled import GpProvider
-from branchlake_dagster.fusion.providers.space_track import SpaceTrack
-from branchlake_dagster.fusion.sources import GpSource
+from branchlake_dagster.sda.providers.celestrak import CelesTrak
+from branchlake_dagster.sda.providers.pulled import GpProvider
+from branchlake_dagster.sda.providers.space_track import SpaceTrack
+from branchlake_dagster.sda.sources import GpSource
 
 GP_DIR = "BRANCHLAKE_GP_DIR"
 """Environment variable: the folder of GP files (TLE, OMM); unset: `gp` in the state folder, if it exists."""
@@ -41,7 +41,7 @@ def live(settings: Settings) -> dg.Definitions:
             f"{LIVE_SENSORS} is {wanted!r}.", hint="Set it to landing or kafka, or unset it."
         )
     # Others do not wait for what only ingestion imports.
-    from branchlake_dagster.fusion.assets.raw import live_sensors
+    from branchlake_dagster.sda.assets.raw import live_sensors
 
     return live_sensors("kafka" if wanted == "kafka" else "landing", settings.receiver_monitors)
 

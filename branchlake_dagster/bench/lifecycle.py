@@ -21,10 +21,10 @@ from branchlake_dagster.branching.branch.run_tags import REASON_TAG
 from branchlake_dagster.cli.local.dagster_dev import dagster_dev
 from branchlake_dagster.cli.local.demo import plan_for
 from branchlake_dagster.cli.local.home import dagster_home
-from branchlake_dagster.fusion.partitions import gp_snapshots
-from branchlake_dagster.fusion.sources import DEFAULT_SNAPSHOT
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.ledger.publications import Publication, publications
+from branchlake_dagster.sda.partitions import gp_snapshots
+from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT
 from branchlake_dagster.settings import Settings
 
 PHASES = ("process_start", "session", "compute", "checks", "waiting", "publication")

@@ -19,11 +19,11 @@ from branchlake_dagster.cli import main
 from branchlake_dagster.cli.local.demo import BAD_SNAPSHOT, Plan, plan_for
 from branchlake_dagster.embedded import jars
 from branchlake_dagster.embedded.process import ProcessRecord
-from branchlake_dagster.fusion.partitions import FIRST_WINDOW, windows
-from branchlake_dagster.fusion.sensors.native import SOURCE_KINDS
-from branchlake_dagster.fusion.sources import DEFAULT_SNAPSHOT
 from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.sda.partitions import FIRST_WINDOW, windows
+from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
+from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT
 from branchlake_dagster.settings import Settings
 
 

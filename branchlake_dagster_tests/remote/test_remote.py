@@ -13,12 +13,12 @@ from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG
 from branchlake_dagster.cli import main
 from branchlake_dagster.definitions import build_definitions
-from branchlake_dagster.fusion.partitions import FIRST_WINDOW, gp_snapshots
-from branchlake_dagster.fusion.sensors.native import SOURCE_KINDS
-from branchlake_dagster.fusion.sources import DEFAULT_SNAPSHOT
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster.sda.partitions import FIRST_WINDOW, gp_snapshots
+from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
+from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.harness import project, retry
 from branchlake_dagster_tests.publication.gate.retried_checks import Amounts

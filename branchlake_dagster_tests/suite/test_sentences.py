@@ -23,7 +23,7 @@ PATTERNS = {
 """Files that may expect an error or warning by a pattern, and why."""
 
 QUOTED = {
-    "fusion/test_conjunctions.py": "a name of an object, not a sentence",
+    "sda/test_conjunctions.py": "a name of an object, not a sentence",
     "lakehouse/test_catalog_tables.py": "messages of commits, which are stored on main",
     "launching/test_leaving.py": "an error that the test itself raises",
     "publication/reconcile/test_pass.py": "the text of a tick is what is tested",

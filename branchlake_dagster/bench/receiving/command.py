@@ -22,12 +22,12 @@ from rich.table import Table
 
 from branchlake_dagster.bench.receiving.process import Receiver, receiver
 from branchlake_dagster.cli.receiving.serving import served
-from branchlake_dagster.fusion.feeds.network import Pages
-from branchlake_dagster.fusion.feeds.plan import Batch
-from branchlake_dagster.fusion.wire.columns import fixed, one_array
-from branchlake_dagster.fusion.wire.links import LINK, VERSION
-from branchlake_dagster.fusion.wire.optical import decode_optical
-from branchlake_dagster.fusion.wire.radar import RADAR
+from branchlake_dagster.sda.feeds.network import Pages
+from branchlake_dagster.sda.feeds.plan import Batch
+from branchlake_dagster.sda.wire.columns import fixed, one_array
+from branchlake_dagster.sda.wire.links import LINK, VERSION
+from branchlake_dagster.sda.wire.optical import decode_optical
+from branchlake_dagster.sda.wire.radar import RADAR
 
 PACED = {"udp": 10_000, "tcp": 10_000, "http": 1_000}
 """Records a second at which delays are measured."""

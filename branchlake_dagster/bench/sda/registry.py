@@ -19,21 +19,21 @@ from branchlake_dagster.bench.own_lake import own_lake
 from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.definitions import build_definitions
 from branchlake_dagster.errors import BranchlakeError, Terminal
-from branchlake_dagster.fusion.assets.catalogue import (
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster.sda.assets.catalogue import (
     CATALOGUE,
     ELEMENT_SETS,
     REJECTED_RECORDS,
     SATELLITE_ENTRIES,
 )
-from branchlake_dagster.fusion.assets.registry import ELEMENT_HISTORY, MERGE_AUDIT, OBJECTS
-from branchlake_dagster.fusion.gp.simulated import REFERENCE_EPOCH, simulated_elements
-from branchlake_dagster.fusion.gp.write import write_omm_json
-from branchlake_dagster.fusion.partitions import gp_snapshots
-from branchlake_dagster.fusion.registry.sources import SOURCES
-from branchlake_dagster.fusion.sources import GpSource
-from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
-from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster.sda.assets.registry import ELEMENT_HISTORY, MERGE_AUDIT, OBJECTS
+from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
+from branchlake_dagster.sda.gp.write import write_omm_json
+from branchlake_dagster.sda.partitions import gp_snapshots
+from branchlake_dagster.sda.registry.sources import SOURCES
+from branchlake_dagster.sda.sources import GpSource
 from branchlake_dagster.settings import Settings
 
 PROVIDERS = ("18sds", "esa", "leolabs", "exoanalytic", "numerica")

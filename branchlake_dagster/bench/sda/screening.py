@@ -18,16 +18,16 @@ from rich.table import Table
 from branchlake_dagster.bench.daemon.ui import BenchFailed
 from branchlake_dagster.bench.own_lake import own_lake
 from branchlake_dagster.definitions import build_definitions
-from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
-from branchlake_dagster.fusion.assets.conjunctions import CONJUNCTIONS, LIST_THRESHOLD_KM, newest_snapshot
-from branchlake_dagster.fusion.conjunctions.screening import MINUTE, Span
-from branchlake_dagster.fusion.conjunctions.tasks import Pairs, Screening, in_parts
-from branchlake_dagster.fusion.gp.simulated import simulated_elements
-from branchlake_dagster.fusion.gp.write import write_tle
-from branchlake_dagster.fusion.orbits.propagation import Elements
-from branchlake_dagster.fusion.sources import snapshot_id
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.runtime.publish import publish
+from branchlake_dagster.sda.assets.catalogue import CATALOGUE
+from branchlake_dagster.sda.assets.conjunctions import CONJUNCTIONS, LIST_THRESHOLD_KM, newest_snapshot
+from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span
+from branchlake_dagster.sda.conjunctions.tasks import Pairs, Screening, in_parts
+from branchlake_dagster.sda.gp.simulated import simulated_elements
+from branchlake_dagster.sda.gp.write import write_tle
+from branchlake_dagster.sda.orbits.propagation import Elements
+from branchlake_dagster.sda.sources import snapshot_id
 from branchlake_dagster.settings import Settings
 
 _OBJECTS = 16_000

@@ -116,7 +116,7 @@ def _write_messages(
     reader: LakeReader, wanted: Wanted, folder: Path, at: str | None, notation: str, originator: str
 ) -> None:
     from branchlake_dagster.cli.conjunctions.messages import write_messages
-    from branchlake_dagster.fusion.messages.notation import Notation, identifier
+    from branchlake_dagster.sda.messages.notation import Notation, identifier
 
     identifier("ORIGINATOR", originator)  # a wrong one is told before anything is read
     done = write_messages(

@@ -13,12 +13,12 @@ import polars as pl
 
 from branchlake_dagster.cli.conjunctions.shown import show
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.fusion.ephemerides.listing import close_approaches
-from branchlake_dagster.fusion.gp.limits import ReadLimits
-from branchlake_dagster.fusion.messages.oem import time_of
-from branchlake_dagster.fusion.messages.oem_read import ReadEphemeris, read_oem
-from branchlake_dagster.fusion.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.query.connection import LakeReader
+from branchlake_dagster.sda.ephemerides.listing import close_approaches
+from branchlake_dagster.sda.gp.limits import ReadLimits
+from branchlake_dagster.sda.messages.oem import time_of
+from branchlake_dagster.sda.messages.oem_read import ReadEphemeris, read_oem
+from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.wording import counted
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from pathlib import Path
 import polars as pl
 
 from branchlake_dagster.cli.conjunctions.listing import TABLE, Wanted
-from branchlake_dagster.fusion.messages.cdm import check_kind, message_id, written
-from branchlake_dagster.fusion.messages.errors import NotAMessage
-from branchlake_dagster.fusion.messages.notation import Notation
-from branchlake_dagster.fusion.messages.parties import parties_of
-from branchlake_dagster.fusion.orbits.propagation import ELEMENT_FIELDS
 from branchlake_dagster.query.connection import LakeReader
+from branchlake_dagster.sda.messages.cdm import check_kind, message_id, written
+from branchlake_dagster.sda.messages.errors import NotAMessage
+from branchlake_dagster.sda.messages.notation import Notation
+from branchlake_dagster.sda.messages.parties import parties_of
+from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS
 
 _TEXTS = ("object_name", "object_id", "source", "data_mode")
 _AT_ONCE = 5_000

@@ -16,13 +16,13 @@ from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG, REASON
 from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.cli.local.starting import Starting
 from branchlake_dagster.definitions import build_definitions, gp_folder
-from branchlake_dagster.fusion.assets.catalogue import CATALOGUE
-from branchlake_dagster.fusion.partitions import FIRST_WINDOW, gp_snapshots, windows
-from branchlake_dagster.fusion.sensors.native import SOURCE_KINDS
-from branchlake_dagster.fusion.sources import DEFAULT_SNAPSHOT, snapshot_id, snapshot_time
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import RUN_BRANCHES, Reconciler
+from branchlake_dagster.sda.assets.catalogue import CATALOGUE
+from branchlake_dagster.sda.partitions import FIRST_WINDOW, gp_snapshots, windows
+from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
+from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT, snapshot_id, snapshot_time
 from branchlake_dagster.settings import Settings
 
 BAD_SNAPSHOT = "sim-bad-20260808T0600Z"

@@ -12,7 +12,6 @@ from typing import Any
 
 from branchlake_dagster.cli.receiving.kafka_options import kafka_options
 from branchlake_dagster.extras import require
-from branchlake_dagster.fusion.wire import links, optical, radar
 from branchlake_dagster.receivers.allowed_peers import AllowedPeers
 from branchlake_dagster.receivers.http_polling import HttpConfig, HttpSource
 from branchlake_dagster.receivers.intake import Intake, Source
@@ -23,6 +22,7 @@ from branchlake_dagster.receivers.records import Buffer, Counts, Drop, Origin, S
 from branchlake_dagster.receivers.service import Receivers, stop_on_signals
 from branchlake_dagster.receivers.tcp import TcpConfig, TcpSource
 from branchlake_dagster.receivers.udp import UdpConfig, UdpSource
+from branchlake_dagster.sda.wire import links, optical, radar
 
 _BUFFER_BYTES = 512 * 1024 * 1024
 Address = tuple[str, int]

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from branchlake_dagster.extras import require
-from branchlake_dagster.fusion.feeds.network import Pages
+from branchlake_dagster.sda.feeds.network import Pages
 
 
 @asynccontextmanager

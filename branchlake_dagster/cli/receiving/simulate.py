@@ -17,17 +17,17 @@ import click
 from branchlake_dagster.cli.receiving.kafka_options import kafka_options
 from branchlake_dagster.cli.receiving.serving import served
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.fusion.feeds.direct import Message, run_into
-from branchlake_dagster.fusion.feeds.feed import Feed
-from branchlake_dagster.fusion.feeds.network import Datagrams, Frames, Outlet, Pages, run_over
-from branchlake_dagster.fusion.feeds.plan import RATES, Burst, Plan
-from branchlake_dagster.fusion.gp.read import read_catalogue
-from branchlake_dagster.fusion.gp.simulated import simulated_elements
-from branchlake_dagster.fusion.orbits.propagation import Elements
 from branchlake_dagster.receivers.kafka_sink import KafkaSink
 from branchlake_dagster.receivers.landing_sink import LandingSink
 from branchlake_dagster.receivers.records import Origin, Record, Sink
 from branchlake_dagster.receivers.service import stop_on_signals
+from branchlake_dagster.sda.feeds.direct import Message, run_into
+from branchlake_dagster.sda.feeds.feed import Feed
+from branchlake_dagster.sda.feeds.network import Datagrams, Frames, Outlet, Pages, run_over
+from branchlake_dagster.sda.feeds.plan import RATES, Burst, Plan
+from branchlake_dagster.sda.gp.read import read_catalogue
+from branchlake_dagster.sda.gp.simulated import simulated_elements
+from branchlake_dagster.sda.orbits.propagation import Elements
 
 _PROTOCOLS = {"radar": "udp", "optical": "http", "isl": "tcp"}
 _AHEAD_S = 2.0

@@ -1,0 +1,102 @@
+"""Group ``conjunctions``: close approaches of own ephemerides, from a folder of files."""
+
+# No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
+from pathlib import Path
+
+import dagster as dg
+import polars as pl
+from pydantic import Field
+
+from branchlake_dagster import LakehouseResource, column_metadata, table_metadata
+from branchlake_dagster.sda.assets.catalogue import CATALOGUE
+from branchlake_dagster.sda.assets.quarantine import of_tracked
+from branchlake_dagster.sda.assets.upkeep import OWNERS
+from branchlake_dagster.sda.contracts import EphemerisConjunction
+from branchlake_dagster.sda.ephemerides.listing import screened_file
+from branchlake_dagster.sda.gp.limits import ReadLimits
+from branchlake_dagster.sda.messages.errors import UnreadableMessage
+from branchlake_dagster.sda.messages.oem_read import read_oem
+
+EPHEMERIS_CONJUNCTIONS = dg.AssetKey(["sda", "ephemeris_conjunctions"])
+_ENDINGS = (".oem", ".kvn", ".xml", ".gz")
+
+
+class EphemeridesConfig(dg.Config):
+    """Which ephemerides are screened, and for what."""
+
+    folder: str = Field(description="Folder of Orbit Ephemeris Messages: .oem, .kvn, .xml, also gzipped.")
+    threshold_km: float = Field(5.0, gt=0, description="Largest miss distance kept, km.")
+    max_element_age_days: float = Field(
+        14.0, gt=0, description="Objects with element sets older at the begin are left out."
+    )
+    exclude: list[int] = Field(
+        default=[], description="Catalogue numbers left out, beside the one with a file's OBJECT_ID."
+    )
+
+
+@dg.asset(
+    key=EPHEMERIS_CONJUNCTIONS,
+    group_name="conjunctions",
+    owners=OWNERS,
+    kinds={"iceberg", "numpy"},
+    deps=[CATALOGUE],
+    metadata=table_metadata(write_mode="replace_table", require_checks=True)
+    | column_metadata(EphemerisConjunction),
+)
+def ephemeris_conjunctions(
+    context: dg.AssetExecutionContext, config: EphemeridesConfig, lakehouse: LakehouseResource
+) -> pl.DataFrame:
+    """What own ephemerides come close to, as far as each may be used. A damaged file fails."""
+    table = lakehouse.catalog().load_table(tuple(CATALOGUE.path)).scan().to_arrow()
+    catalogue = pl.DataFrame(of_tracked(table)).sort("sat_no")
+    parts, unused = [], 0
+    for path in files_of(config.folder):
+        read = read_oem(path.read_bytes(), path.name)
+        unused += read.rejected.height
+        for row in read.rejected.head(5).iter_rows(named=True):
+            context.log.warning(f"{path.name}:{row['line_number']}: {row['reason']}: {row['message']}")
+        if not read.segments:
+            raise UnreadableMessage(
+                f"Ephemeris file {path.name} has no segment that can be screened.",
+                hint="The run's log says what is wrong with it; take it out of the folder or mend it.",
+            )
+        parts.append(
+            screened_file(
+                path.name,
+                read,
+                catalogue,
+                threshold_km=config.threshold_km,
+                max_element_age_days=config.max_element_age_days,
+                exclude=config.exclude,
+            )
+        )
+    result = pl.concat(parts)
+    context.add_output_metadata(
+        {"files": len(parts), "close_approaches": result.height, "records_not_used": unused}
+    )
+    return result
+
+
+def files_of(folder: str) -> list[Path]:
+    """The ephemeris files of a folder, by name.
+
+    Raises:
+        UnreadableMessage: there is no such folder, no file in it, or one that is larger than may be read.
+
+    """
+    place = Path(folder).expanduser()
+    found = (
+        sorted(p for p in place.iterdir() if p.is_file() and p.suffix.lower() in _ENDINGS)
+        if place.is_dir()
+        else []
+    )
+    if not found:
+        raise UnreadableMessage(
+            f"There is no ephemeris file in {folder}.",
+            hint=f"Put files that end in {', '.join(_ENDINGS)} there.",
+            reason="no_file",
+            subject=str(folder),
+        )
+    if large := [p.name for p in found if p.stat().st_size > ReadLimits().max_bytes]:
+        raise UnreadableMessage(f"Ephemeris file {large[0]} is too large.", hint="Divide it.")
+    return found

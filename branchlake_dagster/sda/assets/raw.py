@@ -1,0 +1,72 @@
+"""Measurements of live sensors, as their receivers hand them over: a raw table for each kind.
+
+They are ingestions: each record once, whole batches published, what cannot be decoded kept as a dead letter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import dagster as dg
+import pyarrow as pa
+
+from branchlake_dagster import Decoded, Ingest, IngestTable, ingest_definitions
+from branchlake_dagster.sda.assets.upkeep import OF_LIVE
+from branchlake_dagster.sda.contracts import RawLink, RawOptical, RawRadar
+from branchlake_dagster.sda.contracts.fields import Contract
+from branchlake_dagster.sda.wire.columns import DECODED
+from branchlake_dagster.sda.wire.links import decode_links
+from branchlake_dagster.sda.wire.optical import decode_optical
+from branchlake_dagster.sda.wire.radar import decode_radar
+
+Where = Literal["kafka", "landing"]
+_OF_THE_RECORD: Mapping[str, Any] = {
+    "received_at": "timestamp",
+    "topic_partition": "partition",
+    "topic_offset": "offset",
+}
+
+
+def live_sensors(source: Where, receivers: Sequence[str] = ()) -> dg.Definitions:
+    """The ingestions of radars, telescopes and links, from topics on Kafka or in the landing folder.
+
+    `receivers` are the monitors of what fills these.
+    """
+    return ingest_definitions(*raw_ingests(source), receivers=receivers)
+
+
+def raw_ingests(source: Where) -> list[Ingest]:
+    """Their declarations, of the topics as `branchlake sda receive` names them."""
+    return [
+        _ingest("radar", "sda.radar", decode_radar, RawRadar, "raw_radar", source),
+        _ingest("optical", "sda.optical", decode_optical, RawOptical, "raw_optical", source),
+        _ingest("links", "sda.isl", decode_links, RawLink, "raw_links", source),
+    ]
+
+
+def _ingest(
+    name: str,
+    topic: str,
+    decode: Callable[[Any], tuple[pa.RecordBatch, pa.StringArray]],
+    contract: type[Contract],
+    table: str,
+    source: Where,
+) -> Ingest:
+    def structs(values: pa.BinaryArray) -> tuple[pa.StructArray, pa.StringArray]:
+        rows, reasons = decode(values)
+        return rows.to_struct_array(), reasons
+
+    columns = contract.to_schema().columns
+    types = {one: column.dtype.type.simpleString() for one, column in columns.items()}
+    raw = IngestTable(
+        key=["sda", table],
+        columns={one: kind for one, kind in types.items() if one not in _OF_THE_RECORD},
+        attributes=_OF_THE_RECORD,
+        contract=contract,
+        layout=["day(received_at)"],
+        description=" ".join((contract.__doc__ or "").split())
+        + " As it was received, one row for each record.",
+        freshness_policy=OF_LIVE,
+    )
+    return Ingest(name=name, topics=[topic], tables=[raw], format=Decoded(structs, DECODED), source=source)

@@ -1,0 +1,158 @@
+"""Which pairs may come close, and when: from one state of each object every h seconds.
+
+The states are those in the middle of each span of h seconds. `sieve.near_pairs` gives the pairs whose
+straight lines come near; what bends those lines is bounded once more, now by what the two accelerations
+differ by:
+
+    |e| <= |a_2 - a_1| t^2 / 2 + (j_1 + j_2) |t|^3 / 6 + b (a_1 + a_2) t^2 / 2.
+
+j <= 2 mu v / r^3 bounds the change of a central acceleration mu / r^2, and b = 1/200 stands for all that is
+not central: J2, 1/600 at most, is the largest. At h = 60 s what is left is within some hundred metres of the
+threshold, so nearly all of it is found to be an encounter.
+
+Nothing of this decides what is reported, so h may be chosen by what costs less: `screening` looks at the
+minutes that are named here, and at pairs that move slowly past each other in every minute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from branchlake_dagster.sda.conjunctions.sieve import Rows, near_pairs
+from branchlake_dagster.sda.orbits.frames import Floats, Micros
+from branchlake_dagster.sda.orbits.plausible import possible
+from branchlake_dagster.sda.orbits.propagation import Elements, propagate
+
+_MU_KM3_S2 = 398_601.0
+_NOT_CENTRAL = 1 / 200
+_GROUND_KM = 6_350.0
+_LARGEST_ACCELERATION = _MU_KM3_S2 / _GROUND_KM**2 * (1 + _NOT_CENTRAL)
+"""km/s²."""
+_MINUTE_S = 60.0
+_EARLY_S = 1.0
+_SPANS_AT_ONCE = 40
+"""Bounds the memory: 16,000 objects at 40 instants are 31 MB of states."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Row pairs with first < second; an encounter may be repeated, or be none.
+
+    ``first``, ``second``, ``earliest``, ``latest`` (k,): pairs that pass each other, and between which
+    instants (UTC microseconds). ``slow_first``, ``slow_second`` (m,): pairs, each once, that may stay within
+    the threshold for a minute.
+    """
+
+    first: Rows
+    second: Rows
+    earliest: Micros
+    latest: Micros
+    slow_first: Rows
+    slow_second: Rows
+
+
+def search(
+    elements: Elements,
+    *,
+    start: int,
+    end: int,
+    h: float,
+    threshold_km: float,
+    subjects: npt.NDArray[np.bool_] | None = None,
+) -> Candidates:
+    """Pairs that may come within ``threshold_km`` between two instants (UTC microseconds).
+
+    Args:
+        elements: of n objects. One whose state in the middle of a span cannot be true is left out of it.
+        start: first instant.
+        end: last instant.
+        h: seconds between the states; the last span may reach over the end.
+        threshold_km: the distance of interest.
+        subjects: (n,) only pairs with one of these; None: all.
+
+    """
+    step = round(h * 1e6)
+    middles = np.arange(start + step // 2, end + step // 2, step, dtype=np.int64)
+    satellites = elements.satellites()
+    parts: list[tuple[npt.NDArray[np.int64], ...]] = []
+    slow: set[int] = set()
+    n = len(elements)
+    for begin in range(0, len(middles), _SPANS_AT_ONCE):
+        instants = middles[begin : begin + _SPANS_AT_ONCE]
+        ephemeris = propagate(satellites, instants)
+        usable = possible(ephemeris, elements)
+        for k, middle in enumerate(instants.tolist()):
+            rows = np.flatnonzero(usable[:, k])
+            found = _span(
+                ephemeris.position[rows, k],
+                ephemeris.velocity[rows, k],
+                h,
+                threshold_km,
+                None if subjects is None else subjects[rows],
+            )
+            i, j, time, doubt, stays = found
+            i, j = rows[i], rows[j]
+            slow.update((i[stays] * n + j[stays]).tolist())
+            passes = ~stays
+            earliest = middle + np.floor((time - doubt)[passes] * 1e6).astype(np.int64)
+            latest = middle + np.ceil((time + doubt)[passes] * 1e6).astype(np.int64)
+            parts.append((i[passes], j[passes], earliest, latest))
+    pairs = np.array(sorted(slow), np.int64)
+    empty = (np.zeros(0, np.int64),) * 4
+    first, second, earliest, latest = (np.concatenate(one) for one in zip(empty, *parts, strict=True))
+    # Who would be closest after the end, or before the start, may be close at it.
+    moments = [np.clip(one, start, end - 1) for one in (earliest, latest)]
+    return Candidates(first, second, moments[0], moments[1], pairs // max(n, 1), pairs % max(n, 1))
+
+
+def _span(
+    position: Floats,
+    velocity: Floats,
+    h: float,
+    threshold_km: float,
+    subjects: npt.NDArray[np.bool_] | None,
+) -> tuple[Rows, Rows, Floats, Floats, npt.NDArray[np.bool_]]:
+    """Pairs of one span: rows, seconds from the middle, how far off that may be, and which may stay."""
+    half = h / 2
+    radius = np.linalg.norm(position, axis=1)
+    speed = np.linalg.norm(velocity, axis=1)
+    lowest, bound = largest_acceleration(position, velocity, half)
+    i, j = near_pairs(position, velocity, bound, h=h, threshold_km=threshold_km, subjects=subjects)
+    r, v = position[j] - position[i], velocity[j] - velocity[i]
+    vv = np.einsum("ij,ij->i", v, v)
+    time = np.clip(-np.einsum("ij,ij->i", r, v) / np.where(vv == 0, 1, vv), -half, half)
+    central = [-_MU_KM3_S2 * position[k] / radius[k][:, None] ** 3 for k in (i, j)]
+    bend = np.linalg.norm(central[1] - central[0], axis=1)
+    jerk = 2 * bound * (speed + _LARGEST_ACCELERATION * half) / lowest
+    off = (
+        bend * half**2 / 2
+        + (jerk[i] + jerk[j]) * half**3 / 6
+        + _NOT_CENTRAL * (bound[i] + bound[j]) * half**2 / 2
+    )
+    near = np.linalg.norm(r + v * time[:, None], axis=1) <= threshold_km + off
+    i, j, time, off = i[near], j[near], time[near], off[near]
+    fast = np.sqrt(vv[near])
+    # In a minute within the threshold a pair moves by its diameter; until then its speed may have changed.
+    stays = fast <= 2 * threshold_km / _MINUTE_S + (bound[i] + bound[j]) * half
+    # With the line at most d + off away, and the curve never further than off from it, the line is at most
+    # d + 3 off away when the curve is closest.
+    doubt = _EARLY_S + 2 * np.sqrt(off * (threshold_km + 2 * off)) / np.maximum(fast, 1e-3)
+    return i, j, time, doubt, stays
+
+
+def largest_acceleration(position: Floats, velocity: Floats, half: float) -> tuple[Floats, Floats]:
+    """How low each of n objects may be within ``half`` seconds of its state, km, and its acceleration there.
+
+    Args:
+        position: (n, 3) km.
+        velocity: (n, 3) km/s.
+        half: seconds before and after.
+
+    """
+    radius = np.linalg.norm(position, axis=1)
+    radial = np.abs(np.einsum("ij,ij->i", position, velocity)) / np.where(radius == 0, 1, radius)
+    lowest = np.maximum(radius - radial * half - _LARGEST_ACCELERATION * half**2 / 2, _GROUND_KM)
+    return lowest, _MU_KM3_S2 / lowest**2 * (1 + _NOT_CENTRAL)

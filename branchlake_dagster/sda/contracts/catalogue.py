@@ -1,0 +1,152 @@
+"""Contracts of the catalogue's tables."""
+
+# No `from __future__ import annotations`: pandera reads the annotations.
+import pyspark.sql.types as T  # noqa: N812 - Spark's own abbreviation
+
+from branchlake_dagster.sda.contracts.fields import DATA_MODES, Contract, catalogue_number, may, must
+from branchlake_dagster.sda.gp.rules import MAX_MEAN_MOTION, RejectReason
+from branchlake_dagster.sda.registry.life_cycle import STATES
+from branchlake_dagster.sda.registry.merge import OUTCOMES
+from branchlake_dagster.sda.registry.sources import SOURCES
+
+
+class ElementSet(Contract):
+    """One object's elements in one snapshot; also the rows of ``element_history``.
+
+    Source: OMM, CCSDS 502.0-B-3 section 4, mean elements of SGP4 in TEME, and Hoots and Roehrich, Spacetrack
+    Report No. 3, for what only the lines have. ``sat_no`` and ``data_mode`` are the Unified Data Library's.
+    """
+
+    snapshot_id: T.StringType = must("GP snapshot that the element set is from: its file's name, no ending.")
+    sat_no: T.LongType = catalogue_number()
+    object_name: T.StringType = may("Name of the object, where the file gives one.")
+    object_id: T.StringType = may("International designator: launch year, number and piece.")
+    epoch: T.TimestampType = must("Instant of the mean elements, UTC.")
+    mean_motion: T.DoubleType = must("Mean motion.", "rev/day", gt=0.0, le=MAX_MEAN_MOTION)
+    eccentricity: T.DoubleType = must("Eccentricity.", ge=0.0, lt=1.0)
+    inclination: T.DoubleType = must("Inclination.", "deg", ge=0.0, le=180.0)
+    ra_of_asc_node: T.DoubleType = must("Right ascension of the ascending node.", "deg", ge=0.0, le=360.0)
+    arg_of_pericenter: T.DoubleType = must("Argument of pericentre.", "deg", ge=0.0, le=360.0)
+    mean_anomaly: T.DoubleType = must("Mean anomaly.", "deg", ge=0.0, le=360.0)
+    ephemeris_type: T.IntegerType = may("Ephemeris type: 0, SGP4; others are rejected.")
+    classification_type: T.StringType = may("Classification of the element set: U is unclassified.")
+    element_set_no: T.IntegerType = may("Number of the element set, counted by its issuer.")
+    rev_at_epoch: T.IntegerType = may("Number of the revolution at the epoch.", "rev")
+    bstar: T.DoubleType = must("Drag term of SGP4.", "1/Earth radii")
+    mean_motion_dot: T.DoubleType = may(
+        "First derivative of the mean motion over two, as element lines state it.",
+        "rev/day²",
+    )
+    mean_motion_ddot: T.DoubleType = may(
+        "Second derivative of the mean motion over six, as element lines state it.",
+        "rev/day³",
+    )
+    source_format: T.StringType = must("Format of the file it is from.", isin=["TLE", "OMM"])
+    line_number: T.IntegerType = may("Line in the file, from 1; in JSON the ordinal of the message.")
+    data_mode: T.StringType = must("Real, simulated, of a test or of an exercise.", isin=DATA_MODES)
+    source: T.StringType = must("Who issued the element set.", isin=list(SOURCES))
+    collected_at: T.TimestampType = must("When the snapshot was collected, UTC.")
+
+
+class CatalogueEntry(ElementSet):
+    """The current element set of an object, as it was first collected, and what became of the object."""
+
+    state: T.StringType = must(
+        "tracked; stale: old elements, or dropped by its source; decayed; invalid: elements of the future.",
+        isin=[state for state in STATES if state != "untracked"],
+    )
+
+    class Config:
+        """One current element set per object."""
+
+        unique = ["sat_no"]  # noqa: RUF012 - pandera's name and type
+
+
+class MergeOutcome(Contract):
+    """What became of an element set that was pulled, when it was merged. The names are this graph's own."""
+
+    snapshot_id: T.StringType = must("GP snapshot that the element set is from.")
+    sat_no: T.LongType = catalogue_number()
+    source: T.StringType = must("Who issued the element set.", isin=list(SOURCES))
+    epoch: T.TimestampType = must("Its epoch, UTC.")
+    outcome: T.StringType = must(
+        "won; repeated the winner; older; outranked by another source; superseded by a correction.",
+        isin=list(OUTCOMES),
+    )
+    conflict: T.BooleanType = must("Whether the winner says something else of the same epoch.")
+    winner_source: T.StringType = must("Source of the winner.", isin=list(SOURCES))
+    winner_snapshot_id: T.StringType = must("GP snapshot of the winner.")
+    winner_epoch: T.TimestampType = must("Epoch of the winner, UTC.")
+
+
+class RegisteredObject(Contract):
+    """An object, and what became of it. Sightings and states are this graph's own, facts the SATCAT's."""
+
+    sat_no: T.LongType = catalogue_number()
+    object_name: T.StringType = may("Name of the object.")
+    object_id: T.StringType = may("International designator: launch year, number and piece.")
+    state: T.StringType = must(
+        "tracked; stale; decayed; invalid: elements of the future; untracked: no elements.", isin=list(STATES)
+    )
+    first_seen: T.TimestampType = may("First collection of a snapshot that has it, UTC.")
+    last_seen: T.TimestampType = may("Last collection of a snapshot that has it, UTC.")
+    feed: T.StringType = may("Series of snapshots in which it was seen last.")
+    epoch: T.TimestampType = may("Epoch of its current element set, UTC.")
+    source: T.StringType = may("Source of its current element set.")
+    owner: T.StringType = may("Owner or operator, by the satellite catalogue.")
+    object_type: T.StringType = may("Payload, rocket body, debris or unknown, by the satellite catalogue.")
+    launch_date: T.DateType = may("Day of its launch.")
+    decay_date: T.DateType = may("Day of its decay.")
+    rcs_m2: T.DoubleType = may("Radar cross section.", "m²")
+    rcs_size: T.StringType = may("Size class by radar cross section: SMALL, MEDIUM or LARGE.")
+    satcat_at: T.TimestampType = may("When the satellite catalogue was collected that says so, UTC.")
+
+
+class SatelliteEntry(Contract):
+    """An entry of one satellite catalogue. Source: CelesTrak's SATCAT, in snake case."""
+
+    snapshot_id: T.StringType = must("Snapshot that the entry is from: its file's name, no ending.")
+    sat_no: T.LongType = catalogue_number()
+    object_name: T.StringType = may("Name of the object.")
+    object_id: T.StringType = may("International designator: launch year, number and piece.")
+    object_type: T.StringType = may("Payload, rocket body, debris or unknown.")
+    owner: T.StringType = may("Owner or operator.")
+    launch_date: T.DateType = may("Day of its launch.")
+    decay_date: T.DateType = may("Day of its decay.")
+    period_min: T.DoubleType = may("Orbital period.", "min")
+    inclination_deg: T.DoubleType = may("Inclination.", "deg")
+    apogee_km: T.DoubleType = may("Height of the apogee.", "km")
+    perigee_km: T.DoubleType = may("Height of the perigee.", "km")
+    rcs_m2: T.DoubleType = may("Radar cross section.", "m²")
+    rcs_size: T.StringType = may("Size class by radar cross section: SMALL, MEDIUM or LARGE.")
+    collected_at: T.TimestampType = must("When the snapshot was collected, UTC.")
+
+
+class Satellite(Contract):
+    """What was known of an object in a period. The names are those of the entries."""
+
+    sat_no: T.LongType = catalogue_number()
+    object_name: T.StringType = may("Name of the object.")
+    object_id: T.StringType = may("International designator: launch year, number and piece.")
+    object_type: T.StringType = may("Payload, rocket body, debris or unknown.")
+    owner: T.StringType = may("Owner or operator.")
+    launch_date: T.DateType = may("Day of its launch.")
+    decay_date: T.DateType = may("Day of its decay.")
+    rcs_m2: T.DoubleType = may("Radar cross section.", "m²")
+    rcs_size: T.StringType = may("Size class by radar cross section: SMALL, MEDIUM or LARGE.")
+    valid_from: T.TimestampType = must("First collection that said so, UTC.")
+    valid_to: T.TimestampType = may("First collection that said something else, UTC; none for what holds.")
+    snapshot_id: T.StringType = must("Snapshot of the first collection.")
+
+
+class RejectedRecord(Contract):
+    """A record that did not become an element set. The names are this graph's own."""
+
+    snapshot_id: T.StringType = must("GP snapshot that the record is from: its file's name, no ending.")
+    line_number: T.IntegerType = must("Line in the file, from 1; in JSON the ordinal of the message.", ge=1)
+    # Also numbers that are no catalogue numbers: they may be why it was rejected.
+    sat_no: T.LongType = may("Catalogue number, as far as the record has a readable one.")
+    raw_text: T.StringType = must("The record as it is in the file.")
+    reason: T.StringType = must("Rule that it breaks.", isin=[str(reason) for reason in RejectReason])
+    field: T.StringType = may("Column of the element set that is at fault, where it is one.")
+    message: T.StringType = must("What is wrong, in words.")

@@ -1,0 +1,102 @@
+"""Contracts of close approaches: of one hour, and of the list that operators work with."""
+
+# No `from __future__ import annotations`: pandera reads the annotations.
+import pyspark.sql.types as T  # noqa: N812 - the name every Spark reader expects
+
+from branchlake_dagster.sda.conjunctions.screening import Kind
+from branchlake_dagster.sda.contracts.fields import Contract, catalogue_number, may, must, window
+from branchlake_dagster.sda.trust.assessment import REASONS
+from branchlake_dagster.sda.trust.radii import SOURCES as RADIUS_SOURCES
+from branchlake_dagster.sda.trust.tables import SOURCE
+
+
+class CloseApproach(Contract):
+    """A close approach of two catalogue objects.
+
+    Source: CDM, CCSDS 508.0-B-1, with kilometres where it has metres. Object 1 has the smaller number.
+    """
+
+    kind: T.StringType = must(
+        "An encounter; an edge, closest where the screening begins or ends; or minutes spent together.",
+        isin=[kind.value for kind in Kind],
+    )
+    tca: T.TimestampType = must("Time of closest approach, UTC.")
+    sat1_object_designator: T.LongType = catalogue_number("object 1")
+    sat2_object_designator: T.LongType = catalogue_number("object 2")
+    miss_distance_km: T.DoubleType = must("Distance at the closest approach.", "km", ge=0.0)
+    relative_speed_km_s: T.DoubleType = must(
+        "Relative speed at the closest approach.", "km/s", ge=0.0, le=25.0
+    )
+    relative_position_r_km: T.DoubleType = must("Object 2 from object 1, along its radial axis.", "km")
+    relative_position_t_km: T.DoubleType = must(
+        "Object 2 from object 1, along its transverse (in-track) axis.", "km"
+    )
+    relative_position_n_km: T.DoubleType = must(
+        "Object 2 from object 1, along its normal (cross-track) axis.", "km"
+    )
+    relative_velocity_r_km_s: T.DoubleType = must(
+        "Velocity of object 2 relative to object 1, along its radial axis.", "km/s"
+    )
+    relative_velocity_t_km_s: T.DoubleType = must(
+        "Velocity of object 2 relative to object 1, along its transverse axis.", "km/s"
+    )
+    relative_velocity_n_km_s: T.DoubleType = must(
+        "Velocity of object 2 relative to object 1, along its normal axis.", "km/s"
+    )
+    together_min: T.LongType = must(
+        "Minutes at whose both ends the two are within the threshold; 0 of an encounter.", "min", ge=0
+    )
+    sat1_element_epoch: T.TimestampType = must("Epoch of object 1's element set, UTC.")
+    sat2_element_epoch: T.TimestampType = must("Epoch of object 2's element set, UTC.")
+
+
+class ConjunctionCandidate(CloseApproach):
+    """A close approach of two catalogue objects within an hour."""
+
+    window_start: T.TimestampType = window()
+
+
+class Conjunction(CloseApproach):
+    """A close approach in the operators' list: what is ahead, by the current catalogue."""
+
+    event_id: T.StringType = must("The event's name, kept from list to list while it is the same event.")
+    sat1_element_age_days: T.DoubleType = must("Age of object 1's element set at that time.", "d")
+    sat2_element_age_days: T.DoubleType = must("Age of object 2's element set at that time.", "d")
+    first_reported: T.TimestampType = must("Begin of the first screening that had the event, UTC.")
+    previous_miss_distance_km: T.DoubleType = may("The distance in the list before this one.", "km")
+    screened_from: T.TimestampType = must("Begin of the time that was screened, UTC.")
+    screened_until: T.TimestampType = must("End of the time that was screened, UTC.")
+    threshold_km: T.DoubleType = must("Largest miss distance that was looked for.", "km", gt=0.0)
+    max_element_age_days: T.DoubleType = must(
+        "Objects with older element sets were left out of the screening.", "d", gt=0.0
+    )
+    sat1_sigma_r_km: T.DoubleType = may("Object 1's radial error expected at that age.", "km", gt=0.0)
+    sat1_sigma_t_km: T.DoubleType = may("Object 1's transverse error expected at that age.", "km", gt=0.0)
+    sat1_sigma_n_km: T.DoubleType = may("Object 1's normal error expected at that age.", "km", gt=0.0)
+    sat2_sigma_r_km: T.DoubleType = may("Object 2's radial error expected at that age.", "km", gt=0.0)
+    sat2_sigma_t_km: T.DoubleType = may("Object 2's transverse error expected at that age.", "km", gt=0.0)
+    sat2_sigma_n_km: T.DoubleType = may("Object 2's normal error expected at that age.", "km", gt=0.0)
+    covariance_source: T.StringType = may(
+        "What these errors are from; they are never measured ones.", isin=[SOURCE]
+    )
+    sat1_radius_m: T.DoubleType = must("Hard-body radius of object 1.", "m", gt=0.0)
+    sat1_radius_source: T.StringType = must("Where object 1's radius is from.", isin=list(RADIUS_SOURCES))
+    sat2_radius_m: T.DoubleType = must("Hard-body radius of object 2.", "m", gt=0.0)
+    sat2_radius_source: T.StringType = must("Where object 2's radius is from.", isin=list(RADIUS_SOURCES))
+    default_radius_m: T.DoubleType = must("Radius of objects whose size nobody states.", "m", gt=0.0)
+    hard_body_radius_m: T.DoubleType = must("Radius of both objects together: the sum.", "m", gt=0.0)
+    sigma_minor_km: T.DoubleType = may(
+        "Error of both together across the relative velocity, along its narrow axis.", "km", gt=0.0
+    )
+    sigma_major_km: T.DoubleType = may("The same, along its wide axis.", "km", gt=0.0)
+    collision_probability: T.DoubleType = may(
+        "Probability that the two come nearer than the radius, by these errors.", ge=0.0, le=1.0
+    )
+    max_collision_probability: T.DoubleType = may(
+        "The largest probability if both errors were larger or smaller by one factor.", ge=0.0, le=1.0
+    )
+    probability_diluted: T.BooleanType = may(
+        "Whether it is small because little is known: smaller errors would first raise it."
+    )
+    no_probability_because: T.StringType = may("Why there is no probability.", isin=list(REASONS))
+    error_model_id: T.StringType = may("The error model that was used, as in element_errors.")

@@ -1,0 +1,52 @@
+"""Contract of close approaches of own ephemerides."""
+
+# No `from __future__ import annotations`: pandera reads the annotations.
+import pyspark.sql.types as T  # noqa: N812 - the name every Spark reader expects
+
+from branchlake_dagster.sda.conjunctions.screening import Kind
+from branchlake_dagster.sda.contracts.fields import Contract, catalogue_number, may, must
+from branchlake_dagster.sda.ephemerides.listing import SOURCE
+
+
+class EphemerisConjunction(Contract):
+    """A close approach of an own ephemeris, object 1, with a catalogue object. Source: as of Conjunction."""
+
+    ephemeris: T.StringType = must("Name of the ephemeris file.")
+    sat1_source: T.StringType = must("What object 1's motion is from.", isin=[SOURCE])
+    sat1_name: T.StringType = must("OBJECT_NAME of the file.")
+    sat1_object_id: T.StringType = must("OBJECT_ID of the file.")
+    kind: T.StringType = must(
+        "An encounter; an edge, closest where the ephemeris begins or ends; or minutes spent together.",
+        isin=[kind.value for kind in Kind],
+    )
+    tca: T.TimestampType = must("Time of closest approach, UTC.")
+    miss_distance_km: T.DoubleType = must("Distance at the closest approach.", "km", ge=0.0)
+    relative_speed_km_s: T.DoubleType = must(
+        "Relative speed at the closest approach.", "km/s", ge=0.0, le=40.0
+    )
+    sat2_object_designator: T.LongType = catalogue_number("object 2")
+    together_min: T.LongType = must(
+        "Minutes at whose both ends the two are within the threshold; 0 of an encounter.", "min", ge=0
+    )
+    relative_position_r_km: T.DoubleType = must("Object 2 from object 1, along its radial axis.", "km")
+    relative_position_t_km: T.DoubleType = must(
+        "Object 2 from object 1, along its transverse (in-track) axis.", "km"
+    )
+    relative_position_n_km: T.DoubleType = must(
+        "Object 2 from object 1, along its normal (cross-track) axis.", "km"
+    )
+    relative_velocity_r_km_s: T.DoubleType = must(
+        "Velocity of object 2 relative to object 1, along its radial axis.", "km/s"
+    )
+    relative_velocity_t_km_s: T.DoubleType = must(
+        "Velocity of object 2 relative to object 1, along its transverse axis.", "km/s"
+    )
+    relative_velocity_n_km_s: T.DoubleType = must(
+        "Velocity of object 2 relative to object 1, along its normal axis.", "km/s"
+    )
+    sat2_element_epoch: T.TimestampType = must("Epoch of object 2's element set, UTC.")
+    sat2_element_age_days: T.DoubleType = must("Age of object 2's element set at that time.", "d")
+    sat2_name: T.StringType = may("Name of object 2 in the catalogue.")
+    screened_from: T.TimestampType = must("Begin of the ephemeris, UTC.")
+    screened_until: T.TimestampType = must("End of the ephemeris, UTC; there may be gaps between.")
+    threshold_km: T.DoubleType = must("Largest miss distance that was looked for.", "km", gt=0.0)

@@ -1,0 +1,39 @@
+"""What the contracts are written with: columns with meaning, unit and promises."""
+
+# No `from __future__ import annotations`: pandera reads the annotations.
+from typing import TYPE_CHECKING, Any
+
+import pandera.pyspark as pa
+
+from branchlake_dagster.sda.gp.rules import MAX_SAT_NO
+
+if TYPE_CHECKING:
+    Contract = pa.DataFrameModel[Any]
+else:
+    # Generic to type checkers only: at run time pandera refuses the parameter.
+    Contract = pa.DataFrameModel
+
+DATA_MODES = ["REAL", "SIMULATED", "TEST", "EXERCISE"]
+
+
+def must(description: str, unit: str | None = None, **promises: Any) -> Any:
+    """A column that every row fills, with pandera's promises on its values."""
+    return may(description, unit, nullable=False, **promises)
+
+
+def may(description: str, unit: str | None = None, *, nullable: bool = True, **promises: Any) -> Any:
+    """A column that may be empty."""
+    metadata = {"unit": unit} if unit else None
+    return pa.Field(nullable=nullable, description=description, metadata=metadata, **promises)
+
+
+def catalogue_number(whose: str = "the object", *, nullable: bool = False) -> Any:
+    """The number that an object is known by."""
+    return may(
+        f"Satellite catalogue number of {whose} (NORAD_CAT_ID).", nullable=nullable, ge=1, le=MAX_SAT_NO
+    )
+
+
+def window() -> Any:
+    """The hour that a row belongs to."""
+    return must("Start of the hourly window, UTC.")

@@ -1,0 +1,70 @@
+"""Contracts of measurements as they are received live, a table for each kind of sensor.
+
+Names and units are those of `SensorObservation`. What is not of the measurement but of its record has no
+promise: the ingestion fills it for every row.
+"""
+
+# No `from __future__ import annotations`: pandera reads the annotations.
+import pyspark.sql.types as T  # noqa: N812 - Spark's own abbreviation
+
+from branchlake_dagster.sda.contracts.fields import Contract, may, must
+
+
+class _Received(Contract):
+    """What every kind has."""
+
+    orig_sensor_id: T.StringType = must("Sensor, as its owner calls it.")
+    track_id: T.StringType = must("Track of the sensor that the measurement belongs to.")
+    sat_no: T.LongType = may("Catalogue number that the sensor gives the object; none if uncorrelated.")
+    timestamp_ns: T.LongType = must("Instant by the sensor's clock, since 1970 UTC.", "ns", gt=0)
+    clock_source: T.StringType = must(
+        "What disciplines the sensor's clock.", isin=["gps", "ntp", "onboard", "unknown"]
+    )
+    clock_sync_age_s: T.DoubleType = must("Time since that clock was last set.", "s", ge=0.0)
+    received_at: T.TimestampType = may("Instant of the receipt, UTC.")
+    topic_partition: T.IntegerType = may("Partition of the topic that the record came by.")
+    topic_offset: T.LongType = may("Offset of the record in that partition.")
+
+
+class _OnGround(_Received):
+    """What a sensor on the ground has beside."""
+
+    sensor_lat_deg: T.DoubleType = must("Geodetic latitude of the sensor, WGS-84.", "deg", ge=-90.0, le=90.0)
+    sensor_lon_deg: T.DoubleType = must("Longitude of the sensor, east positive, WGS-84.", "deg")
+    sensor_alt_km: T.DoubleType = must("Height of the sensor above the WGS-84 ellipsoid.", "km")
+
+
+class RawRadar(_OnGround):
+    """A radar's datagram."""
+
+    range_m: T.DoubleType = must("Distance from the sensor.", "m", gt=0.0)
+    range_rate_m_s: T.DoubleType = must(
+        "Rate of the distance, positive away from the sensor.", "m/s", ge=-25_000.0, le=25_000.0
+    )
+    az_rad: T.DoubleType = must("Azimuth from north over east.", "rad", ge=0.0)
+    el_rad: T.DoubleType = must("Elevation above the horizon.", "rad")
+    sigma_range_m: T.DoubleType = must("Standard deviation of the distance.", "m", gt=0.0)
+    sigma_range_rate_m_s: T.DoubleType = must("Standard deviation of the range rate.", "m/s", gt=0.0)
+    sigma_angle_rad: T.DoubleType = must("Standard deviation of a direction on the sphere.", "rad", gt=0.0)
+
+
+class RawOptical(_OnGround):
+    """An item of a telescope's page."""
+
+    observation_id: T.StringType = must("UUID that the telescope gave the measurement, in lower case.")
+    ra_rad: T.DoubleType = must("Topocentric right ascension, axes of TEME.", "rad", ge=0.0)
+    dec_rad: T.DoubleType = must("Topocentric declination, axes of TEME.", "rad")
+    sigma_arcsec: T.DoubleType = must("Standard deviation of a direction on the sphere.", "arcsec", gt=0.0)
+
+
+class RawLink(_Received):
+    """A frame of an inter-satellite link."""
+
+    x_m: T.DoubleType = must("Position along x, TEME.", "m")
+    y_m: T.DoubleType = must("Position along y, TEME.", "m")
+    z_m: T.DoubleType = must("Position along z, TEME.", "m")
+    vx_m_s: T.DoubleType = must("Velocity along x, TEME.", "m/s")
+    vy_m_s: T.DoubleType = must("Velocity along y, TEME.", "m/s")
+    vz_m_s: T.DoubleType = must("Velocity along z, TEME.", "m/s")
+    sigma_position_m: T.DoubleType = must("Standard deviation of the position, per axis.", "m", gt=0.0)
+    sigma_velocity_m_s: T.DoubleType = must("Standard deviation of the velocity, per axis.", "m/s", gt=0.0)

@@ -1,0 +1,90 @@
+"""Contracts of what is computed of states: tracks, and objects whose states cannot be true."""
+
+# No `from __future__ import annotations`: pandera reads the annotations.
+from typing import Any
+
+import pyspark.sql.types as T  # noqa: N812 - Spark's own abbreviation
+
+from branchlake_dagster.sda.contracts.fields import Contract, catalogue_number, may, must, window
+from branchlake_dagster.sda.orbits.plausible import REASONS
+
+
+def variance(of: str, unit: str) -> Any:
+    """A diagonal term of the covariance."""
+    return must(f"Variance of {of}.", unit, gt=0.0)
+
+
+def covariance(one: str, other: str, unit: str) -> Any:
+    """A term of the covariance's lower triangle."""
+    what = f"Variance of {one}." if one == other else f"Covariance of {one} and {other}."
+    return may(what, unit)
+
+
+class FusedTrack(Contract):
+    """An estimated state with its formal covariance.
+
+    Source: OPM, CCSDS 502.0-B-3 section 3: state vector and the lower triangle of its covariance matrix
+    (CX_X, CY_X, CY_Y …), km and s.
+    """
+
+    window_start: T.TimestampType = window()
+    sat_no: T.LongType = catalogue_number()
+    epoch: T.TimestampType = must("Instant of the state, UTC: the middle of the window.")
+    ref_frame: T.StringType = must("Reference frame of state and covariance.", isin=["TEME"])
+    x_km: T.DoubleType = may("Position along x.", "km")
+    y_km: T.DoubleType = may("Position along y.", "km")
+    z_km: T.DoubleType = may("Position along z.", "km")
+    x_dot_km_s: T.DoubleType = may("Velocity along x.", "km/s")
+    y_dot_km_s: T.DoubleType = may("Velocity along y.", "km/s")
+    z_dot_km_s: T.DoubleType = may("Velocity along z.", "km/s")
+    cx_x: T.DoubleType = variance("x", "km²")
+    cy_x: T.DoubleType = covariance("y", "x", "km²")
+    cy_y: T.DoubleType = variance("y", "km²")
+    cz_x: T.DoubleType = covariance("z", "x", "km²")
+    cz_y: T.DoubleType = covariance("z", "y", "km²")
+    cz_z: T.DoubleType = variance("z", "km²")
+    cx_dot_x: T.DoubleType = covariance("x_dot", "x", "km²/s")
+    cx_dot_y: T.DoubleType = covariance("x_dot", "y", "km²/s")
+    cx_dot_z: T.DoubleType = covariance("x_dot", "z", "km²/s")
+    cx_dot_x_dot: T.DoubleType = covariance("x_dot", "x_dot", "km²/s²")
+    cy_dot_x: T.DoubleType = covariance("y_dot", "x", "km²/s")
+    cy_dot_y: T.DoubleType = covariance("y_dot", "y", "km²/s")
+    cy_dot_z: T.DoubleType = covariance("y_dot", "z", "km²/s")
+    cy_dot_x_dot: T.DoubleType = covariance("y_dot", "x_dot", "km²/s²")
+    cy_dot_y_dot: T.DoubleType = covariance("y_dot", "y_dot", "km²/s²")
+    cz_dot_x: T.DoubleType = covariance("z_dot", "x", "km²/s")
+    cz_dot_y: T.DoubleType = covariance("z_dot", "y", "km²/s")
+    cz_dot_z: T.DoubleType = covariance("z_dot", "z", "km²/s")
+    cz_dot_x_dot: T.DoubleType = covariance("z_dot", "x_dot", "km²/s²")
+    cz_dot_y_dot: T.DoubleType = covariance("z_dot", "y_dot", "km²/s²")
+    cz_dot_z_dot: T.DoubleType = covariance("z_dot", "z_dot", "km²/s²")
+    n_radar: T.LongType = may("Radar observations that were used.")
+    n_optical: T.LongType = may("Optical observations that were used.")
+    n_isl: T.LongType = may("Inter-satellite link observations that were used.")
+    n_measurements: T.LongType = must("Measured numbers that were used: an observation has several.", gt=6)
+    chi2_per_dof: T.DoubleType = must(
+        "Squared residuals over their variances, per degree of freedom.", ge=0.0
+    )
+    weighted_rms: T.DoubleType = may("Root mean square of residuals over their standard deviations.")
+    catalogue_miss_km: T.DoubleType = must("Distance from the catalogue's position.", "km", ge=0.0)
+    offset_radial_km: T.DoubleType = may("Offset from the catalogue's position, radial.", "km")
+    offset_in_track_km: T.DoubleType = may("Offset from the catalogue's position, in-track.", "km")
+    offset_cross_track_km: T.DoubleType = may("Offset from the catalogue's position, cross-track.", "km")
+    catalogue_snapshot_id: T.StringType = may("GP snapshot of the element set that it is compared with.")
+    catalogue_epoch: T.TimestampType = may("Epoch of that element set, UTC.")
+
+
+class QuarantinedObject(Contract):
+    """An object whose propagated states cannot be true in a window. The names are this graph's own."""
+
+    window_start: T.TimestampType = window()
+    sat_no: T.LongType = catalogue_number()
+    reason: T.StringType = must(
+        "What its states break first: SGP4 itself, altitude, energy or displacement.", isin=list(REASONS)
+    )
+    at: T.TimestampType = must("First instant of the window at which they do, UTC.")
+    altitude_km: T.DoubleType = may("Height over a sphere of the equatorial radius at that instant.", "km")
+    energy_ratio: T.DoubleType = may("Specific energy at that instant over that of the elements.")
+    snapshot_id: T.StringType = may("GP snapshot of its element set.")
+    element_epoch: T.TimestampType = must("Epoch of its element set, UTC.")
+    element_age_days: T.DoubleType = must("Age of the element set at the window's start.", "d")

@@ -1,0 +1,86 @@
+"""Contracts of what is known of the error of element sets. The names are this graph's own."""
+
+# No `from __future__ import annotations`: pandera reads the annotations.
+import pyspark.sql.types as T  # noqa: N812 - Spark's own abbreviation
+
+from branchlake_dagster.sda.contracts.fields import Contract, catalogue_number, may, must
+from branchlake_dagster.sda.trust.classes import CLASSES, OWN_CLASSES
+from branchlake_dagster.sda.trust.growth import MAX_FACTOR
+from branchlake_dagster.sda.trust.jumps import SIGNS, Jump
+
+_MODEL = "The error model: newest epoch of its history, and a hash of its content."
+
+
+class ElementError(Contract):
+    """The error of the element sets of a class of orbits at an age, from what later sets say of them."""
+
+    orbit_class: T.StringType = must(
+        "Class by mean altitude in km and eccentricity; LEO and all are wider ones.",
+        isin=[one.value for one in CLASSES],
+    )
+    from_age_days: T.DoubleType = must("Least age of the element sets.", "d", ge=0.0)
+    to_age_days: T.DoubleType = must("Age that they are below.", "d", gt=0.0)
+    samples: T.LongType = must("Differences of such an age, without those across a jump.", ge=0)
+    age_days: T.DoubleType = may("Median age of the differences; empty with too few of them.", "d", ge=0.0)
+    sigma_r_km: T.DoubleType = may("Radial error that 68.27 % of them do not exceed.", "km", ge=0.0)
+    sigma_t_km: T.DoubleType = may("Transverse error that 68.27 % of them do not exceed.", "km", ge=0.0)
+    sigma_n_km: T.DoubleType = may("Normal error that 68.27 % of them do not exceed.", "km", ge=0.0)
+    p95_r_km: T.DoubleType = may("Radial error that 95 % of them do not exceed.", "km", ge=0.0)
+    p95_t_km: T.DoubleType = may("Transverse error that 95 % of them do not exceed.", "km", ge=0.0)
+    p95_n_km: T.DoubleType = may("Normal error that 95 % of them do not exceed.", "km", ge=0.0)
+    median_r_km: T.DoubleType = may("Median radial difference, older less newer.", "km")
+    median_t_km: T.DoubleType = may("Median transverse difference, older less newer.", "km")
+    median_n_km: T.DoubleType = may("Median normal difference, older less newer.", "km")
+    fitted_r_km: T.DoubleType = may("Radial error by the curve, at the median age.", "km", ge=0.0)
+    fitted_t_km: T.DoubleType = may("Transverse error by the curve, at the median age.", "km", ge=0.0)
+    fitted_n_km: T.DoubleType = may("Normal error by the curve, at the median age.", "km", ge=0.0)
+    sigma0_r_km: T.DoubleType = may("Of the class's curve sigma0 + rate * age^power: radial.", "km", ge=0.0)
+    sigma0_t_km: T.DoubleType = may("The same, transverse.", "km", ge=0.0)
+    sigma0_n_km: T.DoubleType = may("The same, normal.", "km", ge=0.0)
+    rate_r: T.DoubleType = may("Radial rate of the curve.", "km/d^power", ge=0.0)
+    rate_t: T.DoubleType = may("Transverse rate of the curve.", "km/d^power", ge=0.0)
+    rate_n: T.DoubleType = may("Normal rate of the curve.", "km/d^power", ge=0.0)
+    power_r: T.DoubleType = may("Power of the age in the radial curve.", gt=0.0)
+    power_t: T.DoubleType = may("Power of the age in the transverse curve.", gt=0.0)
+    power_n: T.DoubleType = may("Power of the age in the normal curve.", gt=0.0)
+    curve_of: T.StringType = may("Class whose samples the curve is of; empty: there is none.")
+    until_age_days: T.DoubleType = must("Age up to which the curve holds; 0 without one.", "d", ge=0.0)
+    history_from: T.TimestampType = must("Oldest epoch of the history, UTC.")
+    history_until: T.TimestampType = must("Newest epoch of the history, UTC.")
+    error_model_id: T.StringType = must(_MODEL)
+
+
+class ObjectError(Contract):
+    """How far an object's element sets are from what is usual in its class."""
+
+    sat_no: T.LongType = catalogue_number()
+    orbit_class: T.StringType = must(
+        "Class of its newest element set.", isin=[one.value for one in OWN_CLASSES]
+    )
+    samples: T.LongType = must("Differences that the factors are from; drawn to 1 with few.", ge=0)
+    factor_r: T.DoubleType = must("Its radial error over its class's.", gt=0.0, le=MAX_FACTOR)
+    factor_t: T.DoubleType = must("Its transverse error over its class's.", gt=0.0, le=MAX_FACTOR)
+    factor_n: T.DoubleType = must("Its normal error over its class's.", gt=0.0, le=MAX_FACTOR)
+    error_model_id: T.StringType = must(_MODEL)
+
+
+class ElementJump(Contract):
+    """An element set that does not continue the ones before: a candidate, no verdict."""
+
+    sat_no: T.LongType = catalogue_number()
+    epoch: T.TimestampType = must("Epoch of the element set that jumps, UTC.")
+    previous_epoch: T.TimestampType = must("Epoch of the set before it, UTC.")
+    kind: T.StringType = must(
+        "Manoeuvre: the next set stays there; lone set: it is back; unconfirmed: there is none yet; swap: it "
+        "flies on as another object did, and that as this one.",
+        isin=[one.value for one in Jump],
+    )
+    reason: T.StringType = must("In what it is seen first.", isin=[one.value for one in SIGNS])
+    sigmas: T.DoubleType = must("How many times what is usual for the object at that age.", gt=0.0)
+    semi_major_axis_change_km: T.DoubleType = must(
+        "Change of the semi-major axis, less what drag explains.", "km"
+    )
+    inclination_change_deg: T.DoubleType = must("Change of the inclination.", "deg")
+    in_track_km: T.DoubleType = must("Transverse position, the set before less this one.", "km")
+    taken_for: T.LongType = catalogue_number("the object it was taken for", nullable=True)
+    error_model_id: T.StringType = must(_MODEL)

@@ -1,0 +1,196 @@
+"""A segment of an ephemeris as polynomials of time, one between each two of its states, in TEME.
+
+Each is the interpolant that the segment asks for, through the states around it: of positions and velocities
+(Hermite), or of positions alone (Lagrange, linear). Its velocity is its derivative. It stands as coefficients
+of u, from 0 to 1 between the two states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+
+import numpy as np
+import numpy.typing as npt
+
+from branchlake_dagster.sda.messages.errors import UnreadableMessage
+from branchlake_dagster.sda.messages.oem import Method, Segment, time_of
+from branchlake_dagster.sda.orbits.frames import Floats, Micros
+from branchlake_dagster.sda.orbits.inertial import Frame, turned
+
+MAX_ACCELERATION_KM_S2 = 0.1
+"""Ten times what falls: an interpolant that needs more swings between states that do not suit its degree."""
+_AT_ONCE = 10_000
+"""Bounds the memory: systems of sixteen equations."""
+
+
+@dataclass(frozen=True)
+class Track:
+    """Polynomials, one after the other without a gap.
+
+    ``knots`` (n + 1,) UTC microseconds, between the first and the last of which it may be used. Each
+    polynomial counts from ``origins`` (n,) in units of ``lengths`` (n,) s, and has ``coefficients`` (n, m, 3)
+    of the powers of u, km. What is used of it lies in u from 0 to 1.
+    """
+
+    knots: Micros
+    origins: Micros
+    lengths: Floats
+    coefficients: Floats
+
+    @property
+    def begin(self) -> int:
+        """The first instant, UTC microseconds."""
+        return int(self.knots[0])
+
+    @property
+    def end(self) -> int:
+        """The last instant, UTC microseconds."""
+        return int(self.knots[-1])
+
+    @classmethod
+    def of(cls, segment: Segment) -> Track:
+        """The polynomials that are needed for what the segment may be used for.
+
+        Raises:
+            UnreadableMessage: the states cannot be interpolated as the segment says.
+
+        """
+        first = max(0, int(np.searchsorted(segment.micros, segment.begin, side="right")) - 1)
+        last = min(len(segment.micros) - 1, int(np.searchsorted(segment.micros, segment.end, side="left")))
+        position, velocity = (
+            turned(one, segment.micros, segment.frame, Frame.TEME)
+            for one in (segment.position, segment.velocity)
+        )
+        pieces = np.arange(first, last)
+        count = segment.points
+        starts = np.clip(pieces - (count - 1) // 2, 0, len(segment.micros) - count)
+        with_velocity = segment.method is Method.HERMITE
+        parts = [
+            _interpolants(
+                segment.micros,
+                position,
+                velocity if with_velocity else None,
+                pieces[k : k + _AT_ONCE],
+                starts[k : k + _AT_ONCE],
+                count,
+            )
+            for k in range(0, len(pieces), _AT_ONCE)
+        ]
+        origins = segment.micros[pieces]
+        knots = np.concatenate([[segment.begin], origins[1:], [segment.end]])
+        lengths = (segment.micros[pieces + 1] - origins) / 1e6
+        found = cls(knots, origins, lengths, np.concatenate(parts))
+        bound, _, _ = found.bounds()
+        # In this way round, because nothing is less than NaN.
+        wild = np.flatnonzero(~(bound <= MAX_ACCELERATION_KM_S2))
+        if len(wild):
+            raise UnreadableMessage(
+                f"The ephemeris of {segment.object_name} cannot be interpolated as it says from "
+                f"{time_of(int(origins[wild[0]])):%Y-%m-%dT%H:%M:%S} on: {segment.method} of degree "
+                f"{segment.degree} swings by {float(bound[wild[0]]):.3g} km/s².",
+                hint="Give states that are evenly spaced, or a lower degree.",
+                reason="interpolation",
+                subject=segment.object_name,
+            )
+        return found
+
+    def at(self, micros: Micros) -> tuple[Floats, Floats]:
+        """Position (km) and velocity (km/s), both (k, 3), at instants (k,); NaN where there is none."""
+        piece = np.clip(np.searchsorted(self.knots, micros, side="right") - 1, 0, len(self.lengths) - 1)
+        position, velocity = self._of(piece, micros)
+        outside = (micros < self.begin) | (micros > self.end)
+        position[outside], velocity[outside] = np.nan, np.nan
+        return position, velocity
+
+    def _of(self, piece: npt.NDArray[np.int64], micros: Micros) -> tuple[Floats, Floats]:
+        h = self.lengths[piece][:, None]
+        u = ((micros - self.origins[piece]) / 1e6)[:, None] / h
+        position, velocity = np.zeros((len(micros), 3)), np.zeros((len(micros), 3))
+        for power in reversed(range(self.coefficients.shape[1])):
+            velocity = velocity * u + position
+            position = position * u + self.coefficients[piece, power]
+        return position, velocity / h
+
+    def bounds(self) -> tuple[Floats, Floats, Floats]:
+        """No less than each piece's acceleration (n,), km/s²; the jumps of position and velocity at its end.
+
+        The second derivative of a piece is a polynomial, which lies within the convex hull of its Bernstein
+        coefficients: it is nowhere longer than the longest of them.
+        """
+        degree = self.coefficients.shape[1] - 1
+        bound = np.zeros(len(self.lengths))
+        second = [(j + 2) * (j + 1) * self.coefficients[:, j + 2] for j in range(degree - 1)]
+        for k in range(degree - 1):
+            told = np.sum([comb(k, j) / comb(degree - 2, j) * second[j] for j in range(k + 1)], axis=0)
+            bound = np.maximum(bound, np.linalg.norm(told, axis=1) / self.lengths**2)
+        pieces = np.arange(len(bound) - 1)
+        before, after = (self._of(one, self.knots[1:-1]) for one in (pieces, pieces + 1))
+        jumps = [np.append(np.linalg.norm(b - a, axis=1), 0.0) for a, b in zip(before, after, strict=True)]
+        return bound, jumps[0], jumps[1]
+
+
+def tracks_of(segments: Sequence[Segment]) -> list[Track]:
+    """Segments of one object by time, those that touch as one."""
+    found: list[Track] = []
+    for segment in segments:
+        track = Track.of(segment)
+        if found and found[-1].end == track.begin:
+            track = _both(found.pop(), track)
+        found.append(track)
+    return found
+
+
+def _both(first: Track, second: Track) -> Track:
+    terms = max(one.coefficients.shape[1] for one in (first, second))
+    padded = (
+        np.pad(one.coefficients, ((0, 0), (0, terms - one.coefficients.shape[1]), (0, 0)))
+        for one in (first, second)
+    )
+    return Track(
+        np.concatenate([first.knots, second.knots[1:]]),
+        np.concatenate([first.origins, second.origins]),
+        np.concatenate([first.lengths, second.lengths]),
+        np.concatenate(list(padded)),
+    )
+
+
+def _interpolants(
+    micros: Micros,
+    position: Floats,
+    velocity: Floats | None,
+    pieces: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+    count: int,
+) -> Floats:
+    """Coefficients (p, m, 3) of pieces, each through ``count`` states from its start."""
+    rows = starts[:, None] + np.arange(count)
+    begin = micros[pieces]
+    h = (micros[pieces + 1] - begin) / 1e6
+    # From -1 to 1 over the states that are used: powers of u alone would drown in rounding.
+    low, high = (micros[rows[:, k]] - begin for k in (0, -1))
+    middle, half = (low + high) / 2e6, (high - low) / 2e6
+    w = ((micros[rows] - begin[:, None]) / 1e6 - middle[:, None]) / half[:, None]
+    origin = position[pieces]
+    told = position[rows] - origin[:, None]
+    terms = count * (1 if velocity is None else 2)
+    powers = np.arange(terms)
+    system = w[..., None] ** powers
+    if velocity is not None:
+        slope = powers * w[..., None] ** np.maximum(powers - 1, 0)
+        system = np.concatenate([system, slope], axis=1)
+        told = np.concatenate([told, velocity[rows] * half[:, None, None]], axis=1)
+    try:
+        found = np.linalg.solve(system, told)
+    except np.linalg.LinAlgError:
+        # Two of the states are as good as one.
+        found = np.full((len(pieces), terms, 3), np.nan)
+    # w = a + b u
+    a, b = -middle / half, h / half
+    shifted = np.zeros_like(found)
+    for i in range(terms):
+        for j in range(i + 1):
+            shifted[:, j] += (comb(i, j) * a ** (i - j) * b**j)[:, None] * found[:, i]
+    shifted[:, 0] += origin
+    return shifted

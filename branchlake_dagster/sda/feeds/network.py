@@ -1,0 +1,238 @@
+"""A feed over the network: datagrams to a receiver, a server of pages, connections with frames."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+import time
+from bisect import bisect_right, insort
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from branchlake_dagster.sda.feeds.feed import Feed
+from branchlake_dagster.sda.feeds.plan import Batch, pieces
+
+_TICK_S = 0.005
+_DAY_NS = 86_400_000_000_000
+_LENGTH = struct.Struct("<I")
+
+
+class Datagrams:
+    """Sends each value as a datagram."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.refused = 0
+        """Datagrams that this side's system did not take; a sender of UDP loses them."""
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.connect((host, port))
+        self._socket.setblocking(False)
+
+    async def send(self, batch: Batch) -> None:
+        """All of it at once."""
+        for piece in pieces(batch.values):
+            try:
+                self._socket.send(piece)
+            except BlockingIOError:
+                await asyncio.sleep(0)
+                self._again(piece)
+            except ConnectionRefusedError:
+                # An earlier one found nobody; this one was not sent.
+                self._again(piece)
+
+    def _again(self, piece: memoryview) -> None:
+        try:
+            self._socket.send(piece)
+        except OSError:
+            self.refused += 1
+
+    async def close(self) -> None:
+        """Let go of the socket."""
+        self._socket.close()
+
+
+class Frames:
+    """Sends each value as a frame after its length; a sensor's frames go through one connection, in order."""
+
+    def __init__(self, host: str, port: int, connections: int) -> None:
+        self.reconnected = 0
+        self.refused = 0
+        """Frames written to a connection that was gone. TCP tells of later ones only: more may be lost."""
+        self._where = (host, port)
+        self._streams: list[tuple[asyncio.StreamReader, asyncio.StreamWriter] | None] = [None] * connections
+
+    @property
+    def gone(self) -> int:
+        """Connections that the receiver is known to have closed."""
+        return sum(known is not None and _gone(known) for known in self._streams)
+
+    async def send(self, batch: Batch) -> None:
+        """All of it, as fast as the receiver reads."""
+        number = len(self._streams)
+        values = pieces(batch.values)
+        streams: list[list[bytes | memoryview]] = [[] for _ in range(number)]
+        for value, sensor in zip(values, batch.sensor.tolist(), strict=True):
+            streams[sensor % number] += (_LENGTH.pack(len(value)), value)
+        await asyncio.gather(*(self._write(one, stream) for one, stream in enumerate(streams) if stream))
+
+    async def _write(self, one: int, stream: list[bytes | memoryview]) -> None:
+        known = self._streams[one]
+        try:
+            if known is not None and _gone(known):
+                known[1].close()
+                self.reconnected += 1
+                known = self._streams[one] = None
+            if known is None:
+                known = self._streams[one] = await asyncio.open_connection(*self._where)
+            _, writer = known
+            writer.write(b"".join(stream))
+            await writer.drain()
+        except OSError:
+            self.refused += len(stream) // 2
+
+    async def close(self) -> None:
+        """Close the connections, after everything is written."""
+        for known in self._streams:
+            if known is not None:
+                known[1].close()
+                with contextlib.suppress(OSError):
+                    await known[1].wait_closed()
+
+
+def _gone(known: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bool:
+    """Whether the receiver has closed its half: it reads nothing more, and the first write would not fail."""
+    return known[0].at_eof() or known[1].is_closing()
+
+
+class Answer(NamedTuple):
+    """What a server of pages says."""
+
+    status: int
+    body: bytes = b""
+    retry_after_s: int | None = None
+
+
+@dataclass
+class Pages:
+    """A day's items in the order of their time, given out in pages.
+
+    Asked with ``since``, ``limit`` and ``wait_ms``, it answers with items later than ``since``, and waits up
+    to ``wait_ms`` when there is none. Every so many requests one is answered badly (`fault_every`; 0: never):
+    in turns with 500, with 429 and Retry-After, with half a page.
+    """
+
+    fault_every: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    refused: int = 0
+    _items: list[tuple[int, int, bytes]] = field(default_factory=list)
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    _taken: int = 0
+    _asked: int = 0
+
+    async def send(self, batch: Batch) -> None:
+        """Have them on the pages from now on."""
+        for at, value in zip(batch.measured_ns.tolist(), pieces(batch.values), strict=True):
+            self._taken += 1
+            entry = (at, self._taken, bytes(value))
+            if not self._items or self._items[-1] < entry:
+                self._items.append(entry)
+            else:
+                insort(self._items, entry)
+        if len(batch):
+            old = bisect_right(self._items, (self._items[-1][0] - _DAY_NS,))
+            del self._items[:old]
+            self._arrived.set()
+            self._arrived = asyncio.Event()
+
+    async def close(self) -> None:
+        """Nothing to let go of."""
+
+    async def answer(self, query: Mapping[str, str]) -> Answer:
+        """One page."""
+        try:
+            since, limit, wait_ms = (
+                int(query.get(name, default))
+                for name, default in (("since", "0"), ("limit", "5000"), ("wait_ms", "0"))
+            )
+        except ValueError:
+            return Answer(400, b"since, limit and wait_ms are integers")
+        self._asked += 1
+        if self.fault_every and self._asked % self.fault_every == 0:
+            return self._fault()
+        start = bisect_right(self._items, (since, _ALL))
+        if start == len(self._items) and wait_ms > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(wait_ms, 60_000) / 1_000):
+                    await self._arrived.wait()
+            start = bisect_right(self._items, (since, _ALL))
+        end = min(start + max(limit, 1), len(self._items))
+        # Items of one instant stay on one page: the next one is asked for from that instant on.
+        while 0 < end < len(self._items) and self._items[end][0] == self._items[end - 1][0]:
+            end += 1
+        return Answer(200, b"[" + b",".join(value for _, _, value in self._items[start:end]) + b"]")
+
+    def _fault(self) -> Answer:
+        kind = ("server_error", "throttled", "malformed")[self._asked // self.fault_every % 3]
+        self.faults[kind] += 1
+        if kind == "server_error":
+            return Answer(500)
+        if kind == "throttled":
+            return Answer(429, retry_after_s=1)
+        return Answer(200, b'[{"obs_id": "half')
+
+
+_ALL = 2**62
+
+
+Outlet = Datagrams | Frames | Pages
+
+
+async def run_over(
+    feed: Feed,
+    outlets: dict[str, Outlet],
+    stop: asyncio.Event,
+    *,
+    now_ns: Callable[[], int] = time.time_ns,
+) -> dict[str, int]:
+    """Send everything at its time until the end or `stop`; how many of each kind were sent.
+
+    The next window is made while this one is sent.
+    """
+    sent = dict.fromkeys(outlets, 0)
+    windows = feed.windows()
+    coming = asyncio.create_task(asyncio.to_thread(next, windows, None))
+    while (window := await coming) is not None:
+        coming = asyncio.create_task(asyncio.to_thread(next, windows, None))
+        _, batches = window
+        done = await asyncio.gather(
+            *(
+                _paced(outlets[kind], batch, stop, now_ns)
+                for kind, batch in batches.items()
+                if kind in outlets
+            )
+        )
+        for kind, number in zip((k for k in batches if k in outlets), done, strict=True):
+            sent[kind] += number
+        if stop.is_set():
+            await coming
+            break
+    return sent
+
+
+async def _paced(outlet: Outlet, batch: Batch, stop: asyncio.Event, now_ns: Callable[[], int]) -> int:
+    """Send a window; how many until `stop`."""
+    done = 0
+    while done < len(batch) and not stop.is_set():
+        due = int(np.searchsorted(batch.send_ns, now_ns(), side="right"))
+        if due > done:
+            await outlet.send(batch.take(np.arange(done, due)))
+            done = due
+        if done < len(batch):
+            wait_s = max(_TICK_S, min(0.5, (int(batch.send_ns[done]) - now_ns()) / 1e9))
+            await asyncio.sleep(wait_s)
+    return done

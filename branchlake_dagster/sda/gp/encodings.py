@@ -1,0 +1,240 @@
+"""The four encodings of Orbit Mean-Elements Messages, each brought to one frame of keyword columns.
+
+JSON and CSV are read as CelesTrak and Space-Track serve them, XML by NDM/XML (CCSDS 505.0-B), and KVN. All
+values stay text here, so that no digit is lost before the one conversion in `omm`. A frame has the message's
+keywords that were there, ``line_number``, ``raw_text`` (empty: the keywords tell it) and ``broken``, which
+says in words why a record is none, with the reason in ``broken_as``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+from xml.parsers import expat
+
+import polars as pl
+
+from branchlake_dagster.sda.gp.limits import ReadLimits
+from branchlake_dagster.sda.gp.omm import KEYWORDS
+from branchlake_dagster.sda.gp.records import UnreadableCatalogueError
+from branchlake_dagster.sda.gp.rules import RejectReason
+
+_COLUMNS = {
+    **dict.fromkeys(KEYWORDS, pl.String()),
+    "line_number": pl.Int64(),
+    "raw_text": pl.String(),
+    "broken": pl.String(),
+    "broken_as": pl.String(),
+}
+_FIELD = r'(?:[^",]*|"(?:[^"]|"")*")'
+_ROW = f"^{_FIELD}(?:,{_FIELD})*$"
+_MAX_DEPTH = 64
+"""Elements within elements; an OMM in NDM/XML has seven."""
+
+
+def from_json(text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
+    """A JSON array of messages (or one message), numbers given as numbers or as text.
+
+    Raises:
+        UnreadableCatalogueError: the text is not JSON, or is no array of objects.
+
+    """
+    try:
+        # Decimals stay text: the columns convert all of them at once, and exactly once.
+        loaded = json.loads(text, parse_float=str, parse_int=str, parse_constant=str)
+        records = [loaded] if isinstance(loaded, dict) else loaded
+        if not isinstance(records, list):
+            raise UnreadableCatalogueError(
+                source, "the JSON is no array of messages", "Give an OMM JSON file."
+            )
+        raw = ["" if _is_flat(r) else json.dumps(r)[: limits.max_record_chars] for r in records]
+    except json.JSONDecodeError as error:
+        raise UnreadableCatalogueError(
+            source, f"not JSON at line {error.lineno}, column {error.colno}", "Fetch the file again."
+        ) from error
+    except RecursionError as error:
+        raise UnreadableCatalogueError(
+            source, "the JSON is nested too deeply", "A message is a flat object: give an OMM JSON file."
+        ) from error
+    flat = [r if not text else {} for r, text in zip(records, raw, strict=True)]
+    frame = pl.DataFrame(flat, schema=dict.fromkeys(KEYWORDS, pl.String), strict=False, orient="row")
+    wrong = pl.when(pl.col("raw_text") != "")
+    return frame.with_columns(
+        pl.Series("raw_text", raw, dtype=pl.String),
+        pl.Series("line_number", range(1, len(raw) + 1), dtype=pl.Int64),
+    ).with_columns(
+        broken=wrong.then(pl.lit("the record is no flat object of OMM keywords")),
+        broken_as=wrong.then(pl.lit(str(RejectReason.UNSUPPORTED_MESSAGE))),
+    )
+
+
+def _is_flat(record: object) -> bool:
+    return isinstance(record, dict) and not any(isinstance(v, dict | list) for v in record.values())
+
+
+def from_csv(text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
+    """CSV whose header holds OMM keywords, in any order and with any others between them.
+
+    A row that has not as many fields as the header was cut, or has a damaged quote: it is broken, by line.
+
+    Raises:
+        UnreadableCatalogueError: the header repeats a name or lacks NORAD_CAT_ID.
+
+    """
+    lines = (
+        pl.DataFrame({"raw_text": pl.Series(text.split("\n"), dtype=pl.String)})
+        .with_row_index("line_number", offset=1)
+        .with_columns(
+            pl.col("line_number").cast(pl.Int64), pl.col("raw_text").str.strip_chars_end(" \t\x00\x1a")
+        )
+        .filter(pl.col("raw_text") != "")
+    )
+    # A comma in quotes parts no fields; with the quoted texts gone the others are counted.
+    bare = pl.col("raw_text").str.replace_all(r'"[^"]*"', "")
+    lines = lines.with_columns(
+        fields=bare.str.count_matches(",", literal=True).cast(pl.Int64) + 1,
+        odd_quote=pl.col("raw_text").str.contains('"', literal=True) & ~pl.col("raw_text").str.contains(_ROW),
+        long=pl.col("raw_text").str.len_chars() > limits.max_record_chars,
+    )
+    expected = lines["fields"][0]
+    names = [part.strip().strip('"').strip().upper() for part in lines["raw_text"][0].split(",")]
+    if "NORAD_CAT_ID" not in names or len(names) != expected or len(set(names)) < expected:
+        raise UnreadableCatalogueError(
+            source, "the CSV header repeats a name or has no NORAD_CAT_ID", "Give an OMM CSV file."
+        )
+    lines = (
+        lines.slice(1)
+        .with_columns(
+            broken=pl.when(pl.col("long"))
+            .then(pl.format("the row has more than {} characters", pl.lit(limits.max_record_chars)))
+            .when(pl.col("odd_quote"))
+            .then(pl.lit("a quote is not closed, or not where a field begins or ends"))
+            .when(pl.col("fields") != expected)
+            .then(pl.format("the row has {} fields, the header {}", pl.col("fields"), pl.lit(expected))),
+            broken_as=pl.when(pl.col("long"))
+            .then(pl.lit(str(RejectReason.RECORD_LENGTH)))
+            .otherwise(pl.lit(str(RejectReason.TRUNCATED))),
+        )
+        .drop("fields", "odd_quote", "long")
+    )
+    whole, cut = lines.filter(pl.col("broken").is_null()), lines.filter(pl.col("broken").is_not_null())
+    if whole.height:
+        rows = io.BytesIO(("\n".join(whole["raw_text"].to_list()) + "\n").encode())
+        values = pl.read_csv(rows, has_header=False, new_columns=names, infer_schema=False)
+        whole = pl.concat([whole, values.select(n for n in names if n in KEYWORDS)], how="horizontal")
+    return pl.concat([whole, cut], how="diagonal").sort("line_number")
+
+
+def from_kvn(text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
+    """Keyword = value notation; each ``CCSDS_OMM_VERS`` starts a message. Units in [] are dropped.
+
+    Raises:
+        UnreadableCatalogueError: no message starts in it.
+
+    """
+    pair = r"^\s*([A-Za-z_0-9]+)\s*=\s*(.*?)\s*(?:\[[^\]]*\])?\s*$"
+    lines = (
+        pl.DataFrame({"text": pl.Series(text.split("\n"), dtype=pl.String)})
+        .with_row_index("line_number", offset=1)
+        .filter(pl.col("text").str.strip_chars(" \t\x00\x1a") != "")
+        .filter(~pl.col("text").str.contains(r"^\s*COMMENT(\s|$)"))
+        .with_columns(
+            pl.col("line_number").cast(pl.Int64),
+            long=pl.col("text").str.len_chars() > limits.max_record_chars,
+            key=pl.col("text").str.extract(pair, 1).str.to_uppercase(),
+            value=pl.col("text").str.extract(pair, 2),
+        )
+        # Data of other parts: manoeuvres and covariance rows have keywords too; these two mark blocks.
+        .filter(~pl.col("text").str.contains(r"^\s*(META|DATA|COVARIANCE)_(START|STOP)\s*$"))
+        .with_columns(message=(pl.col("key") == "CCSDS_OMM_VERS").fill_null(False).cum_sum())
+        .filter(pl.col("message") > 0)
+    )
+    if not lines.height:
+        raise UnreadableCatalogueError(
+            source, "the KVN has no CCSDS_OMM_VERS", "Each message begins with it: give an OMM in KVN."
+        )
+    odd = pl.col("key").is_null() | pl.col("long")
+    frame = lines.group_by("message", maintain_order=True).agg(
+        pl.col("line_number").first(),
+        raw_text=pl.lit(""),
+        broken=pl.when(odd.any()).then(
+            pl.format("line {} is no keyword = value", pl.col("line_number").filter(odd).first())
+        ),
+        broken_as=pl.when(pl.col("long").any())
+        .then(pl.lit(str(RejectReason.RECORD_LENGTH)))
+        .otherwise(pl.lit(str(RejectReason.TRUNCATED))),
+    )
+    wanted = lines.filter(pl.col("key").is_in(KEYWORDS))
+    if not wanted.height:
+        return frame.drop("message")
+    values = wanted.pivot(on="key", index="message", values="value", aggregate_function="last")
+    return frame.join(values, on="message", how="left", maintain_order="left").drop("message")
+
+
+def from_xml(text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
+    """NDM/XML: any number of ``omm`` elements, below ``ndm`` or alone, in any namespace.
+
+    Raises:
+        UnreadableCatalogueError: the text is not well-formed XML, declares entities or is nested too deeply.
+
+    """
+    reader = _Messages(source, limits)
+    try:
+        reader.parser.Parse(text.encode(), True)
+    except expat.ExpatError as error:
+        raise UnreadableCatalogueError(source, f"not XML ({error})", "Fetch the file again.") from error
+    return pl.DataFrame(reader.rows, schema=_COLUMNS, strict=False, orient="row")
+
+
+class _Messages:
+    """Collects the keywords of each message as expat comes by them; no tree is built."""
+
+    def __init__(self, source: str, limits: ReadLimits) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._source = source
+        self._limits = limits
+        self._depth = 0
+        self._keyword: str | None = None
+        self._text: list[str] = []
+        # The text is decoded already, whatever the declaration says of its bytes.
+        self.parser = expat.ParserCreate("utf-8", " ")
+        self.parser.buffer_text = True
+        self.parser.StartElementHandler = self._start
+        self.parser.EndElementHandler = self._end
+        self.parser.CharacterDataHandler = self._characters
+        # Entities are the way to blow up an XML parser, and no NDM message needs them.
+        self.parser.StartDoctypeDeclHandler = self._doctype
+        self._keywords = frozenset(KEYWORDS)
+
+    def _doctype(self, *_: object) -> None:
+        raise UnreadableCatalogueError(
+            self._source, "the XML declares a DTD", "NDM/XML needs none: remove it."
+        )
+
+    def _start(self, tag: str, _: object) -> None:
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise UnreadableCatalogueError(
+                self._source, f"the XML is nested deeper than {_MAX_DEPTH}", "Give an NDM/XML file."
+            )
+        name = tag.rpartition(" ")[2]
+        if name == "omm":
+            self.rows.append({"line_number": self.parser.CurrentLineNumber, "raw_text": ""})
+        self._keyword = name if name in self._keywords and self.rows else None
+        self._text = []
+
+    def _characters(self, data: str) -> None:
+        if self._keyword is not None:
+            self._text.append(data)
+
+    def _end(self, _: str) -> None:
+        self._depth -= 1
+        if self._keyword is not None:
+            row, value = self.rows[-1], "".join(self._text).strip()
+            if len(value) > self._limits.max_record_chars:
+                row["broken"] = f"{self._keyword} has more than {self._limits.max_record_chars} characters"
+                row["broken_as"] = str(RejectReason.RECORD_LENGTH)
+                value = ""
+            row[self._keyword] = value
+            self._keyword = None

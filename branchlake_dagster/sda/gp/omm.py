@@ -1,0 +1,157 @@
+"""Orbit Mean-Elements Messages (CCSDS 502.0-B-3): from keywords as text to typed element sets.
+
+All encodings come here as one frame of keyword columns (`encodings`), so that they cannot disagree about a
+rule.
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+from branchlake_dagster.sda.gp.records import CANDIDATE_COLUMNS
+from branchlake_dagster.sda.gp.rules import (
+    MAX_SAT_NO,
+    REJECTED_COLUMNS,
+    RejectReason,
+    Rule,
+    ephemeris_rule,
+    range_rules,
+    split,
+)
+
+_REQUIRED = {
+    "MEAN_MOTION": "mean_motion",
+    "ECCENTRICITY": "eccentricity",
+    "INCLINATION": "inclination",
+    "RA_OF_ASC_NODE": "ra_of_asc_node",
+    "ARG_OF_PERICENTER": "arg_of_pericenter",
+    "MEAN_ANOMALY": "mean_anomaly",
+}
+_OPTIONAL_NUMBERS = {
+    "BSTAR": "bstar",
+    "MEAN_MOTION_DOT": "mean_motion_dot",
+    "MEAN_MOTION_DDOT": "mean_motion_ddot",
+}
+"""Zero where a message has none of it, which is what element lines write for the same."""
+
+_OPTIONAL_COUNTERS = {
+    "EPHEMERIS_TYPE": "ephemeris_type",
+    "ELEMENT_SET_NO": "element_set_no",
+    "REV_AT_EPOCH": "rev_at_epoch",
+}
+_TEXTS = {
+    "OBJECT_NAME": "object_name",
+    "OBJECT_ID": "object_id",
+    "CLASSIFICATION_TYPE": "classification_type",
+}
+_FIXED = {
+    "CENTER_NAME": ("EARTH",),
+    "REF_FRAME": ("TEME",),
+    "TIME_SYSTEM": ("UTC",),
+    "MEAN_ELEMENT_THEORY": ("SGP4", "SGP", "SGP/SGP4"),
+}
+"""What an SGP4 propagator can use at all; a message that states something else is rejected by name."""
+
+KEYWORDS = (
+    *("EPOCH", "NORAD_CAT_ID"),
+    *_REQUIRED,
+    *_OPTIONAL_NUMBERS,
+    *_OPTIONAL_COUNTERS,
+    *_TEXTS,
+    *_FIXED,
+)
+_EPOCHS = ("%Y-%m-%dT%H:%M:%S%.f", "%Y-%jT%H:%M:%S%.f", "%Y-%m-%d %H:%M:%S%.f")
+_FIRST_YEAR = 1957
+
+
+def elements_from_keywords(frame: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Typed candidates and rejected rows from a frame of `encodings`.
+
+    Keywords may be missing altogether. A rejected row without a text of its own shows the keywords read.
+    """
+    absent = [k for k in KEYWORDS if k not in frame.columns]
+    frame = frame.with_columns(
+        *(pl.lit(None, dtype=pl.String).alias(k) for k in absent),
+        *(pl.lit(None, dtype=pl.String).alias(k) for k in ("broken", "broken_as") if k not in frame.columns),
+    )
+    text = {k: pl.col(k).str.strip_chars() for k in KEYWORDS}
+    frame = frame.with_columns(pl.when(text[k] != "").then(text[k]).alias(k) for k in KEYWORDS)
+    epoch_text = pl.col("EPOCH").str.replace("Z$", "")
+    epoch = pl.coalesce(epoch_text.str.to_datetime(f, time_unit="us", strict=False) for f in _EPOCHS)
+    numbers = _REQUIRED | _OPTIONAL_NUMBERS
+    parsed = frame.with_columns(
+        epoch.dt.replace_time_zone("UTC").alias("epoch"),
+        *(pl.col(k).cast(pl.Float64, strict=False).alias(v) for k, v in numbers.items()),
+        *(pl.col(k).cast(pl.Int32, strict=False).alias(v) for k, v in _OPTIONAL_COUNTERS.items()),
+        *(pl.col(k).alias(v) for k, v in _TEXTS.items()),
+        sat_no=pl.col("NORAD_CAT_ID").cast(pl.Int64, strict=False),
+        source_format=pl.lit("OMM"),
+    )
+    return _judge(parsed)
+
+
+def _unread(keyword: str, column: str, *, required: bool) -> Rule:
+    """Text that cannot be read, or none where there must be some."""
+    broken = pl.col(column).is_null() & (pl.lit(required) | pl.col(keyword).is_not_null())
+    told = pl.format("cannot read {}={}", pl.lit(keyword), pl.col(keyword).fill_null("nothing"))
+    return Rule(RejectReason.FIELD, column, broken, told)
+
+
+def _judge(parsed: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Apply the record rules in order; the first that fails names the reason."""
+    optional = _OPTIONAL_NUMBERS | _OPTIONAL_COUNTERS
+    rules = [
+        Rule(RejectReason.UNSUPPORTED_MESSAGE, None, pl.col("broken").is_not_null(), pl.col("broken")),
+        Rule(
+            RejectReason.CATALOGUE_NUMBER,
+            "sat_no",
+            (~pl.col("sat_no").is_between(1, MAX_SAT_NO)).fill_null(True),
+            pl.format(
+                "NORAD_CAT_ID {} is no number of at most nine digits", pl.col("NORAD_CAT_ID").fill_null("")
+            ),
+        ),
+        ephemeris_rule((pl.col("MEAN_ELEMENT_THEORY").str.to_uppercase() == "SGP4-XP").fill_null(False)),
+        *(
+            Rule(
+                RejectReason.UNSUPPORTED_MESSAGE,
+                k.lower(),
+                (~pl.col(k).str.to_uppercase().is_in(allowed)).fill_null(False),
+                pl.format("{} is {}, expected {}", pl.lit(k), pl.col(k), pl.lit(" or ".join(allowed))),
+            )
+            for k, allowed in _FIXED.items()
+        ),
+        _unread("EPOCH", "epoch", required=True),
+        Rule(
+            RejectReason.FIELD,
+            "epoch",
+            pl.col("epoch").dt.year() < _FIRST_YEAR,
+            pl.format("EPOCH={} is before the first satellite", pl.col("EPOCH")),
+        ),
+        *(_unread(k, v, required=True) for k, v in _REQUIRED.items()),
+        *(_unread(k, v, required=False) for k, v in optional.items()),
+        *range_rules(),
+    ]
+    shown = pl.concat_str(
+        pl.when(pl.col(k).is_not_null()).then(pl.format("{}={} ", pl.lit(k), pl.col(k))).otherwise(pl.lit(""))
+        for k in ("NORAD_CAT_ID", "OBJECT_NAME", "EPOCH", *_REQUIRED, *optional)
+    ).str.strip_chars_end()
+    parsed = parsed.with_columns(
+        raw_text=pl.when(pl.col("raw_text") != "").then(pl.col("raw_text")).otherwise(shown)
+    )
+    good, rejected = split(parsed, rules)
+    if rejected.height:
+        kept = parsed.filter(pl.col("broken").is_not_null()).select(
+            pl.col("line_number").cast(pl.Int32), "broken_as"
+        )
+        rejected = (
+            rejected.join(kept, on="line_number", how="left")
+            .with_columns(reason=pl.coalesce("broken_as", "reason"))
+            .select(list(REJECTED_COLUMNS))
+            .sort("line_number")
+        )
+    good = good.with_columns(
+        pl.col(c).fill_null(0)
+        for c in (*_OPTIONAL_NUMBERS.values(), "ephemeris_type", "element_set_no", "rev_at_epoch")
+    )
+    elements = good.select(pl.col(c).cast(t) for c, t in CANDIDATE_COLUMNS.items())
+    return elements, rejected

@@ -1,0 +1,61 @@
+"""From the bytes of a GP file to one element set per object, whatever the format."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+
+from branchlake_dagster.sda.gp.encodings import from_csv, from_json, from_kvn, from_xml
+from branchlake_dagster.sda.gp.limits import ReadLimits, text_of
+from branchlake_dagster.sda.gp.omm import elements_from_keywords
+from branchlake_dagster.sda.gp.records import EmptyCatalogueError, ParsedCatalogue, latest_per_object
+from branchlake_dagster.sda.gp.rules import future_rule, split
+from branchlake_dagster.sda.gp.tle import parse_tle
+
+_KVN = re.compile(r"\A(?:\s*COMMENT\b[^\n]*(?:\n|\Z))*\s*[A-Z_0-9]+\s*=")
+_HEAD_CHARS = 65_536
+"""Where the format shows; comments before a KVN's first keyword may be long."""
+
+
+def read_catalogue(
+    content: bytes, source: str, *, collected_at: datetime | None = None, limits: ReadLimits | None = None
+) -> ParsedCatalogue:
+    """Read one GP file: TLE (two or three lines), OMM as JSON, CSV, XML or KVN, each plain or gzipped.
+
+    Args:
+        content: the file's bytes.
+        source: name of the file or snapshot, for messages.
+        collected_at: when the file was collected, UTC; element sets of more than `MAX_AHEAD` later are
+            rejected. None takes any epoch.
+        limits: what the file may cost, default `ReadLimits()`.
+
+    Raises:
+        EmptyCatalogueError: the file holds no record.
+        TooLargeCatalogueError: it is, or unpacks to, more than the limit.
+        UnreadableCatalogueError: the file is damaged as a whole. A damaged record never raises; it becomes
+            a row of ``rejected``.
+
+    """
+    limits = limits or ReadLimits()
+    text = text_of(content, source, limits)
+    head = text[:_HEAD_CHARS].lstrip()
+    first_line = head.partition("\n")[0]
+    if head.startswith(("[", "{")):
+        candidates, rejected = elements_from_keywords(from_json(text, source, limits))
+    elif head.startswith("<"):
+        candidates, rejected = elements_from_keywords(from_xml(text, source, limits))
+    elif _KVN.match(head):
+        candidates, rejected = elements_from_keywords(from_kvn(text, source, limits))
+    elif "," in first_line and "NORAD_CAT_ID" in first_line.upper():
+        candidates, rejected = elements_from_keywords(from_csv(text, source, limits))
+    else:
+        candidates, rejected = parse_tle(text)
+    if candidates.height == 0 and rejected.height == 0:
+        raise EmptyCatalogueError(
+            source, "no records in it", "Check that the download was complete; nothing was ingested."
+        )
+    if collected_at is not None:
+        candidates, ahead = split(candidates, [future_rule(collected_at)])
+        rejected = rejected.vstack(ahead)
+    elements, duplicates = latest_per_object(candidates)
+    return ParsedCatalogue(elements, rejected.vstack(duplicates).sort("line_number"))

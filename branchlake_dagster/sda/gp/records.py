@@ -1,0 +1,104 @@
+"""What a parsed GP file is: typed element sets, rejected records, and the errors of a whole file.
+
+Field names follow the CCSDS Orbit Mean-Elements Message (502.0-B-3, section 4) in snake case, with its
+units: degrees, revolutions per day, and 1/earth-radii for BSTAR. ``sat_no`` is the Unified Data Library's
+name for NORAD_CAT_ID; it is 64-bit because OMM carries nine digits and the five-digit range ended in 2026.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import polars as pl
+
+from branchlake_dagster.sda.gp.rules import RejectReason, rejections
+
+ELEMENT_COLUMNS: dict[str, pl.DataType] = {
+    "sat_no": pl.Int64(),
+    "object_name": pl.String(),
+    "object_id": pl.String(),
+    "epoch": pl.Datetime("us", "UTC"),
+    "mean_motion": pl.Float64(),
+    "eccentricity": pl.Float64(),
+    "inclination": pl.Float64(),
+    "ra_of_asc_node": pl.Float64(),
+    "arg_of_pericenter": pl.Float64(),
+    "mean_anomaly": pl.Float64(),
+    "ephemeris_type": pl.Int32(),
+    "classification_type": pl.String(),
+    "element_set_no": pl.Int32(),
+    "rev_at_epoch": pl.Int32(),
+    "bstar": pl.Float64(),
+    "mean_motion_dot": pl.Float64(),
+    "mean_motion_ddot": pl.Float64(),
+    "source_format": pl.String(),
+    "line_number": pl.Int32(),
+}
+"""Columns of ``ParsedCatalogue.elements``; angles in degrees, mean motion in rev/day and its derivatives."""
+
+CANDIDATE_COLUMNS: dict[str, pl.DataType] = {**ELEMENT_COLUMNS, "raw_text": pl.String()}
+"""What the format parsers return: every readable record, duplicates included, with its text."""
+
+
+class CatalogueError(Exception):
+    """A GP file as a whole cannot be used; nothing was taken from it."""
+
+    def __init__(self, source: str, problem: str, remedy: str) -> None:
+        super().__init__(f"GP file {source}: {problem}. {remedy}")
+        self.source = source
+        self.problem = problem
+        self.remedy = remedy
+
+    def __reduce__(self) -> tuple[type[CatalogueError], tuple[str, str, str]]:
+        """Pickle by fields, because Dagster carries errors across processes."""
+        return (type(self), (self.source, self.problem, self.remedy))
+
+
+class EmptyCatalogueError(CatalogueError):
+    """The file holds no records at all: publishing it would look like every object had decayed."""
+
+
+class UnreadableCatalogueError(CatalogueError):
+    """The file is not one of the formats this package reads, or is cut short."""
+
+
+class TooLargeCatalogueError(CatalogueError):
+    """The file is, or unpacks to, more than a catalogue can be; reading stopped there."""
+
+
+@dataclass(frozen=True)
+class ParsedCatalogue:
+    """Result of reading one GP file.
+
+    ``elements`` has ``ELEMENT_COLUMNS``, one row per object, sorted by ``sat_no``; ``rejected`` has
+    ``REJECTED_COLUMNS``. Every non-blank record of the file is in exactly one of the two. ``line_number``
+    is the 1-based line of a TLE's line 1, of a CSV row, of a KVN message's first keyword and of an XML
+    message's element; in JSON it is the ordinal of the message.
+    """
+
+    elements: pl.DataFrame
+    rejected: pl.DataFrame
+
+
+def latest_per_object(candidates: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Split candidates into one element set per object and the rejected duplicates.
+
+    The latest epoch wins; on equal epochs the later record does, as a correction follows what it corrects.
+    """
+    ordered = candidates.sort("sat_no", "epoch", "line_number")
+    is_latest = pl.col("sat_no") != pl.col("sat_no").shift(-1)
+    kept = ordered.filter(is_latest.fill_null(True))
+    elements = kept.select(list(ELEMENT_COLUMNS))
+    repeated = ordered.filter(~is_latest.fill_null(True)).join(
+        kept.select("sat_no", kept_line="line_number"), on="sat_no", how="left"
+    )
+    return elements, rejections(
+        repeated,
+        reason=RejectReason.DUPLICATE_OBJECT,
+        field="sat_no",
+        message=pl.format(
+            "object {} is also at record {} with the same or a later epoch",
+            pl.col("sat_no"),
+            pl.col("kept_line"),
+        ),
+    )

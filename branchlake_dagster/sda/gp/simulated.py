@@ -1,0 +1,150 @@
+"""A seeded catalogue in realistic shells, emitted as the text of a GP file.
+
+The shells are those that hold most of today's objects (compare CelesTrak's active catalogue: about two
+thirds in low constellations, then sun-synchronous, geostationary, navigation and transfer orbits, and the
+wide debris clouds). The same seed always gives the same orbits; the snapshot's time only says how
+recent each object's elements are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from branchlake_dagster.sda.gp.records import ELEMENT_COLUMNS
+from branchlake_dagster.sda.gp.write import write_omm_json, write_tle
+
+MU_KM3_S2 = 398_600.8
+"""WGS-72, the constant the SGP4 theory is written in."""
+
+EARTH_RADIUS_KM = 6_378.135
+REFERENCE_EPOCH = datetime.fromisoformat("2026-08-08T00:00:00+00:00")
+"""When the simulated orbits have the mean anomalies drawn from the seed."""
+
+ABSURD_MEAN_MOTION = 40.0
+"""Revolutions per day. An orbit grazing the surface makes 17; no object can do this."""
+
+
+@dataclass(frozen=True)
+class Shell:
+    """A family of orbits. Altitudes (km) and inclinations (deg) are drawn uniformly within their ranges."""
+
+    name: str
+    share: float
+    perigee_km: tuple[float, float]
+    apogee_km: tuple[float, float] | None
+    inclination_deg: tuple[float, float]
+    planes: int = 0
+
+
+SHELLS = (
+    Shell("STARSIM", 0.45, (535, 555), None, (52.9, 53.3), planes=72),
+    Shell("ONESIM", 0.06, (1195, 1205), None, (87.8, 87.95), planes=18),
+    Shell("SUNSYNC", 0.17, (480, 820), None, (97.3, 98.8)),
+    Shell("DEBRIS", 0.18, (620, 1100), (700, 1400), (65.0, 100.0)),
+    Shell("NAVSIM", 0.05, (19_100, 23_200), None, (54.5, 65.0), planes=6),
+    Shell("GEOSIM", 0.06, (35_780, 35_792), None, (0.01, 6.0)),
+    Shell("HEOSIM", 0.03, (500, 1_200), (38_000, 39_800), (62.5, 64.0)),
+)
+
+
+def simulated_elements(*, seed: int, objects: int, epoch: datetime) -> pl.DataFrame:
+    """Element sets with ``ELEMENT_COLUMNS`` for ``objects`` objects, sorted by ``sat_no``.
+
+    Epochs lie within the twelve hours before ``epoch`` (UTC, aware). Every tenth object is numbered
+    above 99999, as objects catalogued since July 2026 are.
+    """
+    rng = np.random.default_rng([seed, objects])
+    counts = np.floor(np.array([s.share for s in SHELLS]) * objects).astype(int)
+    counts[0] += objects - counts.sum()
+    parts = [_shell(rng, shell, int(n)) for shell, n in zip(SHELLS, counts, strict=True)]
+    columns = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
+    names = np.repeat([s.name for s in SHELLS], counts)
+    ordinal = np.arange(objects)
+    sat_no = np.where(ordinal % 10 == 9, 270_000 + ordinal, 60_000 + ordinal % 30_000).astype(np.int64)
+    age_s = rng.uniform(0, 43_200, objects)
+    elapsed_s = (epoch - REFERENCE_EPOCH).total_seconds() - age_s
+    # Carry node, perigee and anomaly with the J2 secular rates, so that successive snapshots of one seed
+    # describe the same orbits and not new ones.
+    columns = _advance(columns, elapsed_s)
+    micros = np.round(age_s * 1e6).astype("timedelta64[us]")
+    at = np.datetime64(epoch.replace(tzinfo=None), "us") - micros
+    frame = pl.DataFrame(
+        {
+            "sat_no": sat_no,
+            "object_name": pl.Series(np.char.add(names, np.char.mod("-%05d", ordinal)).tolist()),
+            "object_id": pl.Series(np.char.mod("2026-%03dA", ordinal % 999 + 1).tolist()),
+            "epoch": pl.Series(at).cast(pl.Datetime("us")).dt.replace_time_zone("UTC"),
+            **columns,
+            "ephemeris_type": np.zeros(objects, dtype=np.int32),
+            "classification_type": ["U"] * objects,
+            "element_set_no": np.full(objects, 999, dtype=np.int32),
+            "rev_at_epoch": (ordinal % 90_000).astype(np.int32),
+            "mean_motion_dot": np.zeros(objects),
+            "mean_motion_ddot": np.zeros(objects),
+            "source_format": ["OMM"] * objects,
+            "line_number": (ordinal + 1).astype(np.int32),
+        }
+    )
+    return frame.select(pl.col(c).cast(t) for c, t in ELEMENT_COLUMNS.items()).sort("sat_no")
+
+
+def _shell(rng: np.random.Generator, shell: Shell, n: int) -> dict[str, npt.NDArray[np.float64]]:
+    perigee = EARTH_RADIUS_KM + rng.uniform(*shell.perigee_km, n)
+    if shell.apogee_km is None:
+        # Operators keep circular orbits circular to a few kilometres.
+        apogee = perigee + rng.uniform(0, 3, n)
+    else:
+        apogee = np.maximum(EARTH_RADIUS_KM + rng.uniform(*shell.apogee_km, n), perigee)
+    a_km = (perigee + apogee) / 2
+    node = rng.uniform(0, 360, n)
+    if shell.planes:
+        node = np.floor(node / 360 * shell.planes) * 360 / shell.planes + rng.normal(0, 0.05, n)
+    return {
+        "mean_motion": 86_400 / (2 * np.pi) * np.sqrt(MU_KM3_S2 / a_km**3),
+        "eccentricity": (apogee - perigee) / (apogee + perigee),
+        "inclination": rng.uniform(*shell.inclination_deg, n),
+        "ra_of_asc_node": node % 360,
+        "arg_of_pericenter": rng.uniform(0, 360, n) if shell.name != "HEOSIM" else rng.normal(270, 5, n),
+        "mean_anomaly": rng.uniform(0, 360, n),
+        "bstar": np.where(a_km < 7500, rng.uniform(1e-5, 3e-4, n), 0.0),
+    }
+
+
+def _advance(
+    columns: dict[str, npt.NDArray[np.float64]], seconds: npt.NDArray[np.float64]
+) -> dict[str, npt.NDArray[np.float64]]:
+    """J2 secular advance of the angles (Vallado, Fundamentals of Astrodynamics, section 9.6)."""
+    n_rad_s = columns["mean_motion"] * 2 * np.pi / 86_400
+    a_km = (MU_KM3_S2 / n_rad_s**2) ** (1 / 3)
+    slr = a_km * (1 - columns["eccentricity"] ** 2)
+    factor = 1.5 * 1.0826e-3 * (EARTH_RADIUS_KM / slr) ** 2 * n_rad_s
+    cos_i = np.cos(np.radians(columns["inclination"]))
+    node = columns["ra_of_asc_node"] - np.degrees(factor * cos_i * seconds)
+    perigee = columns["arg_of_pericenter"] + np.degrees(factor * (2 - 2.5 * (1 - cos_i**2)) * seconds)
+    anomaly = columns["mean_anomaly"] + np.degrees(n_rad_s * seconds)
+    moved = {"ra_of_asc_node": node % 360, "arg_of_pericenter": perigee % 360, "mean_anomaly": anomaly % 360}
+    return {**columns, **moved}
+
+
+def simulated_gp_file(*, seed: int, objects: int, epoch: datetime, bad: bool = False) -> str:
+    """Text of a simulated GP file: OMM JSON, or for ``bad`` a TLE file that no gate may let through.
+
+    The bad file has every eighth record's checksum damaged and every ninth object flying at
+    ``ABSURD_MEAN_MOTION`` under a correct checksum.
+    """
+    elements = simulated_elements(seed=seed, objects=objects, epoch=epoch)
+    if not bad:
+        return write_omm_json(elements)
+    row = pl.int_range(pl.len())
+    absurd = elements.with_columns(
+        mean_motion=pl.when(row % 9 == 4).then(ABSURD_MEAN_MOTION).otherwise(pl.col("mean_motion"))
+    )
+    lines = write_tle(absurd).split("\n")
+    # Line 2 of every eighth object: its checksum digit, moved on by one.
+    lines[2::24] = [line[:-1] + str((int(line[-1]) + 1) % 10) for line in lines[2::24]]
+    return "\n".join(lines)

@@ -1,0 +1,63 @@
+"""The rule across the registry's tables, on the run's branch: a join of a few columns, no work for Spark."""
+
+# No `from __future__ import annotations`: Dagster reads the annotations of the check.
+import dagster as dg
+import polars as pl
+
+from branchlake_dagster import LakehouseResource
+from branchlake_dagster.sda.assets.catalogue import CATALOGUE
+from branchlake_dagster.sda.assets.registry import OBJECTS
+
+_SHOWN = 5
+
+
+@dg.asset_check(
+    asset=OBJECTS,
+    additional_deps=[CATALOGUE],
+    description="Every tracked object has an element set, and the catalogue says the same state.",
+    metadata={"branchlake/scope": "table"},
+)
+def tracked_have_elements(lakehouse: LakehouseResource) -> dg.AssetCheckResult:
+    """Objects and catalogue as the run's branch has them, all rows."""
+    catalog = lakehouse.catalog()
+    objects, catalogue = (
+        pl.DataFrame(
+            pl.from_arrow(catalog.load_table(tuple(key.path)).scan(selected_fields=columns).to_arrow())
+        )
+        for key, columns in ((OBJECTS, ("sat_no", "state", "epoch")), (CATALOGUE, ("sat_no", "state")))
+    )
+    bad = disagreeing(objects, catalogue)
+    return dg.AssetCheckResult(
+        passed=bad.is_empty(),
+        metadata={
+            "failing_rows": bad.height,
+            "total_rows": objects.height,
+            "examples": dg.MetadataValue.json(bad.head(_SHOWN).to_dicts()),
+        },
+    )
+
+
+def disagreeing(objects: pl.DataFrame, catalogue: pl.DataFrame) -> pl.DataFrame:
+    """Objects of which the two tables do not say the same.
+
+    Args:
+        objects: ``sat_no``, ``state``, ``epoch``.
+        catalogue: ``sat_no``, ``state``.
+
+    Returns:
+        ``sat_no``, ``state``, ``state_in_catalogue`` of each.
+
+    """
+    sides = (
+        objects.with_columns(known=pl.lit(value=True)),
+        catalogue.select("sat_no", state_in_catalogue="state", listed=pl.lit(value=True)),
+    )
+    both = sides[0].join(sides[1], on="sat_no", how="full", coalesce=True)
+    unlisted = pl.col("listed").is_null()
+    bad = (
+        pl.col("known").is_null()
+        | (unlisted & pl.col("epoch").is_not_null())
+        | (pl.col("state_in_catalogue") != pl.col("state"))
+        | (unlisted & (pl.col("state") == "tracked"))
+    )
+    return both.filter(bad).select("sat_no", "state", "state_in_catalogue").sort("sat_no")

@@ -1,0 +1,262 @@
+"""What the fusion graph contributes to the code location."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import dagster as dg
+
+from branchlake_dagster import PublishedAssets, incremental_sensor, published_sensor
+from branchlake_dagster.sda.assets.catalogue import (
+    CATALOGUE,
+    ELEMENT_SETS,
+    REJECTED_RECORDS,
+    SATELLITE_ENTRIES,
+    gp_ingest,
+)
+from branchlake_dagster.sda.assets.conjunctions import (
+    CONJUNCTION_CANDIDATES,
+    CONJUNCTIONS,
+    conjunction_candidates,
+    conjunctions,
+)
+from branchlake_dagster.sda.assets.ephemerides import EPHEMERIS_CONJUNCTIONS, ephemeris_conjunctions
+from branchlake_dagster.sda.assets.observations import (
+    OBSERVATIONS,
+    SENSOR_OBSERVATIONS,
+    observations,
+    sensor_observations,
+)
+from branchlake_dagster.sda.assets.quarantine import QUARANTINED_OBJECTS, quarantined_objects
+from branchlake_dagster.sda.assets.registry import (
+    ELEMENT_HISTORY,
+    MERGE_AUDIT,
+    OBJECTS,
+    SATELLITES,
+    registry,
+    satellites,
+)
+from branchlake_dagster.sda.assets.tracks import FUSED_TRACKS, fused_tracks
+from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, ELEMENT_JUMPS, OBJECT_ERRORS, element_trust
+from branchlake_dagster.sda.assets.upkeep import MAX_CATALOGUE_AGE
+from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH
+from branchlake_dagster.sda.graph.quality import fusion_checks
+from branchlake_dagster.sda.partitions import gp_snapshots, windows
+from branchlake_dagster.sda.providers.pulled import GpProvider
+from branchlake_dagster.sda.registry.satcat import is_satcat
+from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
+from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT, GpSource, snapshot_time
+
+__all__ = [
+    "fusion_assets",
+    "fusion_checks",
+    "fusion_jobs",
+    "fusion_schedules",
+    "fusion_sensors",
+    "pull_schedule",
+]
+
+fusion_assets: list[dg.AssetsDefinition] = [
+    gp_ingest,
+    registry,
+    satellites,
+    sensor_observations,
+    observations,
+    quarantined_objects,
+    fused_tracks,
+    conjunction_candidates,
+    element_trust,
+    conjunctions,
+    ephemeris_conjunctions,
+]
+"""All assets of the graph."""
+
+catalogue_job = dg.define_asset_job(
+    "catalogue_job",
+    selection=dg.AssetSelection.assets(
+        *(ELEMENT_SETS, REJECTED_RECORDS, SATELLITE_ENTRIES),
+        *(CATALOGUE, OBJECTS, ELEMENT_HISTORY, MERGE_AUDIT),
+    ),
+    description="Ingest pulls and merge them into the catalogue and the registry of objects.",
+)
+satellites_job = dg.define_asset_job(
+    "satellites_job",
+    selection=dg.AssetSelection.assets(SATELLITES),
+    description="Date what all satellite catalogues said of each object.",
+)
+observations_job = dg.define_asset_job(
+    "observations_job",
+    selection=dg.AssetSelection.assets(SENSOR_OBSERVATIONS, OBSERVATIONS),
+    description="Simulate and normalise the observations of one source kind in one window.",
+)
+window_job = dg.define_asset_job(
+    "window_job",
+    selection=dg.AssetSelection.assets(QUARANTINED_OBJECTS, FUSED_TRACKS, CONJUNCTION_CANDIDATES),
+    description="Fuse one window's observations into tracks and screen it for conjunctions.",
+)
+conjunctions_job = dg.define_asset_job(
+    "conjunctions_job",
+    selection=dg.AssetSelection.assets(CONJUNCTIONS),
+    description="Screen what is ahead: what has changed in the catalogue, or all of it where needed.",
+)
+ephemerides_job = dg.define_asset_job(
+    "ephemerides_job",
+    selection=dg.AssetSelection.assets(EPHEMERIS_CONJUNCTIONS),
+    description="Screen a folder of own ephemerides against the catalogue.",
+)
+element_trust_job = dg.define_asset_job(
+    "element_trust_job",
+    selection=dg.AssetSelection.assets(ELEMENT_ERRORS, OBJECT_ERRORS, ELEMENT_JUMPS),
+    description="Say from the history of element sets how wrong they are at what age.",
+)
+fusion_jobs = [
+    catalogue_job,
+    satellites_job,
+    observations_job,
+    window_job,
+    element_trust_job,
+    conjunctions_job,
+    ephemerides_job,
+]
+"""Several, because a run has one partition definition and later ones read what earlier ones published."""
+
+
+def stale_catalogue(instance: dg.DagsterInstance, now: datetime) -> str | None:
+    """Why windows at ``now`` cannot be computed from the registered snapshots; None when they can."""
+    names = instance.get_dynamic_partitions("gp_snapshots")
+    if not names:
+        return "no GP snapshot is registered"
+    newest = max(snapshot_time(name) or REFERENCE_EPOCH for name in names)
+    if now - newest > MAX_CATALOGUE_AGE:
+        age = f"more than {MAX_CATALOGUE_AGE.days} days old"
+        return f"the newest GP snapshot is of {newest:%Y-%m-%d %H:%M}Z, {age}"
+    return None
+
+
+@dg.schedule(
+    job=observations_job,
+    cron_schedule="5 * * * *",
+    execution_timezone="UTC",
+    default_status=dg.DefaultScheduleStatus.RUNNING,
+)
+def hourly_observations(context: dg.ScheduleEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
+    """The last full hour's observations, one run per source kind, all at once: they write one table."""
+    if reason := stale_catalogue(context.instance, context.scheduled_execution_time):
+        return dg.SkipReason(f"Nothing to observe: {reason}.")
+    window = _last_window(context)
+    return [
+        dg.RunRequest(
+            run_key=f"{window}/{kind}",
+            partition_key=dg.MultiPartitionKey({"window": window, "source_kind": kind}),
+        )
+        for kind in SOURCE_KINDS
+    ]
+
+
+@dg.schedule(
+    job=window_job,
+    cron_schedule="20 * * * *",
+    execution_timezone="UTC",
+    default_status=dg.DefaultScheduleStatus.RUNNING,
+)
+def hourly_window(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
+    """The last full hour's tracks and conjunctions, after its observations of all kinds."""
+    if reason := stale_catalogue(context.instance, context.scheduled_execution_time):
+        return dg.SkipReason(f"Nothing to fuse: {reason}.")
+    window = _last_window(context)
+    return dg.RunRequest(run_key=window, partition_key=window)
+
+
+def _last_window(context: dg.ScheduleEvaluationContext) -> str:
+    hour = context.scheduled_execution_time.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
+    return (hour - timedelta(hours=1)).strftime(windows.fmt)
+
+
+@dg.schedule(
+    job=element_trust_job,
+    cron_schedule="40 3 * * *",
+    execution_timezone="UTC",
+    default_status=dg.DefaultScheduleStatus.RUNNING,
+)
+def daily_element_trust(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
+    """What the history says of the element sets' errors, which the list of close approaches stands on."""
+    if reason := stale_catalogue(context.instance, context.scheduled_execution_time):
+        return dg.SkipReason(f"Nothing new to learn: {reason}.")
+    return dg.RunRequest(run_key=f"{context.scheduled_execution_time:%Y-%m-%d}")
+
+
+fusion_schedules = [hourly_observations, hourly_window, daily_element_trust]
+"""Running by default, and idle until a current GP snapshot is registered."""
+
+
+def pull_schedule(*, running: bool) -> dg.ScheduleDefinition:
+    """The schedule that asks the provider; `running` is its state before anybody has changed it."""
+
+    # Not on the hour, when everybody asks.
+    @dg.schedule(
+        name="gp_pull",
+        job=catalogue_job,
+        cron_schedule="47 */2 * * *",
+        execution_timezone="UTC",
+        default_status=dg.DefaultScheduleStatus.RUNNING if running else dg.DefaultScheduleStatus.STOPPED,
+        description="Fetch the provider's catalogue, keep it as a file, register and ingest it.",
+    )
+    def gp_pull(
+        context: dg.ScheduleEvaluationContext, gp: GpSource, gp_provider: GpProvider
+    ) -> dg.RunRequest | dg.SkipReason:
+        pulled = gp_provider.pull()
+        if pulled is None:
+            return dg.SkipReason("No provider of catalogues is configured: set BRANCHLAKE_GP_PULL.")
+        if gp.catalogue_dir is None:
+            return dg.SkipReason("No folder to keep catalogues in: set the GP source's catalogue_dir.")
+        # Each step may be repeated, and Dagster launches one run for a run key: a tick that dies here is made
+        # good by the next one, and one that is given what is known launches nothing.
+        pulled.write(Path(gp.catalogue_dir).expanduser())
+        context.instance.add_dynamic_partitions("gp_snapshots", [pulled.snapshot])
+        return dg.RunRequest(run_key=pulled.snapshot, partition_key=pulled.snapshot)
+
+    return gp_pull
+
+
+@dg.sensor(minimum_interval_seconds=30, default_status=dg.DefaultSensorStatus.RUNNING)
+def gp_snapshot_files(context: dg.SensorEvaluationContext, gp: GpSource) -> dg.SensorResult | dg.SkipReason:
+    """Registers each file of the GP folder (without one: a simulated snapshot) as a partition to launch.
+
+    It starts no run: whether an old file should be ingested is a person's decision.
+    """
+    wanted = list(gp.files()) or [DEFAULT_SNAPSHOT]
+    known = set(context.instance.get_dynamic_partitions("gp_snapshots"))
+    new = [name for name in wanted if name not in known]
+    if not new:
+        return dg.SkipReason(f"No new GP snapshot; {len(wanted):,} registered already.")
+    return dg.SensorResult(dynamic_partitions_requests=[gp_snapshots.build_add_request(new)])
+
+
+conjunctions_sensor = incremental_sensor(
+    "conjunctions_sensor",
+    target=dg.AssetSelection.assets(CONJUNCTIONS),
+    max_age_s=60.0,
+    minimum_interval_seconds=15,
+    default_status=dg.DefaultSensorStatus.STOPPED,
+)
+"""Screens when the catalogue has changed. Off until somebody turns it on: a screening takes all cores for
+a quarter of a minute, which is no part of a first look."""
+
+
+def _of_satellite_catalogues(published: PublishedAssets) -> dg.RunRequest | None:
+    """A run, if the publication has a satellite catalogue; a GP snapshot leaves the entries as they are."""
+    names = published.partitions[SATELLITE_ENTRIES]
+    return dg.RunRequest() if not names or any(is_satcat(name or "") for name in names) else None
+
+
+satellite_catalogues = published_sensor(
+    "satellite_catalogues",
+    assets=[SATELLITE_ENTRIES],
+    job=satellites_job,
+    request=_of_satellite_catalogues,
+    default_status=dg.DefaultSensorStatus.RUNNING,
+    description="Dates the objects anew when a satellite catalogue was published.",
+)
+
+fusion_sensors = [gp_snapshot_files, satellite_catalogues, conjunctions_sensor]

@@ -1,0 +1,195 @@
+"""The checks of every table: row contracts, and rules over several rows or columns as SQL."""
+
+from __future__ import annotations
+
+import dagster as dg
+
+from branchlake_dagster import join_checks, pandera_checks, sql_check
+from branchlake_dagster.sda import contracts
+from branchlake_dagster.sda.assets.catalogue import (
+    CATALOGUE,
+    ELEMENT_SETS,
+    REJECTED_RECORDS,
+    SATELLITE_ENTRIES,
+)
+from branchlake_dagster.sda.assets.conjunctions import CONJUNCTION_CANDIDATES, CONJUNCTIONS
+from branchlake_dagster.sda.assets.ephemerides import EPHEMERIS_CONJUNCTIONS
+from branchlake_dagster.sda.assets.observations import OBSERVATIONS, SENSOR_OBSERVATIONS
+from branchlake_dagster.sda.assets.quarantine import QUARANTINED_OBJECTS
+from branchlake_dagster.sda.assets.registry import ELEMENT_HISTORY, MERGE_AUDIT, OBJECTS, SATELLITES
+from branchlake_dagster.sda.assets.tracks import FUSED_TRACKS
+from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, ELEMENT_JUMPS, OBJECT_ERRORS
+from branchlake_dagster.sda.graph.agreement import tracked_have_elements
+from branchlake_dagster.sda.graph.listing import listing_checks
+from branchlake_dagster.sda.partitions import gp_snapshots, windows, windows_by_kind
+
+MAX_REJECTED_SHARE = 0.01
+"""Of a snapshot's records. Real snapshots have one in ten thousand: one in a hundred means a broken feed."""
+
+MAX_REJECTED = 10
+"""Records that say nothing of a feed, however few there are, unless they are most of the file."""
+
+MAX_CHI2_PER_DOF = 10.0
+MAX_QUARANTINED_SHARE = 0.05
+MAX_ERROR_OF_A_DAY_KM = 50.0
+"""Along the track. In real history the lowest class has 21 km, the others 0.2 to 6."""
+MAX_MISFIT = 3.0
+
+_DUPLICATES = "SELECT {key}, count(*) AS copies FROM {{this}} GROUP BY {key} HAVING count(*) > 1"
+
+_REJECTED_SHARE = f"""
+SELECT r.snapshot_id, r.rejected, coalesce(e.accepted, 0) AS accepted
+FROM (SELECT snapshot_id, count(*) AS rejected FROM nessie.sda.rejected_records
+      WHERE reason NOT IN ('duplicate_object', 'ephemeris_type') GROUP BY snapshot_id) AS r
+LEFT JOIN (SELECT snapshot_id, count(*) AS accepted FROM nessie.sda.element_sets
+           GROUP BY snapshot_id) AS e ON e.snapshot_id = r.snapshot_id
+WHERE r.rejected > {MAX_REJECTED_SHARE} * (r.rejected + coalesce(e.accepted, 0))
+  AND r.rejected > least({MAX_REJECTED}, coalesce(e.accepted, 0))
+"""  # noqa: S608 - built from constants
+
+_WRONG_FIELDS = """
+SELECT source_kind, observation_id FROM {this}
+WHERE (source_kind = 'radar')
+        <> (range_km IS NOT NULL AND azimuth_deg IS NOT NULL AND elevation_deg IS NOT NULL)
+   OR (source_kind = 'optical') <> (ra_deg IS NOT NULL AND declination_deg IS NOT NULL)
+   OR (source_kind = 'isl') <> (pos_x_km IS NOT NULL AND vel_x_km_s IS NOT NULL)
+   OR (source_kind = 'isl'
+       AND pos_x_km * pos_x_km + pos_y_km * pos_y_km + pos_z_km * pos_z_km < 6378.137 * 6378.137)
+   OR sensor_timestamp < window_start OR sensor_timestamp >= window_start + INTERVAL 1 HOUR
+   OR ingest_timestamp < sensor_timestamp
+"""
+
+
+_REPEATED = """
+SELECT sat1_object_designator, sat2_object_designator, {tca}, count(*) AS copies FROM {{this}}
+GROUP BY sat1_object_designator, sat2_object_designator, {tca}
+HAVING count(*) > 1 OR sat1_object_designator >= sat2_object_designator
+"""
+
+
+def _unique(
+    asset: dg.AssetKey, key: str, partitions: dg.PartitionsDefinition[str]
+) -> dg.AssetChecksDefinition:
+    return sql_check(
+        asset,
+        "no_duplicates",
+        _DUPLICATES.format(key=key),
+        partitions_def=partitions,
+        description=f"No two rows share {key}.",
+    )
+
+
+fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
+    [
+        pandera_checks(ELEMENT_SETS, contracts.ElementSet, partitions_def=gp_snapshots),
+        _unique(ELEMENT_SETS, "snapshot_id, sat_no", gp_snapshots),
+        sql_check(
+            ELEMENT_SETS,
+            "rejected_share",
+            _REJECTED_SHARE,
+            partitions_def=gp_snapshots,
+            description=f"At most {MAX_REJECTED_SHARE:.0%} of a snapshot's records were damaged, or few.",
+        ),
+        pandera_checks(REJECTED_RECORDS, contracts.RejectedRecord, partitions_def=gp_snapshots),
+        pandera_checks(SATELLITE_ENTRIES, contracts.SatelliteEntry, partitions_def=gp_snapshots),
+        pandera_checks(CATALOGUE, contracts.CatalogueEntry, whole_table=True),
+        pandera_checks(OBJECTS, contracts.RegisteredObject, whole_table=True),
+        tracked_have_elements,
+        pandera_checks(ELEMENT_HISTORY, contracts.ElementSet, whole_table=True),
+        pandera_checks(MERGE_AUDIT, contracts.MergeOutcome, partitions_def=gp_snapshots),
+        pandera_checks(SATELLITES, contracts.Satellite, whole_table=True),
+        sql_check(
+            SATELLITES,
+            "one_that_holds",
+            """
+        SELECT sat_no, count(*) AS holding FROM {this} WHERE valid_to IS NULL
+        GROUP BY sat_no HAVING count(*) > 1
+        """,
+            description="Of each object one period is open.",
+        ),
+        pandera_checks(SENSOR_OBSERVATIONS, contracts.SensorObservation, partitions_def=windows_by_kind),
+        pandera_checks(OBSERVATIONS, contracts.Observation, partitions_def=windows_by_kind),
+        _unique(OBSERVATIONS, "observation_id", windows_by_kind),
+        sql_check(
+            OBSERVATIONS,
+            "fields_of_kind",
+            _WRONG_FIELDS,
+            partitions_def=windows_by_kind,
+            description="Each kind has its own measurement and no other, above ground, within its window.",
+        ),
+        pandera_checks(QUARANTINED_OBJECTS, contracts.QuarantinedObject, partitions_def=windows),
+        sql_check(
+            QUARANTINED_OBJECTS,
+            "few",
+            f"""
+        SELECT quarantined, objects FROM (SELECT count(*) AS quarantined FROM {{this}}),
+            (SELECT count(*) AS objects FROM nessie.sda.catalogue)
+        WHERE quarantined > {MAX_QUARANTINED_SHARE} * objects
+        """,  # noqa: S608 - built from constants
+            severity="warn",
+            partitions_def=windows,
+            description=f"At most {MAX_QUARANTINED_SHARE:.0%} of the objects are quarantined.",
+        ),
+        pandera_checks(FUSED_TRACKS, contracts.FusedTrack, partitions_def=windows),
+        _unique(FUSED_TRACKS, "window_start, sat_no", windows),
+        sql_check(
+            FUSED_TRACKS,
+            "residuals",
+            f"SELECT sat_no, chi2_per_dof FROM {{this}} WHERE chi2_per_dof > {MAX_CHI2_PER_DOF}",  # noqa: S608
+            severity="warn",
+            partitions_def=windows,
+            description="Residuals agree with the stated noise; if not, a manoeuvre or a wrong object.",
+        ),
+        pandera_checks(CONJUNCTION_CANDIDATES, contracts.ConjunctionCandidate, partitions_def=windows),
+        sql_check(
+            CONJUNCTION_CANDIDATES,
+            "ordered_and_unique",
+            _REPEATED.format(tca="tca"),
+            partitions_def=windows,
+            description="Each close approach once, the smaller catalogue number first.",
+        ),
+        pandera_checks(EPHEMERIS_CONJUNCTIONS, contracts.EphemerisConjunction, whole_table=True),
+        pandera_checks(ELEMENT_ERRORS, contracts.ElementError, whole_table=True),
+        sql_check(
+            ELEMENT_ERRORS,
+            "error_of_a_day",
+            f"""
+        SELECT DISTINCT orbit_class, sigma0_t_km + rate_t AS error_km FROM {{this}}
+        WHERE sigma0_t_km + rate_t > {MAX_ERROR_OF_A_DAY_KM}
+        """,  # noqa: S608 - built from constants
+            severity="warn",
+            description=f"Sets a day old are at most {MAX_ERROR_OF_A_DAY_KM:g} km off along the track.",
+        ),
+        sql_check(
+            ELEMENT_ERRORS,
+            "enough_samples",
+            """
+        SELECT DISTINCT orbit_class, curve_of FROM {this}
+        WHERE curve_of IS NULL OR curve_of <> orbit_class
+        """,
+            severity="warn",
+            description="Every class of orbits has samples enough for a curve of its own.",
+        ),
+        sql_check(
+            ELEMENT_ERRORS,
+            "curves_fit",
+            f"""
+        SELECT orbit_class, age_days, sigma_t_km, fitted_t_km FROM {{this}}
+        WHERE greatest(fitted_t_km / sigma_t_km, sigma_t_km / fitted_t_km) > {MAX_MISFIT}
+        """,  # noqa: S608 - built from constants
+            severity="warn",
+            description=f"At no age is a curve off by a factor of more than {MAX_MISFIT:g}.",
+        ),
+        pandera_checks(OBJECT_ERRORS, contracts.ObjectError, whole_table=True),
+        sql_check(
+            OBJECT_ERRORS,
+            "no_duplicates",
+            _DUPLICATES.format(key="sat_no"),
+            description="One row an object.",
+        ),
+        pandera_checks(ELEMENT_JUMPS, contracts.ElementJump, whole_table=True),
+        pandera_checks(CONJUNCTIONS, contracts.Conjunction, whole_table=True),
+        listing_checks,
+    ]
+)
+"""All asset checks of the graph."""

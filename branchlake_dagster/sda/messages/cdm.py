@@ -1,0 +1,249 @@
+"""Conjunction Data Messages (CCSDS 508.0-B-1) of close approaches that element sets tell.
+
+Only what is known is said. Element sets carry no covariance: what stands for it is what later sets usually
+said of sets of that age, so the method is DEFAULT, not CALCULATED, and a comment says where it is from. It is
+a matter of three standard deviations of position. The standard wants all 21 terms and has a row and column
+whose diagonal is zero discounted (5.2.8): that is what the velocity's are, and the position's of an object of
+which nothing is known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import sha256
+from typing import Any
+
+from branchlake_dagster.sda.messages.errors import NotAMessage
+from branchlake_dagster.sda.messages.notation import (
+    Block,
+    Item,
+    Notation,
+    as_kvn,
+    as_xml,
+    comments,
+    identifier,
+    moment,
+    number,
+    text,
+    utc,
+)
+
+VERSION = Item("CCSDS_CDM_VERS", "1.0")
+METHOD = "FOSTER-1992"
+"""Of the SANA registry's names the one of the integral that is computed (`trust.probability`)."""
+_TERMS = ("R", "T", "N", "RDOT", "TDOT", "NDOT")
+_COSPAR = re.compile(r"\d{4}-\d{3}[A-Z]{1,3}")
+_TYPES = {
+    **dict.fromkeys(("PAYLOAD", "PAY"), "PAYLOAD"),
+    **dict.fromkeys(("ROCKET BODY", "R/B"), "ROCKET BODY"),
+    **dict.fromkeys(("DEBRIS", "DEB"), "DEBRIS"),
+    **dict.fromkeys(("UNKNOWN", "UNK", "TBA"), "UNKNOWN"),
+}
+_TOLD_BY = (
+    "event_id",
+    "tca",
+    "screened_from",
+    "screened_until",
+    "threshold_km",
+    "error_model_id",
+    "hard_body_radius_m",
+)
+_TOLD_BY_ALL = ("sat1_", "sat2_", "relative_")
+
+
+@dataclass(frozen=True)
+class Party:
+    """One object of a close approach: ``position`` (km) and ``velocity`` (km/s) in GCRF at the TCA."""
+
+    number: int
+    name: str | None
+    cospar: str | None
+    kind: str | None
+    element_epoch: datetime
+    source: str | None
+    data_mode: str | None
+    position: Sequence[float]
+    velocity: Sequence[float]
+
+
+def message_id(row: Mapping[str, Any]) -> str:
+    """One for each event in each list: the event's name, and a hash of what the list says of it."""
+    told = sorted(name for name in row if name in _TOLD_BY or name.startswith(_TOLD_BY_ALL))
+    content = "\n".join(f"{name}={_plain(row[name])}" for name in told)
+    return f"{row['event_id']}_{sha256(content.encode()).hexdigest()[:12]}".upper()
+
+
+def _plain(value: Any) -> str:
+    return str(value.astimezone(UTC)) if isinstance(value, datetime) else repr(value)
+
+
+def check_kind(row: Mapping[str, Any]) -> None:
+    """Raise NotAMessage for a row that has no time of closest approach of its own."""
+    if row["kind"] != "encounter":
+        raise NotAMessage(
+            f"{row['event_id']} is of kind {row['kind']}: it has no time of closest approach of its own, "
+            "which a message is of.",
+            hint="Ask for --kind encounter.",
+            reason="no_closest_approach",
+        )
+
+
+def written(
+    row: Mapping[str, Any],
+    parties: tuple[Party, Party],
+    *,
+    originator: str,
+    created: datetime,
+    notation: Notation,
+) -> str:
+    """The message of one row of the published list.
+
+    Args:
+        row: a row of ``sda.conjunctions``.
+        parties: its two objects in its order.
+        originator: who writes it; letters, digits, underscores and dashes.
+        created: when, UTC.
+        notation: how.
+
+    Raises:
+        NotAMessage: the row is no close approach that has a time of its own, or a value cannot be written.
+
+    """
+    check_kind(row)
+    body = Block("body", (_relative(row), *(_segment(row, k, one) for k, one in enumerate(parties, 1))))
+    message = Block("cdm", (_header(row, parties, originator, created), body))
+    return (as_kvn if notation is Notation.KVN else as_xml)(VERSION, message)
+
+
+def _header(
+    row: Mapping[str, Any], parties: tuple[Party, Party], originator: str, created: datetime
+) -> Block:
+    notes = [
+        "States are of SGP4 from published element sets, brought from TEME to GCRF.",
+        f"Event {text(str(row['event_id']))}, first reported in the screening from "
+        f"{utc(row['first_reported'])}.",
+    ]
+    if modes := sorted({text(one.data_mode) for one in parties} - {"REAL"}):
+        notes.append(f"NOT REAL: data mode of the element sets is {' and '.join(modes)}.")
+    return Block(
+        "header",
+        (
+            *comments(*notes),
+            moment("CREATION_DATE", created),
+            identifier("ORIGINATOR", originator),
+            identifier("MESSAGE_ID", message_id(row)),
+        ),
+    )
+
+
+def _relative(row: Mapping[str, Any]) -> Block:
+    notes = [f"Screened was for a distance of {row['threshold_km']:g} km."]
+    chance: tuple[Item, ...] = ()
+    if row.get("collision_probability") is not None:
+        notes += [
+            f"Probability: both objects together are a sphere of "
+            f"{row['hard_body_radius_m']:g} m radius{_radii(row)}.",
+            f"It is computed from default covariances; the largest of any scale of them is "
+            f"{row['max_collision_probability']:.3E}.",
+        ]
+        if row.get("probability_diluted"):
+            notes.append("It is diluted: smaller covariances would raise it.")
+        chance = (
+            number("COLLISION_PROBABILITY", row["collision_probability"], shape=".6E"),
+            Item("COLLISION_PROBABILITY_METHOD", METHOD),
+        )
+    elif because := row.get("no_probability_because"):
+        notes.append(f"No probability: {because}.")
+    state = Block(
+        "relativeStateVector",
+        tuple(
+            number(
+                f"RELATIVE_{name}_{axis.upper()}", row[f"relative_{column}_{axis}_{unit}"] * 1e3, si, shape
+            )
+            for name, column, unit, si, shape in (
+                ("POSITION", "position", "km", "m", ".3f"),
+                ("VELOCITY", "velocity", "km_s", "m/s", ".6f"),
+            )
+            for axis in "rtn"
+        ),
+    )
+    return Block(
+        "relativeMetadataData",
+        (
+            *comments(*notes),
+            moment("TCA", row["tca"]),
+            number("MISS_DISTANCE", row["miss_distance_km"] * 1e3, "m", ".3f"),
+            number("RELATIVE_SPEED", row["relative_speed_km_s"] * 1e3, "m/s", ".6f"),
+            state,
+            moment("START_SCREEN_PERIOD", row["screened_from"]),
+            moment("STOP_SCREEN_PERIOD", row["screened_until"]),
+            *chance,
+        ),
+    )
+
+
+def _radii(row: Mapping[str, Any]) -> str:
+    """Where the radius is from; rows of earlier lists do not say."""
+    if row.get("sat1_radius_source") is None or row.get("sat2_radius_source") is None:
+        return ", assumed"
+    each = (f"{row[f'sat{k}_radius_m']:g} m by {row[f'sat{k}_radius_source']}" for k in (1, 2))
+    return f": {' and '.join(each)}"
+
+
+def _segment(row: Mapping[str, Any], which: int, party: Party) -> Block:
+    cospar = (party.cospar or "").strip().upper()
+    kind = _TYPES.get((party.kind or "").strip().upper())
+    issued = f" issued by {text(party.source)}" if party.source else ""
+    metadata = Block(
+        "metadata",
+        (
+            *comments(
+                f"Element set of {party.element_epoch:%Y-%m-%dT%H:%M:%S.%f}{issued}, propagated by SGP4."
+            ),
+            Item("OBJECT", f"OBJECT{which}"),
+            identifier("OBJECT_DESIGNATOR", str(party.number)),
+            Item("CATALOG_NAME", "SATCAT"),
+            Item("OBJECT_NAME", text(party.name)),
+            identifier("INTERNATIONAL_DESIGNATOR", cospar if _COSPAR.fullmatch(cospar) else "UNKNOWN"),
+            *((Item("OBJECT_TYPE", kind),) if kind else ()),
+            Item("EPHEMERIS_NAME", "NONE"),
+            Item("COVARIANCE_METHOD", "DEFAULT"),
+            Item("MANEUVERABLE", "N/A"),
+            Item("ORBIT_CENTER", "EARTH"),
+            Item("REF_FRAME", "GCRF"),
+        ),
+    )
+    vector = Block(
+        "stateVector",
+        tuple(
+            number(f"{axis}{dot}", value, unit)
+            for dot, values, unit in (("", party.position, "km"), ("_DOT", party.velocity, "km/s"))
+            for axis, value in zip("XYZ", values, strict=True)
+        ),
+    )
+    sigmas = [row.get(f"sat{which}_sigma_{axis}_km") for axis in "rtn"]
+    return Block("segment", (metadata, Block("data", (vector, _covariance(row, sigmas)))))
+
+
+def _covariance(row: Mapping[str, Any], sigmas: Sequence[float | None]) -> Block:
+    known = [one for one in sigmas if one is not None]
+    if len(known) == len(sigmas):
+        notes = [
+            "Of no orbit determination. Variances of position: from differences of element sets of that age,",
+            f"error model {text(row['error_model_id'])}. Correlations are not known and given as 0.",
+            "Velocity is not known: its terms are 0, to be discounted by 508.0-B-1, 5.2.8.",
+        ]
+        variances = [(one * 1e3) ** 2 for one in known] + [0.0] * 3
+    else:
+        notes = ["The covariance is not known: all terms are 0, to be discounted by 508.0-B-1, 5.2.8."]
+        variances = [0.0] * 6
+    items = []
+    for i, one in enumerate(_TERMS):
+        for j, other in enumerate(_TERMS[: i + 1]):
+            dots = (i >= 3) + (j >= 3)
+            unit = ("m**2", "m**2/s", "m**2/s**2")[dots]
+            items.append(number(f"C{one}_{other}", variances[i] if i == j else 0.0, unit, ".9E"))
+    return Block("covarianceMatrix", (*comments(*notes), *items))

@@ -1,0 +1,115 @@
+"""Both objects of published close approaches, with their states: those that were screened, or none.
+
+The published list has no states. They are propagated anew from the element sets that its rows name by epoch,
+and a row's relative position must come out of them, or they are others than were screened.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from branchlake_dagster.sda.messages.cdm import Party
+from branchlake_dagster.sda.messages.errors import NotAMessage
+from branchlake_dagster.sda.orbits.frames import Floats, Micros
+from branchlake_dagster.sda.orbits.inertial import Frame, turned
+from branchlake_dagster.sda.orbits.propagation import Elements
+from branchlake_dagster.sda.trust.differences import rtn_axes, states_at
+
+SAME_KM = 0.02
+"""How far the relative position may be off: of eccentric orbits the list is within metres of SGP4's own."""
+_TEXTS = ("object_name", "object_id", "source", "data_mode")
+
+
+def parties_of(
+    found: pl.DataFrame, sets: pl.DataFrame, kinds: dict[int, str | None]
+) -> list[tuple[Party, Party] | NotAMessage]:
+    """Of each row its two objects, or why there are none.
+
+    Args:
+        found: rows of ``sda.conjunctions``.
+        sets: element sets with `Elements.COLUMNS`, and where there are ``object_name``, ``object_id``,
+            ``source`` and ``data_mode``; of an object and epoch there may be several.
+        kinds: what an object is, by its number.
+
+    """
+    by_object: dict[tuple[int, int], list[int]] = {}
+    elements = Elements.from_arrow(sets.to_arrow())
+    for row, key in enumerate(zip(elements.sat_no.tolist(), elements.epoch_micros.tolist(), strict=True)):
+        by_object.setdefault(key, []).append(row)
+    wanted = [
+        [by_object.get((int(number), int(epoch)), []) for number, epoch in _keys(found, k).iter_rows()]
+        for k in (1, 2)
+    ]
+    tca = found["tca"].dt.epoch("us").to_numpy()
+    told = found.select([f"relative_position_{axis}_km" for axis in "rtn"]).to_numpy()
+    # All combinations of all rows at once; nearly always there is one.
+    combined = [
+        (place, one, other)
+        for place in range(found.height)
+        for one in wanted[0][place]
+        for other in wanted[1][place]
+    ]
+    places, *rows = np.array(combined, np.int64).reshape(-1, 3).T
+    at = tca[places]
+    states = [states_at(elements, one, at) for one in rows]
+    relative = np.einsum("kij,kj->ki", rtn_axes(*states[0]), states[1][0] - states[0][0])
+    off = np.linalg.norm(relative - told[places], axis=1)
+    texts = [name for name in _TEXTS if name in sets.columns]
+    result: list[tuple[Party, Party] | NotAMessage] = []
+    for place, event in enumerate(found["event_id"].to_list()):
+        mine = np.flatnonzero(places == place)
+        mine = mine[off[mine] <= SAME_KM]
+        if not len(mine):
+            result.append(_nothing(event, [len(one[place]) for one in wanted], off[places == place]))
+            continue
+        best = int(mine[np.argmin(off[mine])])
+        one, other = (
+            _party(sets.row(int(rows[k][best]), named=True), texts, kinds, states[k], best, at)
+            for k in (0, 1)
+        )
+        result.append((one, other))
+    return result
+
+
+def _keys(found: pl.DataFrame, which: int) -> pl.DataFrame:
+    return found.select(f"sat{which}_object_designator", pl.col(f"sat{which}_element_epoch").dt.epoch("us"))
+
+
+def _nothing(event: str, there: list[int], off: Floats) -> NotAMessage:
+    if not all(there):
+        return NotAMessage(
+            f"{event} has no states: the element sets it was screened with are not in the lake any more.",
+            hint="Launch conjunctions_job for a new list.",
+        )
+    return NotAMessage(
+        f"{event} has no states: the lake's element sets of those epochs are others than were screened, "
+        f"{float(np.min(off)) * 1e3:,.0f} m off.",
+        hint="Launch conjunctions_job for a new list.",
+    )
+
+
+def _party(
+    row: dict[str, Any],
+    texts: list[str],
+    kinds: dict[int, str | None],
+    states: tuple[Floats, Floats],
+    place: int,
+    micros: Micros,
+) -> Party:
+    one = slice(place, place + 1)
+    position, velocity = (turned(part[one], micros[one], Frame.TEME, Frame.GCRF)[0] for part in states)
+    said = {name: row[name] for name in texts}
+    return Party(
+        row["sat_no"],
+        said.get("object_name"),
+        said.get("object_id"),
+        kinds.get(row["sat_no"]),
+        row["epoch"],
+        said.get("source"),
+        said.get("data_mode"),
+        position.tolist(),
+        velocity.tolist(),
+    )

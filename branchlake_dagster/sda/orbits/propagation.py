@@ -1,0 +1,154 @@
+"""SGP4 over a whole catalogue at once, in TEME, km and km/s.
+
+Theory: Vallado et al., AIAA 2006-6753, through the sgp4 package's compiled array calls; WGS-72, as the
+elements are fitted with it. Model error is 1-3 km a day from epoch (python-sgp4's own documentation), far
+above every numerical error made here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from sgp4.api import WGS72, Satrec, SatrecArray
+
+from branchlake_dagster.sda.orbits.frames import Floats, Micros, julian_dates
+
+_SGP4_EPOCH_MICROS = -631_238_400_000_000
+"""1949-12-31T00:00:00Z, from which sgp4init counts days."""
+
+ELEMENT_FIELDS = (
+    *("bstar", "mean_motion_dot", "mean_motion_ddot", "eccentricity", "arg_of_pericenter"),
+    *("inclination", "mean_anomaly", "mean_motion", "ra_of_asc_node"),
+)
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Element sets as arrays: ``sat_no`` and ``epoch_micros`` (n,), ``values`` (n, 9).
+
+    ``values`` holds ``ELEMENT_FIELDS`` in CCSDS units. Plain arrays, so that it travels in a Spark closure
+    (16,000 objects are 1.4 MB), which compiled Satrec records do not.
+    """
+
+    COLUMNS: ClassVar[tuple[str, ...]] = ("sat_no", "epoch", *ELEMENT_FIELDS)
+
+    sat_no: npt.NDArray[np.int64]
+    epoch_micros: Micros
+    values: Floats
+
+    @classmethod
+    def from_arrow(cls, table: pa.Table) -> Elements:
+        """Element sets of a table with ``sat_no``, ``epoch`` (timestamp) and ``ELEMENT_FIELDS``."""
+        epoch = table.column("epoch").cast(pa.timestamp("us", "UTC")).cast(pa.int64()).to_numpy()
+        values = np.stack([table.column(f).to_numpy() for f in ELEMENT_FIELDS], axis=1)
+        sat_no = table.column("sat_no").to_numpy()
+        return cls(sat_no.astype(np.int64), epoch.astype(np.int64), values.astype(np.float64))
+
+    def __len__(self) -> int:
+        return len(self.sat_no)
+
+    def take(self, rows: npt.NDArray[np.int64]) -> Elements:
+        """The element sets of some rows."""
+        return Elements(self.sat_no[rows], self.epoch_micros[rows], self.values[rows])
+
+    def satellites(self) -> SatrecArray:
+        """Initialised SGP4 records, for one call."""
+        return SatrecArray(self.records())
+
+    def records(self) -> list[Satrec]:
+        """Initialised SGP4 records, one by one.
+
+        The theory's initialisation has no array call; this loop over compiled calls takes 3 microseconds
+        an object and is the only one over objects in this package.
+        """
+        per_minute = 2 * np.pi / 1440
+        b, ndot, nddot, ecc, argp, inc, anomaly, motion, node = self.values.T
+        days = (self.epoch_micros - _SGP4_EPOCH_MICROS) / 86_400e6
+        arguments = np.stack(
+            [
+                days,
+                b,
+                ndot * per_minute / 1440,
+                nddot * per_minute / 1440**2,
+                ecc,
+                np.radians(argp),
+                np.radians(inc),
+                np.radians(anomaly),
+                motion * per_minute,
+                np.radians(node),
+            ],
+            axis=1,
+        )
+        records = []
+        for row in arguments.tolist():
+            record = Satrec()
+            # The number is only a label in SGP4, and its field is too small for OMM's nine digits.
+            record.sgp4init(WGS72, "i", 0, *row)
+            records.append(record)
+        return records
+
+
+@dataclass(frozen=True)
+class Ephemeris:
+    """States of n objects on m common instants: position (km), velocity (km/s), both (n, m, 3), in TEME.
+
+    ``valid`` (n, m) is false where SGP4 reports an error (decayed, for one); states there are NaN.
+    """
+
+    micros: Micros
+    position: Floats
+    velocity: Floats
+    valid: npt.NDArray[np.bool_]
+
+    def at(self, rows: npt.NDArray[np.int64], micros: Micros) -> tuple[Floats, Floats]:
+        """States (k, 3) of object ``rows`` at instants inside an evenly spaced grid.
+
+        Cubic Hermite interpolation: the position error is below h^4/384 times the fourth derivative,
+        n^4 r, for a step h and mean motion n: at 30 s in low orbit 2 cm, at 60 s 35 cm.
+        """
+        step = int(self.micros[1] - self.micros[0])
+        cell = np.clip((micros - self.micros[0]) // step, 0, len(self.micros) - 2)
+        s = ((micros - self.micros[cell]) / step)[:, None]
+        h = step / 1e6
+        return hermite(
+            (self.position[rows, cell], self.velocity[rows, cell]),
+            (self.position[rows, cell + 1], self.velocity[rows, cell + 1]),
+            s,
+            h,
+        )
+
+
+def hermite(
+    start: tuple[Floats, Floats], end: tuple[Floats, Floats], s: Floats, h: float | Floats
+) -> tuple[Floats, Floats]:
+    """Position and velocity at fraction ``s`` (k, 1) of cells of ``h`` seconds, from both ends' states."""
+    (r0, v0), (r1, v1) = start, end
+    position = (
+        (2 * s**3 - 3 * s**2 + 1) * r0
+        + (s**3 - 2 * s**2 + s) * h * v0
+        + (3 * s**2 - 2 * s**3) * r1
+        + (s**3 - s**2) * h * v1
+    )
+    velocity = (6 * s**2 - 6 * s) / h * (r0 - r1) + (3 * s**2 - 4 * s + 1) * v0 + (3 * s**2 - 2 * s) * v1
+    return position, velocity
+
+
+def propagate(satellites: SatrecArray, micros: Micros) -> Ephemeris:
+    """States of all satellites at all instants (UTC microseconds since 1970)."""
+    whole, fraction = julian_dates(micros)
+    error, position, velocity = satellites.sgp4(whole, fraction)
+    valid = error == 0
+    position[~valid] = np.nan
+    velocity[~valid] = np.nan
+    return Ephemeris(micros, position, velocity, valid)
+
+
+def grid(start_micros: int, end_micros: int, step_s: float) -> Micros:
+    """Evenly spaced instants from start to at least end, both included."""
+    step = round(step_s * 1e6)
+    cells = max(1, -(-(end_micros - start_micros) // step))
+    return start_micros + step * np.arange(cells + 1, dtype=np.int64)

@@ -1,0 +1,47 @@
+"""A table of hard-body radii by catalog number, as NASA CARA publishes one."""
+
+from __future__ import annotations
+
+import io
+
+import polars as pl
+
+from branchlake_dagster.sda.gp.limits import ReadLimits, text_of
+from branchlake_dagster.sda.gp.records import UnreadableCatalogueError
+from branchlake_dagster.sda.gp.rules import MAX_SAT_NO
+
+RADIUS_COLUMNS = {"sat_no": pl.Int64(), "radius_m": pl.Float64(), "is_default": pl.Boolean()}
+"""``is_default``: the table has the radius for want of a better one."""
+_LARGEST_M = 1_000.0
+"""A radius above it is a mistake of the file; the largest protected object of CARA's table has 250 m."""
+
+
+def read_radius_table(content: bytes, source: str, limits: ReadLimits) -> pl.DataFrame:
+    """Radii by object (``RADIUS_COLUMNS``) from a CSV file, gzipped or not.
+
+    The layout is that of NASA CARA's table: ``ObjectID``, ``HBR`` (m) and, if it is there, ``HBRSource``.
+    Rows without a positive radius or a catalog number are left out; of several of an object the last counts.
+
+    Raises:
+        TooLargeCatalogueError: the file unpacks to more than the limit.
+        UnreadableCatalogueError: it is not CSV, or has not those columns.
+
+    """
+    try:
+        frame = pl.read_csv(io.BytesIO(text_of(content, source, limits).encode()), infer_schema=False)
+    except pl.exceptions.PolarsError as error:
+        raise UnreadableCatalogueError(source, f"not CSV ({error})", "Fetch the file again.") from error
+    if not {"ObjectID", "HBR"} <= set(frame.columns):
+        raise UnreadableCatalogueError(
+            source, "it has no columns ObjectID and HBR", "Give a file in the layout of NASA CARA's table."
+        )
+    origin = pl.col("HBRSource") if "HBRSource" in frame.columns else pl.lit(None, pl.String)
+    rows = frame.select(
+        pl.col("ObjectID").str.strip_chars().cast(pl.Int64, strict=False).alias("sat_no"),
+        pl.col("HBR").str.strip_chars().cast(pl.Float64, strict=False).alias("radius_m"),
+        (origin.str.strip_chars().str.to_lowercase() == "default").fill_null(False).alias("is_default"),
+    )
+    good = pl.col("sat_no").is_between(1, MAX_SAT_NO) & pl.col("radius_m").is_between(
+        0.0, _LARGEST_M, closed="right"
+    )
+    return rows.filter(good).unique("sat_no", keep="last", maintain_order=True)

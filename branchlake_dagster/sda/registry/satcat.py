@@ -1,0 +1,176 @@
+"""Satellite catalogues: who owns an object, when it was launched and came down, how large it is.
+
+Read are CelesTrak's SATCAT as CSV or JSON, Space-Track's class ``satcat`` as JSON, and the short names that
+mirrors of it use. Effective dating is a function of all entries, so late ones find their place.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import polars as pl
+
+from branchlake_dagster.sda.gp.limits import ReadLimits, text_of
+from branchlake_dagster.sda.gp.records import EmptyCatalogueError, UnreadableCatalogueError
+from branchlake_dagster.sda.gp.rules import MAX_SAT_NO, REJECTED_COLUMNS, RejectReason, Rule, split
+
+PREFIX = "satcat"
+"""First word of the snapshot ids of satellite catalogues."""
+
+ENTRY_COLUMNS: dict[str, pl.DataType] = {
+    "sat_no": pl.Int64(),
+    "object_name": pl.String(),
+    "object_id": pl.String(),
+    "object_type": pl.String(),
+    "owner": pl.String(),
+    "launch_date": pl.Date(),
+    "decay_date": pl.Date(),
+    "period_min": pl.Float64(),
+    "inclination_deg": pl.Float64(),
+    "apogee_km": pl.Float64(),
+    "perigee_km": pl.Float64(),
+    "rcs_m2": pl.Float64(),
+    "rcs_size": pl.String(),
+}
+"""What an entry says; the orbit's figures change daily and open no new period of validity."""
+
+EFFECTIVE = (
+    "object_name",
+    "object_id",
+    "object_type",
+    "owner",
+    "launch_date",
+    "decay_date",
+    "rcs_m2",
+    "rcs_size",
+)
+
+_NAMES = {
+    "sat_no": ("NORAD_CAT_ID", "c"),
+    "object_name": ("OBJECT_NAME", "SATNAME", "n"),
+    "object_id": ("OBJECT_ID", "INTLDES", "i"),
+    "object_type": ("OBJECT_TYPE", "t"),
+    "owner": ("OWNER", "COUNTRY", "o"),
+    "launch_date": ("LAUNCH_DATE", "LAUNCH", "ld"),
+    "decay_date": ("DECAY_DATE", "DECAY", "dd"),
+    "period_min": ("PERIOD", "p"),
+    "inclination_deg": ("INCLINATION", "inc"),
+    "apogee_km": ("APOGEE", "a"),
+    "perigee_km": ("PERIGEE", "pe"),
+    "rcs_m2": ("RCS", "rcs"),
+    "rcs_size": ("RCS_SIZE",),
+}
+
+
+def is_satcat(snapshot: str) -> bool:
+    """Whether a snapshot id is one of a satellite catalogue."""
+    return snapshot.lower().startswith(PREFIX)
+
+
+def read_satcat(content: bytes, source: str, limits: ReadLimits) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Entries (``ENTRY_COLUMNS``) sorted by ``sat_no``, and rejected records (``REJECTED_COLUMNS``).
+
+    Raises:
+        EmptyCatalogueError: the file has no entry.
+        UnreadableCatalogueError: it is neither JSON nor CSV with known names.
+
+    """
+    text = text_of(content, source, limits)
+    frame = _json(text, source) if text.lstrip().startswith(("[", "{")) else _csv(text, source)
+    found = {
+        column: next((name for name in names if name in frame.columns), None)
+        for column, names in _NAMES.items()
+    }
+    if not frame.height:
+        raise EmptyCatalogueError(source, "no entries in it", "Check that the download was complete.")
+    if found["sat_no"] is None:
+        raise UnreadableCatalogueError(
+            source,
+            "no satellite catalogue: it has no NORAD_CAT_ID",
+            "Give CelesTrak's or Space-Track's SATCAT.",
+        )
+    texts = {
+        column: (pl.col(name) if name else pl.lit(None, dtype=pl.String)).str.strip_chars()
+        for column, name in found.items()
+    }
+    told = frame.select(
+        pl.when(text != "").then(text).alias(column) for column, text in texts.items()
+    ).with_row_index("line_number", offset=1)
+    raw = pl.concat_str([pl.col(c).fill_null("") for c in _NAMES], separator=",")
+    typed = told.with_columns(
+        raw_text=raw,
+        **{
+            column: pl.col(column).str.to_date("%Y-%m-%d", strict=False)
+            if kind == pl.Date()
+            else pl.col(column).cast(kind, strict=False)
+            for column, kind in ENTRY_COLUMNS.items()
+        },
+        _dates=pl.concat_str([pl.col(c).fill_null("") for c in ("launch_date", "decay_date")], separator=" "),
+        _unread=pl.col("decay_date").is_not_null()
+        & pl.col("decay_date").str.to_date("%Y-%m-%d", strict=False).is_null(),
+    )
+    good, rejected = split(
+        typed,
+        [
+            Rule(
+                RejectReason.CATALOGUE_NUMBER,
+                "sat_no",
+                (~pl.col("sat_no").is_between(1, MAX_SAT_NO)).fill_null(True),
+                "the entry has no catalogue number",
+            ),
+            # Without it a decayed object would be believed to fly.
+            Rule(
+                RejectReason.FIELD,
+                "decay_date",
+                pl.col("_unread"),
+                pl.format("cannot read the dates {}", pl.col("_dates")),
+            ),
+        ],
+    )
+    once = good.unique("sat_no", keep="last", maintain_order=True).sort("sat_no")
+    return once.select(list(ENTRY_COLUMNS)), rejected.select(list(REJECTED_COLUMNS))
+
+
+def _json(text: str, source: str) -> pl.DataFrame:
+    try:
+        loaded = json.loads(text, parse_float=str, parse_int=str)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UnreadableCatalogueError(source, f"not JSON ({error})", "Fetch the file again.") from error
+    wanted = [name for names in _NAMES.values() for name in names]
+    rows: list[dict[str, Any]] = (
+        [r for r in loaded if isinstance(r, dict)] if isinstance(loaded, list) else []
+    )
+    there = {name for name in wanted if any(name in row for row in rows[:1000])}
+    schema = {name: pl.String() for name in wanted if name in there}
+    return pl.DataFrame(rows, schema=schema, strict=False, orient="row") if schema else pl.DataFrame()
+
+
+def _csv(text: str, source: str) -> pl.DataFrame:
+    try:
+        return pl.read_csv(io.BytesIO(text.encode()), infer_schema=False)
+    except pl.exceptions.PolarsError as error:
+        raise UnreadableCatalogueError(source, f"not CSV ({error})", "Fetch the file again.") from error
+
+
+def effective(entries: pl.DataFrame) -> pl.DataFrame:
+    """Periods in which an object's entry said the same: `EFFECTIVE` with ``valid_from`` and ``valid_to``.
+
+    ``valid_from`` is the first collection that said so, ``valid_to`` the first that said something else, null
+    for what holds. ``snapshot_id`` is that of ``valid_from``.
+    """
+    ordered = entries.sort("sat_no", "collected_at", "snapshot_id")
+    said = pl.struct(EFFECTIVE)
+    changed = (said.shift() != said).fill_null(True) | (
+        pl.col("sat_no").shift() != pl.col("sat_no")
+    ).fill_null(True)
+    begun = ordered.filter(changed)
+    until = pl.when(pl.col("sat_no").shift(-1) == pl.col("sat_no")).then(pl.col("collected_at").shift(-1))
+    return begun.select(
+        "sat_no",
+        *EFFECTIVE,
+        pl.col("collected_at").alias("valid_from"),
+        until.alias("valid_to"),
+        "snapshot_id",
+    )

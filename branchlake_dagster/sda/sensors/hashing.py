@@ -1,0 +1,46 @@
+"""Reproducible pseudo-random numbers per object, independent of which other objects exist.
+
+A generator drawn from in catalogue order would give every object new numbers as soon as one object
+appears or decays; hashing the object's own number does not.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from branchlake_dagster.sda.orbits.frames import Floats
+
+
+def uniform(keys: npt.NDArray[np.int64], *salt: int) -> Floats:
+    """Numbers in (0, 1), one per key, by two rounds of splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    state = keys.astype(np.uint64)
+    with np.errstate(over="ignore"):
+        for word in salt:
+            state = _mix(state + np.uint64(word & 0xFFFF_FFFF_FFFF_FFFF))
+        state = _mix(state)
+    return ((state >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
+
+
+def mixed(keys: npt.NDArray[np.int64], salt: int, *more: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """64 bits for each row of some keys together."""
+    state = keys.astype(np.uint64)
+    with np.errstate(over="ignore"):
+        state = _mix(state + np.uint64(salt))
+        for other in more:
+            state = _mix(state ^ other.astype(np.uint64))
+    return state
+
+
+def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    state = state + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def normal(keys: npt.NDArray[np.int64], *salt: int) -> Floats:
+    """Standard normal numbers, one per key (Box-Muller on two hashes)."""
+    radius = np.sqrt(-2 * np.log(uniform(keys, *salt, 1)))
+    drawn: Floats = radius * np.cos(2 * np.pi * uniform(keys, *salt, 2))
+    return drawn

@@ -1,0 +1,116 @@
+"""What the three formats are decoded to, and how rows that are none get their reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from branchlake_dagster.sda.sensors.native import NATIVE_COLUMNS
+
+Bools = npt.NDArray[np.bool_]
+
+NOT_OF_THE_WIRE = ("window_start", "received_ns")
+"""Native columns that come from the record around the bytes, not from them."""
+
+
+def _schema() -> pa.Schema:
+    kinds = {pl.String(): pa.string(), pl.Int64(): pa.int64(), pl.Float64(): pa.float64()}
+    native = [(name, kinds[kind]) for name, kind in NATIVE_COLUMNS.items() if name not in NOT_OF_THE_WIRE]
+    return pa.schema([("observation_id", pa.string()), *native])
+
+
+DECODED = _schema()
+"""Native columns without `NOT_OF_THE_WIRE`, after ``observation_id``, which only optical sensors give."""
+
+WRONG_SIZE, NOT_FINITE = "wrong size", "a value is not finite"
+BAD_TIME, BAD_UNCERTAINTY = "timestamp out of range", "uncertainty is not positive"
+UNKNOWN_SENSOR, BAD_ANGLE = "unknown sensor", "angle out of range"
+
+LATEST_NS = 2**63 - 1
+
+
+class Reasons:
+    """Why rows are no measurement; the first reason found stays."""
+
+    def __init__(self, rows: int) -> None:
+        self.texts: npt.NDArray[np.object_] = np.full(rows, None, dtype=object)
+
+    def add(self, where: Bools, text: str) -> None:
+        """Rows `where` are none because of `text`, unless they have a reason."""
+        self.texts[where & (self.texts == None)] = text  # noqa: E711 - element by element
+
+    @property
+    def sound(self) -> Bools:
+        """Rows without a reason."""
+        return np.asarray(self.texts == None, dtype=np.bool_)  # noqa: E711 - element by element
+
+
+def one_array(values: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
+    """`values` in one piece, as 32-bit binary."""
+    found = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+    if isinstance(found, pa.ChunkedArray):  # of no chunk, or of more than an array can hold
+        found = pa.concat_arrays(found.chunks) if found.num_chunks else pa.array([], found.type)
+    return found if found.type == pa.binary() else found.cast(pa.binary())
+
+
+def fixed(values: pa.BinaryArray, layout: np.dtype[Any]) -> tuple[npt.NDArray[np.void], Bools]:
+    """The rows that have the layout's size, as records, and which rows they are."""
+    right = pc.equal(pc.binary_length(values), layout.itemsize).fill_null(False)
+    rows = values.filter(right)
+    _, offsets, data = rows.buffers()
+    first = np.frombuffer(offsets, np.int32, 1, rows.offset * 4)[0] if len(rows) else 0
+    found = np.frombuffer(data, layout, len(rows), int(first)) if len(rows) else np.zeros(0, layout)
+    return found, right.to_numpy(zero_copy_only=False)
+
+
+def decoded(
+    columns: Mapping[str, Any], rows: npt.NDArray[np.int64], reasons: Reasons
+) -> tuple[pa.RecordBatch, pa.StringArray]:
+    """All rows as `DECODED`, null where there is a reason.
+
+    `columns` are of some of the rows: those that `rows` numbers, in order. A single text or number is the
+    same in all of them; what is not named is null.
+    """
+    total = len(reasons.texts)
+    index = np.zeros(total, dtype=np.int64)
+    index[rows] = np.arange(len(rows))
+    sound = reasons.sound
+    taken = pa.array(index, mask=~sound)
+    arrays = []
+    for field in DECODED:
+        value = columns.get(field.name)
+        if value is None:
+            arrays.append(pa.nulls(total, field.type))
+        elif isinstance(value, (str, float)):
+            same = pa.repeat(pa.scalar(value, field.type), total)
+            arrays.append(pc.if_else(pa.array(sound), same, pa.scalar(None, field.type)))
+        else:
+            made = value if isinstance(value, pa.Array) else pa.array(value)
+            made = made if made.type == field.type else made.cast(field.type)
+            arrays.append(made.take(taken) if len(made) else pa.nulls(total, field.type))
+    return pa.RecordBatch.from_arrays(arrays, schema=DECODED), pa.array(reasons.texts, pa.string())
+
+
+def numbered(prefix: str, *numbers: npt.NDArray[Any]) -> pa.StringArray:
+    """``prefix-1-2``: texts of numbers."""
+    parts = [pa.array(one.astype(np.int64)).cast(pa.string()) for one in numbers]
+    return pc.binary_join_element_wise(prefix, *parts, "-")
+
+
+def binary(rows: npt.NDArray[np.void], lengths: npt.NDArray[np.int64] | None = None) -> pa.BinaryArray:
+    """Records as binary values; `lengths` cuts each to its first so many bytes."""
+    size = rows.dtype.itemsize
+    if lengths is None:
+        lengths = np.full(len(rows), size)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    flat = np.frombuffer(np.ascontiguousarray(rows).tobytes(), np.uint8).reshape(len(rows), size)
+    data = flat[np.arange(size) < lengths[:, None]]
+    return pa.BinaryArray.from_buffers(
+        pa.binary(), len(rows), [None, pa.py_buffer(offsets), pa.py_buffer(data)]
+    )

@@ -1,0 +1,152 @@
+"""The contracts name every column of the tables, with the types that are stored, and say what it means."""
+
+import dagster as dg
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pytest
+
+from branchlake_dagster import column_metadata
+from branchlake_dagster.branching.table.types import in_words, stored_type
+from branchlake_dagster.sda import contracts
+from branchlake_dagster.sda.assets.catalogue import (
+    CATALOGUE,
+    ELEMENT_SETS,
+    REJECTED_RECORDS,
+    SATELLITE_ENTRIES,
+)
+from branchlake_dagster.sda.assets.conjunctions import CONJUNCTION_CANDIDATES, CONJUNCTIONS, listed
+from branchlake_dagster.sda.assets.ephemerides import EPHEMERIS_CONJUNCTIONS
+from branchlake_dagster.sda.assets.observations import OBSERVATIONS, SENSOR_OBSERVATIONS
+from branchlake_dagster.sda.assets.quarantine import QUARANTINED_OBJECTS
+from branchlake_dagster.sda.assets.registry import (
+    CATALOGUE_COLUMNS,
+    ELEMENT_HISTORY,
+    MERGE_AUDIT,
+    OBJECTS,
+    SATELLITES,
+)
+from branchlake_dagster.sda.assets.tracks import FUSED_TRACKS
+from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, ELEMENT_JUMPS, OBJECT_ERRORS
+from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA
+from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span
+from branchlake_dagster.sda.estimation.arrow import TRACK_SCHEMA
+from branchlake_dagster.sda.gp.rules import REJECTED_COLUMNS
+from branchlake_dagster.sda.graph.definitions import fusion_assets
+from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
+from branchlake_dagster.sda.registry.life_cycle import OBJECT_COLUMNS
+from branchlake_dagster.sda.registry.merge import AUDIT_COLUMNS, PULLED_COLUMNS
+from branchlake_dagster.sda.registry.satcat import ENTRY_COLUMNS
+from branchlake_dagster.sda.sensors.native import NATIVE_COLUMNS
+from branchlake_dagster.sda.trust.assessment import assessed
+from branchlake_dagster.sda.trust.model import error_model
+from branchlake_dagster.sda.trust.radii import Radii
+from branchlake_dagster.sda.trust.tables import element_errors, element_jumps, object_errors
+
+CONTRACTS = {
+    ELEMENT_SETS: contracts.ElementSet,
+    REJECTED_RECORDS: contracts.RejectedRecord,
+    SATELLITE_ENTRIES: contracts.SatelliteEntry,
+    CATALOGUE: contracts.CatalogueEntry,
+    OBJECTS: contracts.RegisteredObject,
+    ELEMENT_HISTORY: contracts.ElementSet,
+    MERGE_AUDIT: contracts.MergeOutcome,
+    SATELLITES: contracts.Satellite,
+    SENSOR_OBSERVATIONS: contracts.SensorObservation,
+    OBSERVATIONS: contracts.Observation,
+    QUARANTINED_OBJECTS: contracts.QuarantinedObject,
+    FUSED_TRACKS: contracts.FusedTrack,
+    CONJUNCTION_CANDIDATES: contracts.ConjunctionCandidate,
+    CONJUNCTIONS: contracts.Conjunction,
+    EPHEMERIS_CONJUNCTIONS: contracts.EphemerisConjunction,
+    ELEMENT_ERRORS: contracts.ElementError,
+    OBJECT_ERRORS: contracts.ObjectError,
+    ELEMENT_JUMPS: contracts.ElementJump,
+}
+UNIT_OF_ENDING = {
+    "_km_s": "km/s",
+    "_m_s": "m/s",
+    "_km": "km",
+    "_m": "m",
+    "_deg": "deg",
+    "_rad": "rad",
+    "_arcsec": "arcsec",
+    "_ns": "ns",
+    "_s": "s",
+    "_days": "d",
+    "_min": "min",
+}
+
+
+def stored(schema: pa.Schema) -> dict[str, str]:
+    return {one.name: in_words(stored_type(one.type, one.name, ""), table="") for one in schema}
+
+
+def of_polars(columns: dict[str, pl.DataType]) -> dict[str, str]:
+    return stored(pl.DataFrame(schema=columns).to_arrow().schema)
+
+
+def described(model: type) -> list[dg.TableColumn]:
+    return column_metadata(model)["dagster/column_schema"].columns
+
+
+def types(model: type) -> dict[str, str]:
+    return {one.name: one.type for one in described(model)}
+
+
+def in_order(columns: dict[str, str]) -> list[tuple[str, str]]:
+    return list(columns.items())
+
+
+def test_the_contracts_are_the_tables_column_by_column():
+    text = {"snapshot_id": "string"}
+    assert in_order(types(contracts.ElementSet)) == in_order(of_polars(PULLED_COLUMNS))
+    assert in_order(types(contracts.CatalogueEntry)) == in_order(of_polars(CATALOGUE_COLUMNS))
+    assert in_order(types(contracts.MergeOutcome)) == in_order(of_polars(AUDIT_COLUMNS))
+    assert in_order(types(contracts.RegisteredObject)) == in_order(of_polars(OBJECT_COLUMNS))
+    entries = {**text, **of_polars(ENTRY_COLUMNS), "collected_at": "timestamptz"}
+    assert in_order(types(contracts.SatelliteEntry)) == in_order(entries)
+    assert in_order(types(contracts.RejectedRecord)) == in_order({**text, **of_polars(REJECTED_COLUMNS)})
+    assert in_order(types(contracts.SensorObservation)) == in_order(of_polars(NATIVE_COLUMNS))
+    assert in_order(types(contracts.FusedTrack)) == in_order(stored(TRACK_SCHEMA))
+    hourly = {**stored(ENCOUNTER_SCHEMA), "window_start": "timestamptz"}
+    assert in_order(types(contracts.ConjunctionCandidate)) == in_order(hourly)
+    nothing = listed(pl.DataFrame(ENCOUNTER_SCHEMA.empty_table()), None, Span.whole(0, MINUTE), 5.0)
+    no_elements = Elements(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, len(ELEMENT_FIELDS))))
+    rows = assessed(nothing, no_elements, None, Radii(5.0))
+    assert in_order(types(contracts.Conjunction)) == in_order(stored(rows.to_arrow().schema))
+    model = error_model(no_elements)
+    for table, contract in (
+        (element_errors, contracts.ElementError),
+        (object_errors, contracts.ObjectError),
+        (element_jumps, contracts.ElementJump),
+    ):
+        told = table(model, no_elements).to_arrow().schema
+        assert in_order(types(contract)) == in_order(stored(told))
+
+
+@pytest.mark.parametrize("model", dict.fromkeys(CONTRACTS.values()), ids=lambda one: one.__name__)
+def test_every_column_has_its_meaning_and_the_unit_that_its_name_says(model):
+    for column in described(model):
+        assert (column.description or "").endswith("."), column.name
+        ending = next((one for one in UNIT_OF_ENDING if column.name.endswith(one)), None)
+        if ending:
+            assert column.tags == {"unit": UNIT_OF_ENDING[ending]}, column.name
+
+
+def test_elements_and_covariance_have_the_units_of_the_orbit_messages():
+    units = {one.name: one.tags.get("unit") for one in described(contracts.ElementSet)}
+    assert units["mean_motion"] == "rev/day"
+    assert {units[name] for name in ("inclination", "ra_of_asc_node", "mean_anomaly")} == {"deg"}
+    assert units["eccentricity"] is None
+    for column in described(contracts.FusedTrack):
+        if column.name.startswith("c") and column.name[1:2] in "xyz":
+            per_second = column.name.count("dot")
+            assert column.tags["unit"] == ("km²", "km²/s", "km²/s²")[per_second], column.name
+
+
+def test_every_asset_shows_the_columns_of_its_own_contract():
+    specs = {spec.key: spec for asset in fusion_assets for spec in asset.specs}
+    assert specs.keys() == CONTRACTS.keys()
+    for key, model in CONTRACTS.items():
+        assert specs[key].metadata["dagster/column_schema"] == column_metadata(model)["dagster/column_schema"]

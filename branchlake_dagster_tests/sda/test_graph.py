@@ -1,0 +1,207 @@
+from datetime import UTC, datetime
+from typing import get_type_hints
+
+import dagster as dg
+import pytest
+from pyspark.sql import DataFrame
+
+from branchlake_dagster import BranchSparkResource, LakehouseResource
+from branchlake_dagster.sda.assets.catalogue import gp_ingest
+from branchlake_dagster.sda.gp.records import EmptyCatalogueError
+from branchlake_dagster.sda.graph import definitions
+from branchlake_dagster.sda.partitions import all_kinds_of_window, windows, windows_by_kind
+from branchlake_dagster.sda.providers.pulled import GpProvider, Pull
+from branchlake_dagster.sda.sources import (
+    DEFAULT_SNAPSHOT,
+    GpSource,
+    UnknownSnapshotError,
+    snapshot_id,
+    snapshot_time,
+)
+from branchlake_dagster_tests.sda.test_gp import L1, L2, NAME
+from branchlake_dagster_tests.suite.raised import raising
+
+NOW = datetime(2026, 8, 8, 5, 5, tzinfo=UTC)
+
+
+@pytest.fixture
+def instance(tmp_path_factory):
+    # On disk, because a schedule's context reaches its instance by reference.
+    with dg.DagsterInstance.local_temp(str(tmp_path_factory.mktemp("dagster"))) as made:
+        yield made
+
+
+def code_location(gp: GpSource) -> dg.Definitions:
+    lakehouse = LakehouseResource()
+    resources = {
+        "gp": gp,
+        "gp_provider": GpProvider(),
+        "io_manager": dg.mem_io_manager,
+        "lakehouse": lakehouse,
+        "spark": BranchSparkResource(lakehouse=lakehouse),
+    }
+    return dg.Definitions(
+        assets=definitions.fusion_assets,
+        asset_checks=definitions.fusion_checks,
+        jobs=definitions.fusion_jobs,
+        schedules=[*definitions.fusion_schedules, definitions.pull_schedule(running=False)],
+        sensors=definitions.fusion_sensors,
+        resources=resources,
+    )
+
+
+def test_groups_come_in_the_order_of_the_pipeline():
+    graph = code_location(GpSource()).resolve_asset_graph()
+    keys = graph.toposorted_asset_keys
+    first = {group: i for i, group in reversed([*enumerate(graph.get(key).group_name for key in keys)])}
+    assert set(first) == {"catalogue", "observations", "fused_tracks", "conjunctions"}
+    assert first["catalogue"] < first["observations"] < first["fused_tracks"]
+    assert first["catalogue"] < first["conjunctions"]
+    assert all(key.path[0] == "sda" for key in keys)
+
+
+def test_every_table_has_checks():
+    graph = code_location(GpSource()).resolve_asset_graph()
+    checked = {key.asset_key for key in graph.asset_check_keys}
+    assert checked == set(graph.get_all_asset_keys())
+
+
+def test_a_window_of_tracks_reads_all_kinds_of_that_window():
+    mapped = all_kinds_of_window.get_upstream_mapped_partitions_result_for_partitions(
+        windows.subset_with_partition_keys(["2026-08-08-03:00"]), windows, windows_by_kind, NOW
+    )
+    assert set(mapped.partitions_subset.get_partition_keys()) == {
+        f"{kind}|2026-08-08-03:00" for kind in ("radar", "optical", "isl")
+    }
+
+
+def ingest(gp: GpSource, snapshot: str):
+    context = dg.build_asset_context(partition_key=snapshot, resources={"gp": gp})
+    return {output.output_name: output.value for output in gp_ingest(context)}
+
+
+def test_ingest_of_a_file_and_of_simulated_snapshots(tmp_path):
+    (tmp_path / "tiny-20260808T0220Z.tle").write_text(f"{NAME}\n{L1}\n{L2}\nGARBAGE\n")
+    gp = GpSource(catalogue_dir=str(tmp_path), simulated_objects=80)
+    out = ingest(gp, "tiny-20260808T0220Z")
+    assert out["element_sets"].select("snapshot_id", "sat_no", "data_mode").rows() == [
+        ("tiny-20260808T0220Z", 900, "REAL")
+    ]
+    assert out["rejected_records"].select("snapshot_id", "line_number", "reason").rows() == [
+        ("tiny-20260808T0220Z", 4, "orphan_line")
+    ]
+    simulated = ingest(gp, "sim-1")
+    assert simulated["element_sets"]["data_mode"].unique().to_list() == ["SIMULATED"]
+    assert simulated["element_sets"].height == 80
+    bad = ingest(gp, "sim-bad-1")["rejected_records"].group_by("reason").len()
+    assert dict(bad.iter_rows()) == {"checksum": 10, "field": 8}
+
+
+def test_unknown_and_empty_snapshots_say_what_to_do(tmp_path):
+    (tmp_path / "empty.tle").write_text("\n")
+    gp = GpSource(catalogue_dir=str(tmp_path))
+    with raising(UnknownSnapshotError, tmp_path, source="nowhere"):
+        ingest(gp, "nowhere")
+    with pytest.raises(EmptyCatalogueError):
+        ingest(gp, "empty")
+    with raising(UnknownSnapshotError, source=str(tmp_path / "gone")):
+        GpSource(catalogue_dir=str(tmp_path / "gone")).files()
+    with raising(UnknownSnapshotError, "catalogue_dir", source="active"):
+        ingest(GpSource(), "active")
+
+
+def test_snapshot_ids_are_names_without_endings(tmp_path):
+    for name in ("a.tle.gz", "b.json", "c.KVN", "notes.md", "d.tle.part"):
+        (tmp_path / name).touch()
+    files = GpSource(catalogue_dir=str(tmp_path)).files()
+    assert list(files) == ["a", "b", "c"]
+    (tmp_path / "a.json").touch()
+    with raising(UnknownSnapshotError, "a.json"):
+        GpSource(catalogue_dir=str(tmp_path)).files()
+    assert snapshot_id(tmp_path / "active-20260808T0220Z.tle.gz") == "active-20260808T0220Z"
+    assert snapshot_time("active-20260808T0220Z") == datetime(2026, 8, 8, 2, 20, tzinfo=UTC)
+    assert snapshot_time("sim-99999999T0000Z") is None
+
+
+def test_an_unknown_partition_key_is_refused_before_the_source_is_asked(instance):
+    job = code_location(GpSource()).resolve_job_def("catalogue_job")
+    with pytest.raises(dg.DagsterUnknownPartitionError):
+        job.execute_in_process(instance=instance, partition_key="never-registered")
+
+
+def test_the_sensor_registers_files_and_starts_nothing(instance, tmp_path):
+    def tick(gp: GpSource):
+        return definitions.gp_snapshot_files(dg.build_sensor_context(instance=instance, resources={"gp": gp}))
+
+    (request,) = tick(GpSource()).dynamic_partitions_requests
+    assert request.partition_keys == [DEFAULT_SNAPSHOT]
+    (tmp_path / "a.tle").touch()
+    gp = GpSource(catalogue_dir=str(tmp_path))
+    assert tick(gp).dynamic_partitions_requests[0].partition_keys == ["a"]
+    assert not tick(gp).run_requests
+    instance.add_dynamic_partitions("gp_snapshots", ["a"])
+    assert isinstance(tick(gp), dg.SkipReason)
+
+
+# Dagster 1.13 warns about its own tags of multi-dimensional partitions.
+@pytest.mark.filterwarnings("ignore:Non-compliant tag keys:DeprecationWarning")
+def test_schedules_wait_for_a_current_catalogue(instance):
+    def tick(schedule: dg.ScheduleDefinition, now: datetime = NOW):
+        context = dg.build_schedule_context(
+            instance=instance,
+            scheduled_execution_time=now,
+            repository_def=code_location(GpSource()).get_repository_def(),
+        )
+        return schedule.evaluate_tick(context)
+
+    for schedule in definitions.fusion_schedules:
+        assert "no GP snapshot" in tick(schedule).skip_message
+    instance.add_dynamic_partitions("gp_snapshots", ["active-20260808T0220Z"])
+    late = datetime(2026, 11, 21, 5, 5, tzinfo=UTC)
+    for schedule in definitions.fusion_schedules:
+        assert "7 days old" in tick(schedule, late).skip_message
+    requests = tick(definitions.hourly_observations).run_requests
+    kinds = ("radar", "optical", "isl")
+    assert [request.partition_key for request in requests] == [f"{kind}|2026-08-08-04:00" for kind in kinds]
+    (window,) = tick(definitions.hourly_window).run_requests
+    assert window.partition_key == "2026-08-08-04:00"
+    (learnt,) = tick(definitions.daily_element_trust).run_requests
+    assert (learnt.run_key, learnt.partition_key) == ("2026-08-08", None)
+
+
+class Fixed(GpProvider):
+    """A provider that always gives the same."""
+
+    text: str
+
+    def pull(self, around=None):
+        return Pull("fixed", "all", "tle", self.text.encode(), NOW)
+
+
+def test_a_pull_becomes_a_file_a_partition_and_a_run_and_again_the_same(instance, tmp_path):
+    def tick(provider: GpProvider, folder: str | None = str(tmp_path / "gp")):
+        with dg.build_schedule_context(
+            instance=instance,
+            scheduled_execution_time=NOW,
+            resources={"gp": GpSource(catalogue_dir=folder), "gp_provider": provider},
+        ) as context:
+            return definitions.pull_schedule(running=True)(context)
+
+    assert "BRANCHLAKE_GP_PULL" in tick(GpProvider()).skip_message
+    provider = Fixed(text=f"{L1}\n{L2}\n")
+    assert "catalogue_dir" in tick(provider, None).skip_message
+    request, again = tick(provider), tick(provider)
+    assert (request.partition_key, request.run_key) == (again.partition_key, again.run_key)
+    assert request.partition_key == request.run_key == "fixed-all-20260808T0505Z"
+    assert instance.get_dynamic_partitions("gp_snapshots") == ["fixed-all-20260808T0505Z"]
+    out = ingest(GpSource(catalogue_dir=str(tmp_path / "gp")), "fixed-all-20260808T0505Z")
+    assert out["element_sets"]["sat_no"].to_list() == [900]
+    states = [definitions.pull_schedule(running=r).default_status for r in (False, True)]
+    assert states == [dg.DefaultScheduleStatus.STOPPED, dg.DefaultScheduleStatus.RUNNING]
+
+
+def test_an_asset_of_kind_spark_returns_what_spark_computes():
+    for definition in definitions.fusion_assets:
+        returned = get_type_hints(definition.op.compute_fn.decorated_fn).get("return")
+        for spec in definition.specs:
+            assert ("spark" in spec.kinds) is (returned is DataFrame), spec.key

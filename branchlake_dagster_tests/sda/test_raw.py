@@ -1,0 +1,182 @@
+"""Bytes of live sensors become rows of the raw tables, and what cannot be decoded a dead letter."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import polars as pl
+import pytest
+
+from branchlake_dagster.definitions import LIVE_SENSORS, build_definitions
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.ingest.declaring.declaration import Ingest
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.receivers.kafka_sink import KafkaSink
+from branchlake_dagster.receivers.landing_sink import LandingSink
+from branchlake_dagster.receivers.records import Origin, Record
+from branchlake_dagster.sda.assets.raw import Where, raw_ingests
+from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
+from branchlake_dagster.sda.orbits.propagation import Elements
+from branchlake_dagster.sda.sensors.simulate import simulate
+from branchlake_dagster.sda.wire.columns import DECODED, WRONG_SIZE
+from branchlake_dagster.sda.wire.links import decode_links, encode_links
+from branchlake_dagster.sda.wire.optical import MALFORMED, decode_optical, encode_optical
+from branchlake_dagster.sda.wire.radar import KEY_BYTES, decode_radar, encode_radar
+from branchlake_dagster.settings import Settings
+from branchlake_dagster_tests.ingest.driving import Driver
+from branchlake_dagster_tests.ingest.test_landing_source import LandingDriver
+from branchlake_dagster_tests.suite.kafka import Broker
+from branchlake_dagster_tests.suite.raised import raising
+
+RECEIVED_NS = 1_780_000_000_123_456_000
+WIRE: dict[str, Any] = {
+    "radar": ("radar", encode_radar, decode_radar, WRONG_SIZE),
+    "optical": ("optical", encode_optical, decode_optical, MALFORMED),
+    "links": ("isl", encode_links, decode_links, WRONG_SIZE),
+}
+
+
+@cache
+def sent(name: str) -> list[bytes]:
+    """Some bytes of a kind, as the pipeline's own simulation measures."""
+    kind, encode, _, _ = WIRE[name]
+    made = simulated_elements(seed=1, objects=400, epoch=REFERENCE_EPOCH)
+    elements = Elements.from_arrow(made.to_arrow().sort_by("sat_no"))
+    start = int(datetime(2026, 8, 8, tzinfo=UTC).timestamp() * 1e6)
+    native = simulate(elements, kind=kind, start=start, end=start + 3_600_000_000, seed=1)
+    found: list[bytes] = encode(native[:50]).to_pylist()
+    assert len(found) == 50
+    return found
+
+
+def own(ingest: Ingest, topic: str | None = None) -> Ingest:
+    """The ingestion with a name and tables of the test's own."""
+    name = f"i{uuid.uuid4().hex[:8]}"
+    (table,) = ingest.tables
+    mine = replace(table, key=[name, table.asset.path[-1]])
+    return replace(ingest, name=name, topics=[topic or ingest.topics[0]], tables=[mine])
+
+
+def records(name: str) -> list[Record]:
+    return [Record(value, b"k", RECEIVED_NS, b"h:1") for value in [*sent(name), b"damaged"]]
+
+
+def holds(driver: Driver, name: str) -> None:
+    """Each measurement is there once, with what its bytes say, and the damaged one is a dead letter."""
+    import pyarrow as pa
+
+    decoded, _ = WIRE[name][2](pa.array(sent(name)))
+    found = pl.DataFrame(pl.from_arrow(driver.arrow())).sort("topic_offset")
+    shared = [column for column in DECODED.names if column in found.columns]
+    wanted = pl.DataFrame(pl.from_arrow(pa.Table.from_batches([decoded]))).select(shared)
+    assert found.select(shared).equals(wanted)
+    # What the table has no column for, no record of the kind fills, but for the kind itself.
+    left = [column for column in DECODED.names if column not in shared and column != "source_kind"]
+    assert all(decoded[column].null_count == len(decoded) for column in left)
+    received = datetime.fromtimestamp(RECEIVED_NS // 1_000_000 / 1_000, UTC)
+    assert {at.replace(microsecond=at.microsecond // 1_000 * 1_000) for at in found["received_at"]} == {
+        received
+    }
+    assert found["topic_offset"].to_list() == list(range(50))
+    (dead,) = driver.dead()
+    assert (dead["value"], dead["error"]) == (b"damaged", WIRE[name][3])
+
+
+def test_the_three_kinds_are_read_from_a_landing_folder(
+    lakehouse: Lakehouse, spark_session: Any, tmp_path: Path
+) -> None:
+    for ingest in raw_ingests("landing"):
+        (topic,) = ingest.topics
+        sink = LandingSink(tmp_path, topic, 0, Origin("r1", "udp"))
+        sink.open(resume=False)
+        sink.write(records(ingest.name)[:20])
+        sink.write(records(ingest.name)[20:])
+        sink.close()
+        driver = LandingDriver(lakehouse, tmp_path, own(ingest), spark_session)
+        assert driver.batch().records == 51
+        holds(driver, ingest.name)
+
+
+def test_datagrams_of_radars_go_through_a_broker(
+    lakehouse: Lakehouse, spark_session: Any, kafka: Broker
+) -> None:
+    topic = kafka.topic()
+    start, end = KEY_BYTES
+    sink = KafkaSink(topic, None, Origin("r1", "udp"), kafka.cluster.client_options())
+    sink.open(resume=False)
+    sink.write([one._replace(key=one.value[start:end]) for one in records("radar")])
+    sink.close()
+    driver = Driver(lakehouse, kafka, spark_session, own(raw_ingests("kafka")[0], topic))
+    (place,) = driver.look().topics[topic].partitions()
+    at = driver.topics.time_of({place: 0})
+    assert at is not None
+    assert int(at.timestamp() * 1_000) == RECEIVED_NS // 1_000_000
+    assert driver.batch().records == 51
+    holds(driver, "radar")
+
+
+# -- definitions ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["landing", "kafka"])
+def test_every_column_is_described_and_is_one_of_the_wire_or_of_the_record(where: Where) -> None:
+    for ingest in raw_ingests(where):
+        (table,) = ingest.tables
+        assert table.contract is not None
+        columns = table.contract.to_schema().columns
+        assert set(columns) == {*table.columns, *table.attributes}
+        assert set(table.columns) <= set(DECODED.names)
+        assert all(column.description for column in columns.values())
+
+
+@pytest.mark.parametrize("where", ["landing", "kafka"])
+def test_live_sensors_are_there_when_they_are_asked_for_and_off(
+    where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = Settings(state_dir=tmp_path)
+    before = build_definitions(settings).get_repository_def()
+    monkeypatch.setenv(LIVE_SENSORS, where)
+    after = build_definitions(settings).get_repository_def()
+    added = set(after.asset_graph.get_all_asset_keys()) - set(before.asset_graph.get_all_asset_keys())
+    raw = {dg.AssetKey(["sda", f"raw_{name}"]) for name in ("radar", "optical", "links")}
+    topics = {dg.AssetKey([where, f"sda.{kind}"]) for kind in ("radar", "optical", "isl")}
+    dead = {dg.AssetKey(["sda", f"{name}_dead_letters"]) for name in ("radar", "optical", "links")}
+    assert added == raw | topics | dead
+    for key in raw:
+        spec = after.asset_graph.get(key)
+        assert spec.freshness_policy is not None
+        assert "dagster/column_schema" in spec.metadata
+    known = {one.name for one in before.sensor_defs}
+    new = [one for one in after.sensor_defs if one.name not in known]
+    assert len(new) == 6
+    assert {one.default_status for one in new} == {dg.DefaultSensorStatus.STOPPED}
+    schedules = {one.name for one in before.schedule_defs}
+    assert {one.default_status for one in after.schedule_defs if one.name not in schedules} <= {
+        dg.DefaultScheduleStatus.STOPPED
+    }
+
+
+def test_without_kafkas_client_landing_folders_work_and_kafka_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from branchlake_dagster import extras
+
+    found = extras.find_spec
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "confluent_kafka" else found(name))
+    monkeypatch.setenv(LIVE_SENSORS, "landing")
+    build_definitions(Settings(state_dir=tmp_path))
+    monkeypatch.setenv(LIVE_SENSORS, "kafka")
+    with raising(extras.MissingExtra, "confluent_kafka"):
+        build_definitions(Settings(state_dir=tmp_path))
+
+
+def test_another_place_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(LIVE_SENSORS, "pulsar")
+    with raising(ConfigurationError, "'pulsar'"):
+        build_definitions(Settings(state_dir=tmp_path))
