@@ -54,6 +54,14 @@ class AnotherIngestion(IngestError, Terminal):  # noqa: N818 - named like the ot
     """A table is filled from the same topic by another ingestion: its rows would be there twice."""
 
 
+class RecordsDeleted(IngestError, Transient):  # noqa: N818 - named like the other outcomes
+    """Kafka deleted records, by retention or on request, while a batch read them.
+
+    Nothing of the batch is kept. The next batch finds the topic's new start, and raises TopicChanged if the
+    tables have not read all records before it.
+    """
+
+
 class TopicReplaced(IngestError, Transient):  # noqa: N818 - named like the other outcomes
     """A topic was deleted and made again while a batch read it. Nothing of the batch is kept.
 

@@ -32,7 +32,13 @@ from pyiceberg.types import (
 from branchlake_dagster.catalog.options import NAMESPACE_CREATE
 from branchlake_dagster.ingest.batch.ingest_batch import ingest_batch
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.errors import EarlierAttemptLate, PositionLost, TopicChanged, TopicReplaced
+from branchlake_dagster.ingest.errors import (
+    EarlierAttemptLate,
+    PositionLost,
+    RecordsDeleted,
+    TopicChanged,
+    TopicReplaced,
+)
 from branchlake_dagster.ingest.scanning.writer import SET
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.kafka import Broker, Message
@@ -480,6 +486,23 @@ def test_a_topic_that_loses_records_or_is_made_again_stops_and_goes_on_by_the_ru
     drive.ingest = replace(drive.ingest, on_recreated="start_over")
     drive.batch()
     assert [row["id"] for row in drive.rows(0, "id")] == [3, 4]
+
+
+def test_records_that_are_deleted_while_a_batch_reads_them_give_nothing(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "t"], columns={"id": "int"})
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table]))
+    kafka.send(topic, [_json(id=1), _json(id=2)])
+    place = drive.place()
+    before = drive.look(place.branch)
+    kafka.delete_before(topic, 0, 1)
+    with raising(RecordsDeleted, subject=topic):
+        ingest_batch(before, place, drive.records, tasks=2)
+    drive.batch()
+    rows = drive.lake.catalog().load_table((namespace, "t")).scan().to_arrow()
+    assert rows["id"].to_pylist() == [2]
 
 
 def test_a_topic_that_is_made_again_while_a_batch_reads_it_gives_nothing(

@@ -64,7 +64,9 @@ class Broker:
     def create(self, name: str, *, partitions: int = 1, **config: str) -> None:
         """Make a topic of this name; `config` with `_` for `.`."""
         told = {key.replace("_", "."): value for key, value in config.items()}
-        wanted = NewTopic(name, partitions, 1, config={"max.message.bytes": str(8 << 20), **told})
+        # Records of tests have fixed times, which retention would delete after at most five minutes.
+        defaults = {"max.message.bytes": str(8 << 20), "retention.ms": "-1"}
+        wanted = NewTopic(name, partitions, 1, config=defaults | told)
         _until_done(lambda: self._admin.create_topics([wanted])[name].result(30))
 
     def delete(self, name: str) -> None:

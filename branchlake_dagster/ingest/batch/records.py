@@ -112,7 +112,7 @@ class KafkaRecords:
         return frame.select(*(F.col(name).alias(f"__{name}") for name in COLUMNS))
 
     def reading(self) -> AbstractContextManager[None]:
-        """Raises KafkaUnavailable or KafkaRefused."""
+        """Raises KafkaUnavailable, KafkaRefused or RecordsDeleted."""
         return reading(self._cluster)
 
     def fetch(self, positions: Iterable[Position]) -> list[RawRecord]:

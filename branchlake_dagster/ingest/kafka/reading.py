@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from pyspark.errors import PySparkException
 
-from branchlake_dagster.ingest.errors import KafkaRefused, KafkaUnavailable
+from branchlake_dagster.ingest.errors import KafkaRefused, KafkaUnavailable, RecordsDeleted
 from branchlake_dagster.ingest.kafka.cluster import Cluster
 
 _KAFKAS = re.compile(r"org\.apache\.kafka\.common\.(?:errors\.)?(\w+Exception)\b[):]* ?([^\n|]{0,200})")
@@ -16,14 +16,27 @@ _REFUSED = ("Authentication", "Authorization")
 _AWAY = ("TimeoutException", "DisconnectException", "NetworkException", "BrokerNotAvailableException")
 _NO_CLIENT = ("Failed to create new", "Failed to construct")
 """Of a `KafkaException`: a host is not known, or a certificate cannot be read."""
+_RECORDS_DELETED = re.compile(
+    r"KafkaIllegalStateException.*?in offset (\[\d+, \d+\)) for topic partition (\S+)-(\d+)", re.DOTALL
+)
+"""What Spark's source reports if offsets of its range are before the topic's start."""
 
 
 @contextmanager
 def reading(cluster: Cluster) -> Iterator[None]:
-    """Raise KafkaUnavailable or KafkaRefused for what Spark fails with inside, where it is that."""
+    """Raise KafkaUnavailable, KafkaRefused or RecordsDeleted if Spark fails with that inside."""
     try:
         yield
     except PySparkException as error:
+        if deleted := _RECORDS_DELETED.search(str(error)):
+            offsets, topic, partition = deleted.groups()
+            raise RecordsDeleted(
+                f"Records of topic {topic} partition {partition} in the offsets {offsets} were deleted"
+                " while a batch read them.",
+                hint="Nothing of the batch is kept. If the topic's retention is too short for this ingestion,"
+                " set a longer one.",
+                subject=topic,
+            ) from error
         found = _KAFKAS.search(str(error))
         if found is None:
             raise
