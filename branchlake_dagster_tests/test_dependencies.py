@@ -155,7 +155,8 @@ for name in names:
     except ImportError as error:
         assert type(error).__name__ == "MissingExtra" and "[sda]" in str(error), (name, error)
         needs_domain.append(name)
-assert all(name.startswith("branchlake_dagster.cli.") for name in needs_domain), needs_domain
+tools = ("branchlake_dagster.cli.", "branchlake_dagster.bench.")
+assert all(name.startswith(tools) for name in needs_domain), needs_domain
 
 import dagster as dg
 from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
