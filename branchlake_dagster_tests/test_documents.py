@@ -104,6 +104,8 @@ STORED_PATHS = (
     "branchlake_dagster.components.BranchlakeComponent",  # type of defs.yaml
     "branchlake_dagster.definitions",  # workspace.yaml, and the origins of runs in Dagster's database
     "branchlake_dagster.catalog.NessieCatalog",  # py-catalog-impl of .pyiceberg.yaml
+    "branchlake_dagster.lakehouse.catalog.NessieCatalog",  # the same, written before an upgrade
+    "branchlake_dagster.lakehouse.python_workers.daemon.main",  # in Spark servers started before an upgrade
     "branchlake_dagster.testing",  # tests of users
     "branchlake_dagster.testing.fixtures",  # pytest_plugins of users
 )

@@ -1,4 +1,13 @@
-"""Files of Iceberg tables in storage: read whole, compared with their recorded size, synchronized to disk."""
+"""Files of Iceberg tables in storage: read whole, compared with their recorded size, synchronized to disk.
+
+PyIceberg keeps what it has read, and reads a table without asking for its data files. The functions here
+answer whether a table can be read: every call goes to the storage.
+
+A commit in Nessie names files. A file system writes a new file to disk up to half a minute later: after a
+power cut in between, Nessie knew a table whose metadata file was empty. Local files are therefore
+synchronized to disk, file and folder, before a commit names them. Object stores answer a write when the
+object is safe.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""The lock file of the jars: the SHA-256 digest of each jar that an embedded server may load."""
+"""The lock file of the jars: the SHA-256 digest of each jar that an embedded server may load.
+
+The file has the form of `sha256sum`: a line for each jar with its digest, two spaces and its file name.
+`make lock-jars` writes it. Jars are compared with it before a server loads them.
+
+Hashing all jars takes about half a second, so the digest of a file is remembered with the file's identity:
+device, inode, size, modification time and change time. The kernel sets the change time at every write, and no
+program can set it back. So a file that was replaced or edited is hashed again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""Log files of the embedded servers: what Spark logs, and their rotation."""
+"""Log files of the embedded servers: what Spark logs, and their rotation.
+
+Spark logs as it does by default, but no bearer token: its Nessie client puts the text of an error answer into
+its exceptions, and some gateways echo the header that they refused.
+
+`spark.log` becomes `spark.log.1`, that `spark.log.2`, and the oldest is deleted. A server writes to its log
+through a descriptor that it keeps for life, so its log is copied and then emptied. The descriptor is in
+append mode: the server's next line begins the emptied file. A log whose writers open it for each
+line is renamed instead, which loses nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""A background server process and its port: started detached, recorded in a file, stopped."""
+"""A background server process and its port: started detached, recorded in a file, stopped.
+
+A pid alone proves nothing after a reboot or an unclean stop. The record holds the process's start time too,
+and only both together mean that the process is ours and still runs. The start time is counted from the
+machine's boot, because the wall clock may be set while a server runs.
+
+A port is one that is given, else the one that the server had before, else a free one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""The state folder of an embedded lake: its lake, its privacy, and the rotation of its logs."""
+"""The state folder of an embedded lake: whose lake is in it, and who may read it.
+
+Iceberg's metadata name their files by absolute paths. In a copy of a state folder they point to the original:
+reads return the original's rows, and clean-up would delete the original's files. In a folder that was moved
+they point to nothing. The folder is therefore recorded in itself at the first start.
+
+Subfolders with secrets are readable for their owner alone: the Spark token, the logs (which quote data and
+paths) and the store. Whoever can write to the store can change `main`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Nessie's JSON as values and back, and its paged listings.
 
-Malformed JSON raises KeyError, TypeError or ValueError.
+Malformed JSON raises KeyError, TypeError or ValueError. Field names: Nessie REST API v2, spec 2.2.0. Unknown
+fields are ignored, because servers add some.
 """
 
 from __future__ import annotations

@@ -1,4 +1,13 @@
-"""Nessie's references and contents as immutable values, and the parsing of reference arguments."""
+"""Nessie's references and contents as immutable values, and the parsing of reference arguments.
+
+The shapes follow Nessie's REST API v2 (spec 2.2.0, https://projectnessie.org/develop/rest/), reduced to
+what the lake needs. Hashes are lower-case hex strings of 64 characters, times are aware and in UTC.
+
+A reference argument is `name`, `name@hash`, `@hash` or a bare 64-character hash. The rules for names and
+hashes are pynessie's, which took them from Nessie's own `Validation` class. Only the bare hash is stricter
+here: pynessie reads every name of eight or more hex digits as a hash, so that a branch called `feedface`
+could not be reached.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""When a call to a service is repeated: the retry policy, the retry budget and the circuit breaker."""
+"""When a call to a service is repeated: the retry policy, the retry budget and the circuit breaker.
+
+The policy decides by the marker of the error, never by its text. The budget keeps repeated calls a small
+share of all calls, so that a service in trouble is not flooded. The breaker leaves a service that fails alone
+for a moment, and then lets one call through.
+"""
 
 from __future__ import annotations
 

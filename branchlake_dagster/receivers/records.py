@@ -1,4 +1,7 @@
-"""The records of a receiver: their buffer between source and sink, and the receiver's counters."""
+"""The records of a receiver: the protocol of its sinks, its counters, and the buffer before a sink.
+
+Only the event loop's thread changes the counters and the buffer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Which tables a Spark Connect session reads: each plan is explained before it is executed."""
+"""Which tables a Spark Connect session reads: each plan is explained before it is executed.
+
+The client passes every execution through its hooks, whatever call it came from: `sql`, `table`, actions on
+frames, writers, temporary views. The server resolves the names: `EXPLAIN EXTENDED` for statements (which it
+does not execute), the same analysis for frames. That costs about as much as planning the query once more.
+
+The analyzed plan names every relation in full, also in views, subqueries, common table expressions, and
+sources of INSERT and MERGE. Optimized plans do not: a count may come from metadata alone.
+"""
 
 from __future__ import annotations
 

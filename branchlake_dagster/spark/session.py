@@ -1,4 +1,13 @@
-"""Spark sessions that read and write one Nessie reference."""
+"""Spark sessions that read and write one Nessie reference.
+
+The session carries the reference (`spark.sql.catalog.nessie.ref`), so user code never names a branch. Two
+runs in one process stay apart: each has a session of its own, never `getOrCreate()`.
+
+`warm_up` makes a first write on the embedded server, which compiles its query code at the first use: the
+first write takes ten seconds longer than the second. `end_idle_daemons` ends Python processes that Spark
+leaves behind: Spark 4.1 starts a daemon for each Connect session whose frames run Python, and keeps it for as
+long as the server lives, seventy of them after an hour of tests. Spark starts another one when it needs it.
+"""
 
 from __future__ import annotations
 

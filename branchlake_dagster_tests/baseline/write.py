@@ -1,6 +1,6 @@
 """`python -m branchlake_dagster_tests.baseline.write`: write the stored lake anew, with today's code.
 
-Takes two minutes, and needs Spark. Do it only when something new is stored: the old files are what a
+Takes some minutes (five on a busy machine), and needs Spark. Do it only when something new is stored: the old files are what a
 restructuring of the code is proved with.
 """
 

@@ -20,7 +20,12 @@ from pyiceberg.table.update import SetPropertiesUpdate
 
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.nessie import NessieClient
-from branchlake_dagster.nessie.errors import NessieOutcomeUnknown, NessieUnavailable, ReferenceNotFound
+from branchlake_dagster.nessie.errors import (
+    NessieConflict,
+    NessieOutcomeUnknown,
+    NessieUnavailable,
+    ReferenceNotFound,
+)
 from branchlake_dagster.nessie.model import CommitResult
 
 SCHEMA = pa.schema([("id", pa.int64())])
@@ -89,8 +94,9 @@ def test_a_concurrent_change_fails_the_commit(
 ) -> None:
     table = catalog.create_table("db.t", SCHEMA)
     meddler.before = lambda: other.load_table("db.t").append(rows(1))
-    with pytest.raises(CommitFailedException):
+    with pytest.raises(CommitFailedException) as caught:
         catalog.commit_table(table, (), (SetPropertiesUpdate(updates={"a": "b"}),))
+    assert isinstance(caught.value.__cause__, NessieConflict)  # Nessie refused the commit
     assert ids(other) == [1]
 
 
@@ -106,8 +112,9 @@ def test_pyiceberg_replays_an_append_over_another(
 def test_a_stale_requirement_fails_the_commit(catalog: NessieCatalog, other: NessieCatalog) -> None:
     table = catalog.create_table("db.t", SCHEMA, properties={"commit.retry.num-retries": "0"})
     other.load_table("db.t").append(rows(1))
-    with pytest.raises(CommitFailedException):
+    with pytest.raises(CommitFailedException) as caught:
         table.append(rows(2))
+    assert caught.value.__cause__ is None  # PyIceberg's requirement failed, before a commit was sent
     assert ids(other) == [1]
 
 
@@ -182,8 +189,10 @@ def test_changes_that_never_stop_fail_in_the_end(
         meddler.before = meddle
 
     meddler.before = meddle
-    with pytest.raises(CommitFailedException):
+    with pytest.raises(CommitFailedException) as caught:
         catalog.drop_table("db.t")
+    assert isinstance(caught.value.__cause__, NessieConflict)
+    assert other.table_exists("db.t")
 
 
 def test_a_lost_answer_is_found_by_the_metadata_file(
@@ -203,8 +212,9 @@ def test_an_unknown_outcome_deletes_nothing(
     table = catalog.create_table("db.t", SCHEMA)
     before = files(tmp_path)
     meddler.instead = NessieOutcomeUnknown("the answer was lost")
-    with pytest.raises(CommitStateUnknownException):
+    with pytest.raises(CommitStateUnknownException) as caught:
         table.append(rows(1))
+    assert isinstance(caught.value.__cause__, NessieOutcomeUnknown)
     written = files(tmp_path) - before
     # Data, manifest, manifest list and table metadata are all still there for whoever finds the commit.
     assert {path.suffix for path in written} == {".parquet", ".avro", ".json"}

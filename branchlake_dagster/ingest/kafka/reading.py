@@ -16,10 +16,9 @@ _REFUSED = ("Authentication", "Authorization")
 _AWAY = ("TimeoutException", "DisconnectException", "NetworkException", "BrokerNotAvailableException")
 _NO_CLIENT = ("Failed to create new", "Failed to construct")
 """Of a `KafkaException`: a host is not known, or a certificate cannot be read."""
-_RECORDS_DELETED = re.compile(
-    r"KafkaIllegalStateException.*?in offset (\[\d+, \d+\)) for topic partition (\S+)-(\d+)", re.DOTALL
-)
-"""What Spark's source reports if offsets of its range are before the topic's start."""
+_DATA_LOSS = "KafkaIllegalStateException"
+"""Spark's source raises it, with `failOnDataLoss`, for records or partitions that Kafka has deleted."""
+_DELETED_RANGE = re.compile(r"in offset (\[\d+, \d+\)) for topic partition (\S+)-(\d+)")
 
 
 @contextmanager
@@ -28,15 +27,8 @@ def reading(cluster: Cluster) -> Iterator[None]:
     try:
         yield
     except PySparkException as error:
-        if deleted := _RECORDS_DELETED.search(str(error)):
-            offsets, topic, partition = deleted.groups()
-            raise RecordsDeleted(
-                f"Records of topic {topic} partition {partition} in the offsets {offsets} were deleted"
-                " while a batch read them.",
-                hint="Nothing of the batch is kept. If the topic's retention is too short for this ingestion,"
-                " set a longer one.",
-                subject=topic,
-            ) from error
+        if _DATA_LOSS in str(error):
+            raise _records_deleted(cluster, str(error)) from error
         found = _KAFKAS.search(str(error))
         if found is None:
             raise
@@ -59,3 +51,16 @@ def reading(cluster: Cluster) -> Iterator[None]:
                 subject=cluster.bootstrap,
             ) from error
         raise
+
+
+def _records_deleted(cluster: Cluster, text: str) -> RecordsDeleted:
+    what, subject = f"Records of Kafka at {cluster.bootstrap}", cluster.bootstrap
+    if deleted := _DELETED_RANGE.search(text):
+        offsets, subject, partition = deleted.groups()
+        what = f"Records of topic {subject} partition {partition} in the offsets {offsets}"
+    return RecordsDeleted(
+        f"{what} were deleted while a batch read them.",
+        hint="Nothing of the batch is kept. If the topic's retention is too short for this ingestion, set a"
+        " longer one.",
+        subject=subject,
+    )

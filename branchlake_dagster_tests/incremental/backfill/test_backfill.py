@@ -122,6 +122,8 @@ def test_the_commands(
     assert "requested" in call("plan", f"{namespace}/events", "--all")
     number = call("run", f"{namespace}/events", "--all", "--approval").split()[1].rstrip(".")
     assert f"{namespace}/events" in call("status", number)
+    (stage,) = json.loads(call("status", number, "--json"))
+    assert (stage["done"], stage["planned"]) == (0, 1)
     assert json.loads(call("retry", number, "--json")) == {"launched": [], "lost": []}
     assert number in call("retry", number)
     assert f"{namespace}/events" in call("compare", number)

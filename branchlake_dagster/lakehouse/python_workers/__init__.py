@@ -1,0 +1,1 @@
+"""The former package of `branchlake_dagster.embedded.worker_daemon`."""
