@@ -25,7 +25,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite import schedule, soak, tiers
 from branchlake_dagster_tests.suite.guard import guarding
-from branchlake_dagster_tests.suite.instances import without_waiting_for_the_disk
+from branchlake_dagster_tests.suite.instances import do_not_wait_for_the_disk, keep_connections
 from branchlake_dagster_tests.suite.json_contract import check_every_output
 from branchlake_dagster_tests.suite.kafka import Broker
 from branchlake_dagster_tests.suite.lakes import Lakes, kept_folder
@@ -53,7 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
     check_every_output()
     ignore_own_project()
     remember_revisions()
-    remember_engines(without_waiting_for_the_disk)
+    remember_engines(keep_connections)
+    do_not_wait_for_the_disk()
     handed: dict[str, Any] | None = getattr(config, "workerinput", None)
     if handed is not None:
         lakes = Lakes(Path(handed[_SHARED]), handed["workerid"], handed[_KEPT])

@@ -53,6 +53,7 @@ CONSOLIDATED_EVENT_LOG = {
 __all__ = [
     "COMPUTE_LOGS",
     "CONSOLIDATED_EVENT_LOG",
+    "NO_COMPUTE_LOGS",
     "AssetBackfillData",
     "AssetDaemonCursor",
     "AssetGraphSubset",
@@ -90,7 +91,12 @@ __all__ = [
     "whitelisted_classes",
 ]
 
-COMPUTE_LOGS = (
-    "compute_logs: {module: dagster._core.storage.noop_compute_log_manager, class: NoOpComputeLogManager}"
-)
-"""A line of `dagster.yaml`: steps' output is not kept."""
+NO_COMPUTE_LOGS = {
+    "compute_logs": {
+        "module": "dagster._core.storage.noop_compute_log_manager",
+        "class": "NoOpComputeLogManager",
+    }
+}
+"""Overrides of an instance's configuration: the output of steps is not kept."""
+COMPUTE_LOGS = "compute_logs: {{module: {module}, class: {class}}}".format(**NO_COMPUTE_LOGS["compute_logs"])
+"""The same as a line of `dagster.yaml`."""

@@ -23,6 +23,7 @@ from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.runtime import publish_at_end_project
 from branchlake_dagster_tests.publication.runtime.publish_at_end_project import TOKEN_VARIABLE
+from branchlake_dagster_tests.suite.instances import new_instance
 
 from .assets import appending, checked, serializable, sparked
 from .conftest import Bearer
@@ -98,7 +99,7 @@ def test_publishing_inside_the_run(lake: Lakehouse, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(TOKEN_VARIABLE, str(next(publish_at_end_project.tokens)))
     repository = ReconstructableRepository.for_module(publish_at_end_project.__name__, "defs")
     job = repository.get_reconstructable_job("publishing_job")
-    with dg.instance_for_test() as instance, dg.execute_job(job, instance=instance) as result:
+    with new_instance() as instance, dg.execute_job(job, instance=instance) as result:
         run = instance.get_run_by_id(result.run_id)
         assert run is not None
         assert run.tags[PUBLICATION_TAG]

@@ -26,6 +26,7 @@ from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.publication.runtime import publish_at_end_project
 from branchlake_dagster_tests.publication.runtime.publish_at_end_project import TOKEN_VARIABLE
+from branchlake_dagster_tests.suite.instances import new_instance
 from branchlake_dagster_tests.suite.raised import raising
 
 from .assets import FREE, appending, checked, sparked
@@ -147,7 +148,7 @@ def test_a_run_whose_token_expires_before_it_publishes_itself(
     monkeypatch.setattr(Reconciler, "publish_now", late)
     repository = ReconstructableRepository.for_module(publish_at_end_project.__name__, "defs")
     job = repository.get_reconstructable_job("publishing_job")
-    with dg.instance_for_test() as instance, dg.execute_job(job, instance=instance) as result:
+    with new_instance() as instance, dg.execute_job(job, instance=instance) as result:
         (told,) = [e.message for e in result.all_events if LEFT_TO_SENSOR in (e.message or "")]
         says_so(told)
         guard.full.add(TOKEN)

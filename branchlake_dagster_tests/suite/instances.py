@@ -1,30 +1,40 @@
-"""Dagster instances on disk whose databases were not migrated anew.
+"""Dagster instances on disk whose databases were not migrated anew and which do not capture output.
 
 Making the three databases of an instance takes Dagster 0.3 s of CPU, as much as a run does. They are made once in a process, by
-Dagster; every test's instance starts from a copy.
+Dagster; every test's instance starts from a copy. To capture the output of one run in the test's process, Dagster starts two `tail`
+and two Python processes and waits for their end: a third of a small run's time, for what pytest captures anyway.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 from sqlalchemy import Engine, event
+from sqlalchemy.exc import DisconnectionError
+from sqlalchemy.pool import QueuePool
+
+from branchlake_dagster_tests.dagster_internals import NO_COMPUTE_LOGS
 
 
 @contextmanager
 def new_instance() -> Iterator[dg.DagsterInstance]:
-    """As `dg.instance_for_test()`: SQLite in a folder of its own, which is DAGSTER_HOME and goes."""
+    """As `dg.instance_for_test()`: SQLite in a folder of its own, which is DAGSTER_HOME and goes.
+
+    The output of steps is not captured.
+    """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for name, content in _empty_databases().items():
             path = Path(folder, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        with dg.instance_for_test(temp_dir=folder) as instance:
+        with dg.instance_for_test(overrides=NO_COMPUTE_LOGS, temp_dir=folder) as instance:
             yield instance
 
 
@@ -45,3 +55,41 @@ def without_waiting_for_the_disk(engine: Engine) -> None:
     What a killed process has committed is there all the same, and no test takes the power away.
     """
     event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous=OFF"))
+
+
+def keep_connections(engine: Engine) -> None:
+    """As `without_waiting_for_the_disk`; the engine keeps its connections as well.
+
+    Dagster opens and closes a connection for each event, and disposes of the engine. That was a sixth of a small run's time.
+    Not for processes that fork: the two sides must not use one connection.
+    """
+    without_waiting_for_the_disk(engine)
+    engine.pool = QueuePool(
+        engine.pool._creator, max_overflow=-1, _dispatch=engine.pool.dispatch, dialect=engine.dialect
+    )
+    engine.dispose = lambda close=True: None  # type: ignore[method-assign]
+    file = Path(engine.url.database or "")
+
+    def note(_: Any, record: Any) -> None:
+        record.info["file"] = _identity(file)
+
+    def compare(_: Any, record: Any, __: Any) -> None:
+        # A folder may be removed and made again under the same name.
+        if record.info.setdefault("file", None) not in (None, _identity(file)):
+            raise DisconnectionError
+
+    event.listen(engine.pool, "checkin", note)
+    event.listen(engine.pool, "checkout", compare)
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def do_not_wait_for_the_disk() -> None:
+    """Let files that this process writes be durable as soon as the system has them."""
+    os.fsync = lambda _: None

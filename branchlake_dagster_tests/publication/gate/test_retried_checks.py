@@ -12,7 +12,7 @@ from pyiceberg.exceptions import NoSuchTableError
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
-from branchlake_dagster_tests.dagster_internals import CONSOLIDATED_EVENT_LOG
+from branchlake_dagster_tests.dagster_internals import CONSOLIDATED_EVENT_LOG, NO_COMPUTE_LOGS
 from branchlake_dagster_tests.harness import Project, project, retry
 from branchlake_dagster_tests.publication.gate.retried_checks import Amounts
 from branchlake_dagster_tests.suite.instances import new_instance
@@ -23,7 +23,7 @@ def consolidated_instance() -> Iterator[dg.DagsterInstance]:
     """An instance whose event log is one SQLite database, so one counter, for all runs."""
     with tempfile.TemporaryDirectory() as folder:
         storage = {**CONSOLIDATED_EVENT_LOG, "config": {"base_dir": folder}}
-        with dg.instance_for_test(overrides={"event_log_storage": storage}) as instance:
+        with dg.instance_for_test(overrides={"event_log_storage": storage, **NO_COMPUTE_LOGS}) as instance:
             yield instance
 
 
