@@ -43,7 +43,7 @@ from branchlake_dagster_tests.incremental.writing import Writer
 
 pytestmark = pytest.mark.chaos
 
-HISTORIES = int(os.environ.get("BRANCHLAKE_TEST_HISTORIES", "10000"))
+HISTORIES = int(os.environ.get("BRANCHLAKE_TEST_HISTORIES", "2000"))
 FIRST_SEED = int(os.environ.get("BRANCHLAKE_TEST_HISTORIES_SEED", "0"))
 
 _ROOT = Path(__file__).parents[2]
