@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TEST_WORKERS ?= 4
 export DAGSTER_HOME ?= $(or $(BRANCHLAKE_STATE_DIR),$(CURDIR)/.branchlake)/dagster
 
-.PHONY: help setup demo dev test test-fast test-soak lint types check wheel bench docs lock lock-jars clean
+.PHONY: help setup demo dev test test-fast test-soak durations lint types check wheel bench docs lock lock-jars clean
 
 help:  ## list what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,7 +44,10 @@ dev: $(VENV)/.running  ## the Dagster UI with sensors and schedules running
 	$(BIN)/dagster dev -w workspace.yaml -h 127.0.0.1
 
 test: setup  ## the tests that have to pass
-	$(BIN)/python -m pytest -n $(TEST_WORKERS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --junitxml=build/tests.xml
+
+durations: $(VENV)/.ready  ## record how long the tests of the last `make test` took
+	$(BIN)/python -m branchlake_dagster_tests.suite.durations build/tests.xml
 
 test-fast: setup  ## the tests that start no server, but for the long ones
 	$(BIN)/python -m pytest -m "unit and not long" -n 2

@@ -122,10 +122,13 @@ def pytest_unconfigure() -> None:
 # -- the tests -----------------------------------------------------------------------------------------
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, None, None]:
     soak.deselect(config, items)
     tiers.assign(items)
+    yield  # `-m` and `-k` choose
     schedule.arrange(items)
 
 

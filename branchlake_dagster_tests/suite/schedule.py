@@ -2,51 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-FOLDER = "branchlake_dagster_tests/"
-LONGEST: tuple[str, ...] = (
-    "publication/automation/test_backfill_daemon.py",
-    "publication/cleanup/test_kill.py",
-    "ingest/histories/test_histories.py",
-    "simulation/test_simulation.py",
-    "incremental/test_model.py",
-    "lossy/test_lossy.py",
-    "incremental/test_published_histories.py",
-    "incremental/test_real_histories.py",
-    "incremental/test_spark_changes.py",
-    "incremental/test_killed_consumer.py",
-    "ingest/histories/test_real_history.py",
-    "ingest/test_daemon.py",
-    "ingest/secured/test_secured.py",
-    "cli/test_demo.py",
-    "remote/test_remote.py",
-    "ui/test_ui.py",
-    "ingest/test_named_tables.py",
-    "ingest/test_batches.py",
-    "ingest/test_runs.py",
-    "ingest/test_mutations.py",
-    "branching/io/test_daily_frames.py",
-    "publication/cleanup/test_killed_runs.py",
-    "publication/cleanup/test_killed_daemon.py",
-    "publication/automation/test_automation_daemon.py",
-    "publication/reconcile/test_bad_days.py",
-    "branching/sweeping/test_sweeper.py",
-    "branching/io/test_spark_io.py",
-    "publication/rebase/test_foreign_hands.py",
-    "checks/test_assets.py",
-    "baseline/test_continue.py",
-    "lakehouse/test_embedded.py",
-    "lakehouse/test_embedded_token.py",
-    "publication/rebase/test_replaced_partitions.py",
-    "cli/test_stress.py",
-    "cli/test_new.py",
-    "branching/resources/test_retry.py",
-)
-"""The modules that are begun with, in this sequence."""
+from branchlake_dagster_tests.suite.durations import Record, expected_s, read, split
+
 SPREAD = frozenset(
     {"branching/io/test_daily_frames.py", "simulation/test_simulation.py", "incremental/test_model.py"}
 )
@@ -55,7 +18,7 @@ SPREAD = frozenset(
 
 def module_of(nodeid: str) -> str:
     """The module of a test, below the tests' folder."""
-    return nodeid.partition("::")[0].removeprefix(FOLDER)
+    return split(nodeid)[0]
 
 
 def scope_of(nodeid: str) -> str:
@@ -64,10 +27,19 @@ def scope_of(nodeid: str) -> str:
     return nodeid if module in SPREAD else module
 
 
+def arranged(nodeids: list[str], record: Record) -> list[str]:
+    """Tests by scope, the scope that is expected to take longest first; in a scope as they were."""
+    seconds: Counter[str] = Counter()
+    for nodeid in nodeids:
+        seconds[scope_of(nodeid)] += expected_s(record, nodeid)  # type: ignore[assignment]
+    place = {scope: number for number, scope in enumerate(dict.fromkeys(map(scope_of, nodeids)))}
+    return sorted(nodeids, key=lambda nodeid: (-seconds[scope_of(nodeid)], place[scope_of(nodeid)]))
+
+
 def arrange(items: list[pytest.Item]) -> None:
-    """The longest modules first, then the others as they were."""
-    place = {module: number for number, module in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(module_of(item.nodeid), len(place)))
+    """Put the tests of a session into the sequence of `arranged`."""
+    place = {nodeid: number for number, nodeid in enumerate(arranged([one.nodeid for one in items], read()))}
+    items.sort(key=lambda item: place[item.nodeid])
 
 
 class LongestFirst(LoadScopeScheduling):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from branchlake_dagster_tests.suite.schedule import FOLDER
+from branchlake_dagster_tests.suite.durations import FOLDER
 
 MARKER = "soak"
 VARIABLE = "BRANCHLAKE_TEST_SOAK"
