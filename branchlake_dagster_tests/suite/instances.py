@@ -8,9 +8,10 @@ and two Python processes and waits for their end: a third of a small run's time,
 from __future__ import annotations
 
 import os
+import sqlite3
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,13 @@ def _empty_databases() -> Mapping[str, bytes]:
             # Each is made when it is first asked. Its id is not asked for: every copy gets its own.
             instance.get_runs(limit=1)
             instance.fetch_observations(dg.AssetKey("none"), limit=1)
-        return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*.db")}
+        found: dict[str, bytes] = {}
+        for path in Path(folder).rglob("*.db"):
+            # A kept connection leaves what was committed in the write-ahead log.
+            with closing(sqlite3.connect(path)) as connection:
+                assert connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
+            found[str(path.relative_to(folder))] = path.read_bytes()
+        return found
 
 
 def without_waiting_for_the_disk(engine: Engine) -> None:

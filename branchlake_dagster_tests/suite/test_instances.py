@@ -41,7 +41,12 @@ def test_it_is_what_dagster_makes() -> None:
         schema = "select name, sql from sqlite_master order by name"
         with copied.run_storage.connect() as one, made.run_storage.connect() as other:
             read = [[tuple(row) for row in at.exec_driver_sql(schema)] for at in (one, other)]
+            migrated = [
+                sorted(at.exec_driver_sql("select name from secondary_indexes").scalars())
+                for at in (one, other)
+            ]
         assert read[0] == read[1]
+        assert migrated[0] == migrated[1] != []
 
 
 def test_no_database_waits_for_the_disk() -> None:
