@@ -23,7 +23,7 @@ from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.internals.dagster_sqlite import remember_engines, remember_revisions
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
-from branchlake_dagster_tests.suite import schedule, soak, tiers
+from branchlake_dagster_tests.suite import memory, schedule, soak, tiers
 from branchlake_dagster_tests.suite.guard import guarding
 from branchlake_dagster_tests.suite.instances import do_not_wait_for_the_disk, keep_connections
 from branchlake_dagster_tests.suite.json_contract import check_every_output
@@ -156,6 +156,9 @@ def lakehouse(state_dir: Path) -> Lakehouse:
     lake = Lakehouse(Settings(state_dir=state_dir))
     main_with_history(lake.nessie)
     return lake
+
+
+in_memory_nessie = memory.in_memory_nessie
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,9 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, values
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 Rows = list[tuple[Any, ...]]
 

@@ -32,6 +32,9 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 
 @pytest.fixture
@@ -89,6 +92,7 @@ def test_a_run_that_is_not_published_has_consumed_nothing(
         assert values(p, copy) == [("a", 1, 1), ("b", 2, 1)]
 
 
+@memory.ON_BOTH
 def test_two_runs_of_one_consumer_cannot_both_be_published(
     lakehouse: Lakehouse, namespace: str, orders: Source
 ) -> None:
@@ -173,6 +177,7 @@ def test_removed_rows_stop_a_consumer_that_only_appends(
         assert values(p, copy) == [("a", 1, 1), ("c", 3, 1)]
 
 
+@pytest.mark.nessie
 def test_each_row_tells_its_change_and_its_commit(
     lakehouse: Lakehouse, namespace: str, orders: Source
 ) -> None:
@@ -217,6 +222,7 @@ def test_each_row_tells_its_change_and_its_commit(
         ]
 
 
+@pytest.mark.nessie
 def test_the_commits_of_a_rebased_publication(lakehouse: Lakehouse, namespace: str, orders: Source) -> None:
     """A run publishes two snapshots after another run's; both are of one commit, its own are of none."""
     client, identifier = lakehouse.nessie, tuple(orders.key.path)

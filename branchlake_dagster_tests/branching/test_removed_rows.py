@@ -17,6 +17,9 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 DAYS = dg.DailyPartitionsDefinition("2026-01-01", end_date="2026-01-04")
 

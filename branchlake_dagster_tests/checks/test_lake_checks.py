@@ -17,6 +17,9 @@ from branchlake_dagster.checks import join_checks, pandera_checks, row_predicate
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 KINDS = dg.StaticPartitionsDefinition(["radar", "optical"])
 

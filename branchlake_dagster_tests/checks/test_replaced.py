@@ -10,7 +10,10 @@ from branchlake_dagster.checks.constraints.model import ContractError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.raised import raising
+
+lakehouse = memory.lakehouse
 
 DAYS = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-03")
 

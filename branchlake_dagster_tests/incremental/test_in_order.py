@@ -25,6 +25,9 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 from branchlake_dagster_tests.incremental.test_incremental_sensor import Ticks
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 DAYS = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-04")
 BETA = pytest.mark.filterwarnings("ignore:Parameter `backfill_policy`")

@@ -17,7 +17,10 @@ from branchlake_dagster.incremental.report import LEFT, ROWS
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
+from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.raised import raising
+
+lakehouse = memory.lakehouse
 
 DAYS = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-05")
 

@@ -24,6 +24,9 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.incremental.sources import FREE, values
 from branchlake_dagster_tests.incremental.test_redefinition import catch_up
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 DAYS = dg.DailyPartitionsDefinition("2026-08-02", end_date="2026-08-09")
 DEFINITIONS = [

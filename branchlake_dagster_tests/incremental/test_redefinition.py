@@ -22,6 +22,9 @@ from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 from branchlake_dagster_tests.incremental.test_incremental_sensor import Ticks
 from branchlake_dagster_tests.publication.rebase.test_foreign_hands import assign_main
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 # The second of August 2026 is a Sunday, on which weeks begin: its key is that of a day and of a week.
 DAYS = dg.DailyPartitionsDefinition("2026-08-02", end_date="2026-08-09")

@@ -15,6 +15,9 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 from branchlake_dagster_tests.incremental.test_incremental_sensor import DAYS, Ticks
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 
 class Daily:

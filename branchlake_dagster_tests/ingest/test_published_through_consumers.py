@@ -18,6 +18,9 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 DAYS = dg.DailyPartitionsDefinition("2026-08-02", end_date="2026-08-09")
 

@@ -25,7 +25,10 @@ from branchlake_dagster.query import LakeReader, QueryFailed, TableNotThere, con
 from branchlake_dagster.query.errors import NoSuchState
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.raised import raising
+
+lakehouse = memory.lakehouse
 
 
 @pytest.fixture
@@ -113,6 +116,7 @@ def published(found: Project, key: dg.AssetKey) -> str:
     return run
 
 
+@pytest.mark.nessie
 def test_main_as_it_was(lakehouse: Lakehouse, reader: LakeReader, prices: str) -> None:
     before = lakehouse.nessie.reference("main").hash
     (entry,) = lakehouse.nessie.log("main", limit=1)
@@ -133,7 +137,9 @@ def test_main_as_it_was(lakehouse: Lakehouse, reader: LakeReader, prices: str) -
     [
         ({"branch": "absent"}, "no_reference", "absent"),
         ({"run": "00000000-aaaa"}, "run_left_nothing", "00000000-aaaa"),
-        ({"at": "1999-01-01"}, "before_first_commit", "1999-01-01T00:00:00Z"),
+        pytest.param(
+            {"at": "1999-01-01"}, "before_first_commit", "1999-01-01T00:00:00Z", marks=pytest.mark.nessie
+        ),
         ({"at": "00000000aa"}, "no_commit", "00000000aa"),
         ({"at": "0" * 64}, "no_commit", "0" * 64),
     ],
@@ -192,6 +198,7 @@ def test_arrow_polars_and_duckdb(reader: LakeReader, prices: str) -> None:
     assert lazily.collect(engine="streaming").to_dicts() == [{"item": "bolt"}]
 
 
+@pytest.mark.nessie
 def test_what_the_command_prints(lakehouse: Lakehouse, prices: str, tmp_path: Path) -> None:
     query = f"FROM {prices} ORDER BY item"
     shown = call(lakehouse, query)

@@ -12,14 +12,18 @@ import pytest
 
 TIERS = {
     "unit": "starts no server; `make test-fast` runs those that are not marked `long`",
-    "nessie": "needs a Nessie",
+    "lake": "needs a lake, whose Nessie is in the test's process",
+    "nessie": "needs a Nessie server",
     "spark": "needs a Spark server as well, or a Spark in the test's process; or a Kafka broker",
     "daemon": "starts a Dagster daemon, or the services of deploy/",
     "chaos": "kills processes, loses requests, or plays thousands of schedules",
 }
 """Name -> what it says; what comes later needs more."""
 
+IN_MEMORY = "lake"
+
 _OF_FIXTURE = {
+    "in_memory_nessie": IN_MEMORY,
     "lakehouse": "nessie",
     "nessie_uri": "nessie",
     "branchlake_server": "nessie",
@@ -31,7 +35,10 @@ _OF_FIXTURE = {
 
 def tier(marks: Iterable[str], fixtures: Iterable[str]) -> str:
     """The tier of a test with these marks and fixtures, those that it takes indirectly included."""
-    named = {*marks} & {*TIERS} | {_OF_FIXTURE[name] for name in fixtures if name in _OF_FIXTURE}
+    taken = {*fixtures}
+    if "in_memory_nessie" in taken:
+        taken.discard("lakehouse")  # which decides by the tier
+    named = {*marks} & {*TIERS} | {_OF_FIXTURE[name] for name in taken if name in _OF_FIXTURE}
     return max(named, key=[*TIERS].index, default="unit")
 
 

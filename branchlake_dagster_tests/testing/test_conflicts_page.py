@@ -12,7 +12,10 @@ from branchlake_dagster import RunOutcome, table_metadata
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.testing import ThrowawayLake
 from branchlake_dagster_tests.harness import assign_main
+from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.testing.documented import CONFLICTS
+
+lakehouse = memory.lakehouse
 
 Rows = Sequence[Mapping[str, Any]]
 DAYS = dg.StaticPartitionsDefinition(["mon", "tue"])

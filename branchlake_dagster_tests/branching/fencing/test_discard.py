@@ -13,7 +13,10 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieConflict, NessieUnavailable, ReferenceNotFound
 from branchlake_dagster.nessie.model import Reference, ReferenceType
+from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.raised import raising
+
+lakehouse = memory.lakehouse
 
 
 class Branch:
@@ -68,6 +71,7 @@ def failing(name: str, *, before: bool, error: Exception | None = None) -> Any:
     return patch.object(NessieClient, name, method)
 
 
+@memory.ON_BOTH
 def test_a_discarded_branch_is_a_tag_and_its_writer_is_fenced(branch: Branch) -> None:
     seen = branch.write()
     tag = discard(branch.nessie, seen)
@@ -151,6 +155,7 @@ def test_a_retry_takes_the_work_over_under_its_own_name(branch: Branch, discarde
         branch.write()
 
 
+@memory.ON_BOTH
 def test_there_is_nothing_to_take_over(branch: Branch) -> None:
     discard(branch.nessie, branch.now())
     assert take_over(branch.nessie, branch.name, branch.own) is None

@@ -26,6 +26,9 @@ from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 APPEND = table_metadata(write_mode="append", require_checks=False)
 UPSERT = table_metadata(write_mode="upsert", keys=["k"], require_checks=False)

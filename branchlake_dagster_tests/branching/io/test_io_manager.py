@@ -32,6 +32,9 @@ from branchlake_dagster.errors import BranchlakeError, ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 HOURLY = dg.HourlyPartitionsDefinition(start_date="2026-08-08-00:00", end_date="2026-08-09-00:00")
 

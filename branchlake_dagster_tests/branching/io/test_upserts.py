@@ -24,6 +24,9 @@ from branchlake_dagster.branching.upserting.engine import (
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project, retry
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 UPSERT = table_metadata(write_mode="upsert", keys=["kind", "id"], require_checks=False)
 

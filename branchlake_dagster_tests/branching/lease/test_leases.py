@@ -25,7 +25,10 @@ from branchlake_dagster.publication.ledger.candidate import Published, Refused
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.workbench import Run, Workbench
+from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.raised import raising
+
+lakehouse = memory.lakehouse
 
 
 class Runs:
@@ -76,6 +79,7 @@ def test_a_lease_that_nobody_has_is_granted_with_growing_tokens(lakehouse: Lakeh
         runs.ended.add(f"r{token}")
 
 
+@memory.ON_BOTH
 def test_many_at_once_work_one_after_the_other(lakehouse: Lakehouse, namespace: str) -> None:
     runs, at_work, seen, tokens = Runs(), [], [], []
 

@@ -21,7 +21,10 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentKey, Namespace, Put, Reference
 from branchlake_dagster.publication.cleanup.reaping import DagsterRuns
 from branchlake_dagster_tests.dagster_internals import create_run_for_test
+from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.instances import new_instance
+
+lakehouse = memory.lakehouse
 
 HOUR = timedelta(hours=1)
 NOBODY = "ref.name == ''"

@@ -14,6 +14,9 @@ from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.errors import ReadOnlyReference
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster_tests.harness import project
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 PUBLICATION = "publish-01234567-89ab-4def-8123-456789abcdef"
 HASH = "0123456789abcdef"

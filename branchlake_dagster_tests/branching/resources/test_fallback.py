@@ -31,6 +31,9 @@ from branchlake_dagster.nessie.errors import NessieError, NessieRefused, NessieU
 from branchlake_dagster.nessie.failures import from_answer, from_exception, unreadable
 from branchlake_dagster.nessie.model import Reference
 from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 FREE = table_metadata(require_checks=False)
 

@@ -26,6 +26,9 @@ from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.internals.dagster import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import Project, project, retry
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 FREE = table_metadata(require_checks=False)
 APPEND = table_metadata(write_mode="append", require_checks=False)

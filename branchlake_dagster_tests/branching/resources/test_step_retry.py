@@ -12,6 +12,9 @@ from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project, retry
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 FREE = table_metadata(require_checks=False)
 ONE = dg.RetryPolicy(max_retries=1)

@@ -37,6 +37,9 @@ from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.nessie.model import ContentKey, Put, Reference, ReferenceType
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.publication.rebase.test_foreign_hands import assign_main
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 HOUR = timedelta(hours=1)
 ROWS = pa.table({"n": [1, 2, 3]})
@@ -133,6 +136,7 @@ def work(lake: Lake, branch: str) -> None:
     lake.catalog(branch).drop_table((lake.namespace, "dropped"))
 
 
+@memory.ON_BOTH
 def test_a_discarded_branch_leaves_no_file(lake: Lake) -> None:
     before = lake.files()
     branch = lake.branch("blocked")
@@ -261,6 +265,7 @@ def test_a_snapshot_that_was_expired_elsewhere_still_has_its_files(lake: Lake) -
     assert lake.rows(mine) == [1, 2, 3, 10, 30]
 
 
+@memory.ON_BOTH
 def test_what_a_retry_took_over_goes_with_the_retry(lake: Lake) -> None:
     before = lake.files()
     branch = lake.branch("parent")
@@ -353,6 +358,7 @@ def test_a_branch_that_is_deleted_while_a_sweep_is_planned_does_not_stop_it(lake
     assert before < lake.files()
 
 
+@memory.ON_BOTH
 def test_data_files_that_a_rebase_brought_to_main_stay(lake: Lake) -> None:
     """The same files in another snapshot: main may hold them although the branch looks dead."""
     branch = lake.branch("replayed")

@@ -20,6 +20,9 @@ from branchlake_dagster_tests.incremental.backfill.stages import Pipeline, place
 from branchlake_dagster_tests.incremental.sources import values
 from branchlake_dagster_tests.incremental.test_incremental_sensor import Ticks
 from branchlake_dagster_tests.incremental.test_sensor_retries import launch
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 DAYS = ("2026-08-01", "2026-08-02")
 

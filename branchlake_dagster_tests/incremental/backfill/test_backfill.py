@@ -30,7 +30,10 @@ from branchlake_dagster_tests.incremental.backfill.stages import Pipeline, follo
 from branchlake_dagster_tests.incremental.sources import values
 from branchlake_dagster_tests.incremental.test_incremental_sensor import Ticks
 from branchlake_dagster_tests.incremental.test_sensor_retries import launch
+from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.raised import raising
+
+lakehouse = memory.lakehouse
 
 
 def test_a_backfill_goes_through_all_stages(p: Project, pipeline: Pipeline) -> None:
@@ -105,6 +108,7 @@ defs = dg.Definitions(assets=[events])
 """
 
 
+@pytest.mark.nessie
 def test_the_commands(
     lakehouse: Lakehouse, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,9 @@ from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.backfill.stages import DAYS as DAILY
 from branchlake_dagster_tests.incremental.backfill.stages import Pipeline, follow, place, requested
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 DAYS = ("2026-08-01", "2026-08-02")
 
@@ -60,6 +63,7 @@ def test_each_stage_is_compared_with_what_it_was_before(p: Project, pipeline: Pi
         backfill.compare(place(p), number, pipeline.report.key.to_user_string())
 
 
+@pytest.mark.nessie
 def test_the_state_before_is_found_without_the_command_or_is_lost(p: Project, pipeline: Pipeline) -> None:
     number, _ = requested(p, pipeline, *DAYS)
     state = backfill_of(p.instance, number, p.graph)

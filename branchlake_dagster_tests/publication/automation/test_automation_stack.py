@@ -14,6 +14,9 @@ from branchlake_dagster.publication.automation.published_sensor import published
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.dagster_internals import AssetDaemonCursor
 from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 DAYS = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-11")
 

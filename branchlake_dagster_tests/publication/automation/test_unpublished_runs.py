@@ -29,6 +29,9 @@ from branchlake_dagster.publication.automation.unpublished_runs import (
     webhook_alert,
 )
 from branchlake_dagster_tests.harness import project
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 PRICES = dg.AssetKey(["shop", "prices"])
 

@@ -14,6 +14,9 @@ from branchlake_dagster.publication.cleanup.reaping import end_named, reap_branc
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 
 def failing(namespace: str) -> list[dg.AssetsDefinition]:
@@ -71,6 +74,7 @@ def test_every_reaper_and_publisher_follows_the_settings_of_the_run(
         assert swept(timedelta(hours=73))
 
 
+@memory.ON_BOTH
 def test_a_branch_without_retention_follows_the_settings_of_the_reader(
     lakehouse: Lakehouse, keeping: Lakehouse, namespace: str
 ) -> None:

@@ -13,6 +13,9 @@ from branchlake_dagster.publication.ledger.candidate import Published, Refused
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 
 @pytest.fixture
@@ -60,7 +63,7 @@ def assign_main(lake: Lakehouse, to: str) -> None:
 # -- merged by hand --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["merge", "transplant"])
+@pytest.mark.parametrize("how", ["merge", pytest.param("transplant", marks=pytest.mark.nessie)])
 @pytest.mark.parametrize("kind", ["append", "replace", "create"])
 @pytest.mark.parametrize("path", ["alone", "group", "serializable"])
 def test_what_was_merged_by_hand_is_not_replayed(bench: Workbench, how: str, kind: str, path: str) -> None:
@@ -88,6 +91,7 @@ def test_what_was_merged_by_hand_is_not_replayed(bench: Workbench, how: str, kin
     assert len(bench.rows()) == len(kept) + 2
 
 
+@pytest.mark.nessie
 def test_a_renamed_table_that_was_transplanted_by_hand(bench: Workbench) -> None:
     """Nessie refuses to merge it, and a transplant loses the new name: the publication brings it."""
     bench.seeded([("a", 0)])
@@ -161,6 +165,7 @@ def test_a_blocked_run_that_was_merged_by_hand_is_not_told_to_be_off_main(
 # -- rolled back -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.nessie
 @pytest.mark.parametrize("serializable", [False, True])
 def test_main_is_rolled_back_below_the_base(bench: Workbench, serializable: bool) -> None:
     """A merge would bring back what was rolled back, and trying again helps nobody."""
@@ -177,6 +182,7 @@ def test_main_is_rolled_back_below_the_base(bench: Workbench, serializable: bool
     assert bench.rows() == [("a", 0)]
 
 
+@pytest.mark.nessie
 def test_a_run_whose_base_was_rolled_back_is_told(lakehouse: Lakehouse, namespace: str) -> None:
     asset, other = table(namespace), table(namespace, "other")
     with project(lakehouse, asset, other, checked(asset)) as p:

@@ -26,6 +26,9 @@ from branchlake_dagster_tests.dagster_internals import (
     RemoteRepositoryOrigin,
 )
 from branchlake_dagster_tests.harness import project
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 
 def table(namespace: str, name: str, rows: list[int] | None = None) -> dg.AssetsDefinition:
@@ -141,6 +144,7 @@ def test_a_table_written_behind_the_assets_back_blocks(lakehouse: Lakehouse, nam
         assert f"{namespace}.side" in outcome.detail
 
 
+@memory.ON_BOTH
 def test_a_conflict_is_refused_and_names_the_other_run(lakehouse: Lakehouse, namespace: str) -> None:
     asset = table(namespace, "t")
     with project(lakehouse, asset, check(asset)) as p:
@@ -173,6 +177,7 @@ def test_publishing_again_after_a_lost_tick_tells_the_same_publication_once(
         assert branch_name(run_id) not in p.branches()
 
 
+@memory.ON_BOTH
 def test_a_failed_run_is_discarded_and_main_untouched(lakehouse: Lakehouse, namespace: str) -> None:
     asset = table(namespace, "t")
 

@@ -30,6 +30,9 @@ from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.publication.reconcile.reconciler import Reconciler
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.workbench import Workbench
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 T = TypeVar("T")
 
@@ -101,6 +104,7 @@ def settle_until_gone(p: Project, lake: Lakehouse, run_id: str, transport: Lossy
     raise AssertionError("the branch is still there")
 
 
+@pytest.mark.nessie
 @pytest.mark.parametrize("rebased", [False, True], ids=["merged", "rebased"])
 @pytest.mark.parametrize("applied", [False, True], ids=["refused", "lost"])
 def test_1_a_lost_reply_at_any_step_ends_in_one_publication(
@@ -153,6 +157,7 @@ def test_2_two_runs_overwrite_one_table(bench: Workbench) -> None:
     assert bench.rows() == [("a", 1)]
 
 
+@memory.ON_BOTH
 def test_3_a_run_reads_what_another_publishes_meanwhile(lakehouse: Lakehouse, namespace: str) -> None:
     """Refused under serializable isolation, allowed under snapshot isolation: per asset."""
 
@@ -198,6 +203,7 @@ def test_4_a_missing_check_is_not_a_passed_one(lakehouse: Lakehouse, namespace: 
         assert not lakehouse.catalog().table_exists((namespace, "t"))
 
 
+@pytest.mark.nessie
 def test_5_a_publication_in_doubt_is_not_cleaned_up(bench: Workbench) -> None:
     """The reply to the merge is lost and the retries are used up: the branch stays until it is known."""
     bench.seeded([])

@@ -28,6 +28,9 @@ from branchlake_dagster.publication.ledger.candidate import NeedsChecks, Publish
 from branchlake_dagster.publication.rebase.replay import IcebergTables
 from branchlake_dagster_tests.publication.rebase.deleting import delete_equal
 from branchlake_dagster_tests.publication.workbench import Run, Workbench, frame
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 
 @pytest.fixture

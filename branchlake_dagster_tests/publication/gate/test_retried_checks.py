@@ -15,7 +15,10 @@ from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.dagster_internals import CONSOLIDATED_EVENT_LOG, NO_COMPUTE_LOGS
 from branchlake_dagster_tests.harness import Project, project, retry
 from branchlake_dagster_tests.publication.gate.retried_checks import Amounts
+from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.instances import new_instance
+
+lakehouse = memory.lakehouse
 
 
 @contextmanager

@@ -27,6 +27,9 @@ from branchlake_dagster.publication.ledger.candidate import Refused, tables_in
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.workbench import Workbench
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 TABLE = IcebergTable("t", "file:/t", 1, 0, 0, 0)
 VIEW = OtherContent("v", "ICEBERG_VIEW", {"metadataLocation": "file:/v", "versionId": 1, "schemaId": 0})

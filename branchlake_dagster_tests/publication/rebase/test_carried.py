@@ -19,6 +19,9 @@ from pyiceberg.types import LongType, NestedField, StringType
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.publication.workbench import SCHEMA, Run, Workbench
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 
 @pytest.fixture

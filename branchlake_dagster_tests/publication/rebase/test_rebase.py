@@ -18,6 +18,9 @@ from branchlake_dagster.publication.rebase.manifests import REPLAYED_FROM
 from branchlake_dagster_tests.harness import published
 from branchlake_dagster_tests.internals.plain_pyiceberg import plain_pyiceberg
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench, frame
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 
 @pytest.fixture
@@ -35,6 +38,7 @@ def pair(bench: Workbench) -> tuple[Run, Run]:
 # -- what is replayed ----------------------------------------------------------------------------------
 
 
+@memory.ON_BOTH
 def test_two_appends_are_both_published_once(bench: Workbench) -> None:
     bench.seeded([("a", 1)])
     one, two = pair(bench)
@@ -363,6 +367,7 @@ def test_a_table_that_is_gone_or_elsewhere_is_refused(bench: Workbench, what: st
     assert bench.refused(four).codes == ("renamed" if what == "rename" else "dropped",)
 
 
+@memory.ON_BOTH
 def test_a_rename_is_published_with_its_rows(bench: Workbench) -> None:
     """Nessie 0.99 merges a branch with a rename as though the table had been dropped."""
     bench.seeded([("a", 1)])
@@ -374,6 +379,7 @@ def test_a_rename_is_published_with_its_rows(bench: Workbench) -> None:
     assert not bench.lake.catalog().table_exists((bench.namespace, "t"))
 
 
+@memory.ON_BOTH
 def test_dropped_and_created_again_is_refused(bench: Workbench) -> None:
     bench.seeded([("a", 1)])
     one, two = pair(bench)
@@ -394,6 +400,7 @@ def test_a_namespace_that_is_gone_is_refused(bench: Workbench) -> None:
     assert bench.refused(two).codes == ("namespace_dropped",)
 
 
+@memory.ON_BOTH
 def test_both_drop_it(bench: Workbench) -> None:
     bench.seeded([("a", 1)])
     one, two = pair(bench)
@@ -535,6 +542,7 @@ def test_merge_on_read_is_refused(bench: Workbench) -> None:
 # -- several at once -----------------------------------------------------------------------------------
 
 
+@memory.ON_BOTH
 def test_waiting_runs_go_in_one_commit_and_a_refused_one_holds_up_nobody(bench: Workbench) -> None:
     bench.seeded([("a", 0)])
     base = bench.lake.nessie.reference("main").hash

@@ -26,7 +26,10 @@ from branchlake_dagster.publication.rebase.replay import IcebergTables, ReplayIm
 from branchlake_dagster.publication.rebase.snapshot_files import SnapshotFiles
 from branchlake_dagster_tests.internals.plain_pyiceberg import without_null_counts
 from branchlake_dagster_tests.publication.workbench import FLAT, SCHEMA, Workbench
+from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.raised import raising
+
+lakehouse = memory.lakehouse
 
 DAYS = tuple("abcdefghij")
 

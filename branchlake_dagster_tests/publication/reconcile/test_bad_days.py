@@ -46,7 +46,10 @@ from branchlake_dagster.publication.cleanup.reaping import (
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.harness import project
+from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.raised import raising
+
+lakehouse = memory.lakehouse
 
 FREE = table_metadata(require_checks=False)
 HOUR = timedelta(hours=1)

@@ -20,6 +20,9 @@ from branchlake_dagster.publication.reconcile import finish
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.dagster_internals import get_and_update_asset_status_cache_value
 from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 AssetAndCheck = Callable[..., tuple[dg.AssetsDefinition, dg.AssetChecksDefinition]]
 DAYS = dg.StaticPartitionsDefinition(["mon", "tue", "wed"])
@@ -107,6 +110,7 @@ def test_a_blocked_partition_counts_as_failed_until_it_is_published(
         assert "| tue | 3 |" in told.metadata["branchlake/preview"].value
 
 
+@pytest.mark.nessie
 def test_a_blocked_run_names_the_command_that_shows_its_rows(lakehouse: Lakehouse, namespace: str) -> None:
     values = Values()
     with project(lakehouse, *daily(namespace, values)) as p:

@@ -17,6 +17,9 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.cleanup.reaping import reap_branches
 from branchlake_dagster.publication.reconcile.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, assign_main, project
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 FREE = table_metadata(require_checks=False)
 
@@ -139,6 +142,7 @@ def restored(lakehouse: Lakehouse, p: Project) -> str:
     return run_id
 
 
+@pytest.mark.nessie
 def test_a_published_run_whose_publication_main_lost_is_published_again(
     lakehouse: Lakehouse, namespace: str, p: Project, restored: str
 ) -> None:
@@ -152,6 +156,7 @@ def test_a_published_run_whose_publication_main_lost_is_published_again(
     assert branch_name(restored) not in p.branches()
 
 
+@pytest.mark.nessie
 def test_the_reaper_keeps_the_branch_of_a_published_run_whose_publication_main_lost(
     lakehouse: Lakehouse, p: Project, restored: str
 ) -> None:

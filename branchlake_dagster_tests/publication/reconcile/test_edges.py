@@ -44,6 +44,9 @@ from branchlake_dagster_tests.publication.reconcile.test_recheck import (
 )
 from branchlake_dagster_tests.publication.reconcile.test_trouble import Clock
 from branchlake_dagster_tests.publication.workbench import FLAT, Workbench
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 
 def tags(p: Project, run_id: str) -> dict[str, str]:

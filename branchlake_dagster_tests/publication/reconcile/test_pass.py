@@ -28,6 +28,9 @@ from branchlake_dagster_tests.publication.reconcile.test_recheck import (
     rows,
     run,
 )
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 # -- what a tick says ------------------------------------------------------------------------------------
 
@@ -112,6 +115,7 @@ def ours(p: Project, found: Iterator[Outcome]) -> list[Outcome]:
     return [one for one in found if one.run_id in known]
 
 
+@memory.ON_BOTH
 def test_what_does_not_fit_waits_for_the_next_tick_and_the_oldest_comes_first(
     lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

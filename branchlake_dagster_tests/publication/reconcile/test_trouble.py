@@ -33,6 +33,9 @@ from branchlake_dagster.publication.reconcile import assess
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconcile.trouble import ATTEMPTS
 from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 
 def appending(namespace: str, name: str = "t") -> dg.AssetsDefinition:
@@ -174,6 +177,7 @@ def test_the_command_lists_and_retries(
     assert run_of(p, broken).tags[REASON_TAG] == "none"
 
 
+@pytest.mark.nessie
 def test_the_command_ends_it(aside: tuple[Project, str], monkeypatch: pytest.MonkeyPatch) -> None:
     p, broken = aside
     with command(p, monkeypatch) as branchlake:

@@ -18,6 +18,9 @@ from branchlake_dagster_tests.dagster_internals import (
     PartitionBackfill,
 )
 from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 DAYS = dg.StaticPartitionsDefinition(["mon", "tue"])
 NOW = datetime.now(UTC)

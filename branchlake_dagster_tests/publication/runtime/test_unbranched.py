@@ -12,6 +12,9 @@ from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.runtime.unbranched import settle_unbranched
 from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
 
 
 @pytest.fixture
