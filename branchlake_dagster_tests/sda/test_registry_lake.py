@@ -25,13 +25,15 @@ from branchlake_dagster.sda.graph.quality import fusion_checks
 from branchlake_dagster.sda.registry.life_cycle import OBJECT_COLUMNS
 from branchlake_dagster.sda.registry.merge import SET
 from branchlake_dagster.sda.sources import GpSource
+from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.sda.test_registry import Registry
+from branchlake_dagster_tests.suite.soak import soaking
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 
 WRITERS = 10
-AT_ONCE = 4
+AT_ONCE = 4 if soaking() else 2
 """In processes of their own, each with its imports."""
 RULE = dg.AssetCheckKey(OBJECTS, "tracked_have_elements")
 NAMES = [f"{('18sds', 'esa', 'numerica')[n % 3]}-20260808T{n:02d}00Z" for n in range(WRITERS)]
@@ -156,7 +158,7 @@ def test_writers_with_the_lease_are_all_published(stage, tmp_path, monkeypatch):
     """Launched together, they work one after the other, each on what the one before has published."""
     home = tmp_path / "home"
     home.mkdir()
-    (home / "dagster.yaml").write_text("telemetry: {enabled: false}")
+    (home / "dagster.yaml").write_text(f"telemetry: {{enabled: false}}\n{COMPUTE_LOGS}\n")
     monkeypatch.setenv("DAGSTER_HOME", str(home))
     monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
     monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(stage.lake.settings.state_dir))

@@ -13,23 +13,39 @@ import pytest
 from branchlake_dagster_tests.suite.durations import FOLDER
 
 MARKER = "soak"
+COLLECTED: pytest.StashKey[frozenset[str]] = pytest.StashKey()
+"""The tests of this session before any was left out, below the tests' folder."""
 VARIABLE = "BRANCHLAKE_TEST_SOAK"
 SLOW = frozenset(
     {
+        "branching/branch/test_reference_names.py::test_odd_names_of_tables_and_columns[polars-upsert]",
+        "branching/branch/test_reference_names.py::test_odd_names_of_tables_and_columns[spark-append]",
         "branching/io/test_spark_io.py::test_classic_spark_end_to_end",
+        "branching/table/test_windows_stack.py::test_a_window_that_shares_files_with_its_neighbours_is_replaced_alone[days of a half-hour zone-polars_asset]",
+        "branching/table/test_windows_stack.py::test_a_window_that_shares_files_with_its_neighbours_is_replaced_alone[quarters of an hour-spark_asset]",
+        "branching/test_removed_rows.py::test_a_row_that_moves_to_another_partition[2026-01-01-True-rows]",
+        "checks/proof/test_proof_stack.py::test_what_is_proved_of_sparks_tables_is_true[1]",
+        "checks/proof/test_proof_stack.py::test_what_is_proved_of_sparks_tables_is_true[2]",
+        "checks/proof/test_proof_stack.py::test_what_is_proved_of_sparks_tables_is_true[3]",
+        "checks/test_judge.py::test_verdicts_equal_panderas[1]",
         "cli/test_new.py::test_a_scaffolded_component_brings_the_machinery",
         "cli/test_receive.py::test_the_bench_accounts_for_every_record",
         "sda/test_foreign_hands.py::test_whoever_writes_the_list_is_that_of_the_catalogue",
         "sda/test_registry_lake.py::test_ten_writers_at_once_publish_what_one_after_the_other_would",
         "incremental/backfill/test_backfill_by_daemon.py::test_a_stage_that_failed_is_launched_again_by_the_command",
+        "incremental/test_reach.py::test_a_late_row_changes_all_results_that_depend_on_it[mapping-two_days_in_spark-DataFrame]",
+        "incremental/test_reach.py::test_a_late_row_changes_all_results_that_depend_on_it[widen without partitions-two_days_in_spark-DataFrame]",
         "incremental/test_spark_changes.py::test_a_process_killed_before_its_write_leaves_nothing_and_takes_no_file_along",
         "ingest/test_batches.py::test_every_new_field_of_a_batch_becomes_a_column",
+        "ingest/test_live.py::test_a_table_that_is_rolled_back_meanwhile_is_filled_again",
         "ingest/test_live.py::test_it_takes_no_snapshots_out_any_more_when_it_meets_another_writer",
         "ingest/test_live.py::test_spark_bounds_the_bytes_it_sends_to_workers_unless_records_are_small",
         "ingest/test_mutations.py::test_columns_may_have_the_names_of_ours",
         "ingest/test_mutations.py::test_of_two_partitions_the_later_record_counts",
+        "ingest/test_mutations.py::test_the_key_of_a_record_identifies_its_row_and_a_tombstone_deletes_it[upsert]",
         "ingest/test_named_tables.py::test_a_live_run_tells_of_each_table",
         "ingest/test_named_tables.py::test_a_table_that_somebody_else_fills_is_not_taken",
+        "ingest/test_named_tables.py::test_columns_are_found_in_the_records_of_each_table",
         "ingest/test_named_tables.py::test_letters_for_which_there_was_no_table_are_put_back",
         "ingest/test_named_tables.py::test_rows_take_each_others_place_in_tables_that_records_name",
         "ingest/test_named_tables.py::test_tables_are_not_made_where_that_is_not_allowed",
@@ -38,21 +54,49 @@ SLOW = frozenset(
         "ingest/test_put_back.py::test_letters_whose_marks_were_rolled_back_are_not_put_back_twice",
         "ingest/test_reprocess.py::test_a_letter_that_finds_no_table_stays_its_tables",
         "ingest/test_reprocess.py::test_a_table_that_is_filled_again_leaves_waiting_letters_alone",
+        "ingest/test_reprocess.py::test_what_an_earlier_attempt_sends_late_is_not_put_back_twice",
         "ingest/test_runs.py::test_a_record_that_fails_its_batch_is_a_dead_letter_of_the_run",
         "ingest/test_runs.py::test_a_run_tells_of_the_tables_that_its_records_name",
         "ingest/test_runs.py::test_a_second_attempt_to_put_letters_back_is_judged_by_them_too",
+        "ingest/test_unwritable.py::test_a_table_that_is_declared_wrongly_makes_no_dead_letters[found]",
         "ingest/test_unwritable.py::test_a_table_that_is_filled_again_gets_no_second_dead_letter",
         "ingest/test_unwritable.py::test_what_a_search_does_not_reach_waits_for_the_next_batch",
         "lakehouse/test_archives.py::test_a_recorded_nessie_is_mapped_by_the_next_one",
+        "publication/automation/test_backfill_daemon.py::test_a_backfill_into_a_new_table_publishes_every_partition_unaided",
         "publication/automation/test_backfill_daemon.py::test_two_runs_meet_and_the_daemon_repeats_the_check",
         "publication/cleanup/test_killed_daemon.py::test_a_run_that_died_with_its_code_server_ends_by_itself",
         "publication/cleanup/test_killed_runs.py::test_a_cancelled_run_leaves_nothing",
         "publication/cleanup/test_killed_runs.py::test_a_run_that_dies_outside_of_its_steps_is_missed_too",
+        "publication/commit/test_peers.py::test_1_a_lost_reply_at_any_step_ends_in_one_publication[lost-merged]",
+        "publication/commit/test_peers.py::test_1_a_lost_reply_at_any_step_ends_in_one_publication[refused-rebased]",
+        "publication/rebase/test_replaced_partitions.py::test_a_week_replaced_with_no_rows_is_replaced[False-arrow]",
+        "publication/rebase/test_replaced_partitions.py::test_a_week_replaced_with_no_rows_is_replaced[True-spark]",
+        "publication/rebase/test_replaced_partitions.py::test_one_week_written_twice_is_published_once[base0-arrow]",
+        "publication/rebase/test_replaced_partitions.py::test_one_week_written_twice_is_published_once[base1-spark]",
         "remote/test_remote.py::test_the_graph_is_published_on_the_whole_stack",
         "ui/test_ui.py::test_a_blocked_launch_is_red_and_says_why",
     }
 )
-"""Tests of a quarter of a minute and more that are left out too, so that `make test` ends in time."""
+"""Tests that are left out too, or single cases of them, so that `make test` ends in time."""
+
+# The servers end before what the second compiler makes pays: it would take half of their time.
+_BRIEF = ("-XX:TieredStopAtLevel=1",)
+# So with Spark's code for each query, and threads that collect garbage. Together a fifth of its time.
+_SMALL = (
+    "-XX:+UseSerialGC",
+    "-Dspark.sql.codegen.wholeStage=false",
+    "-Dspark.sql.codegen.factoryMode=NO_CODEGEN",
+)
+
+
+def soaking() -> bool:
+    """Whether the tests that are left out run as well."""
+    return bool(os.environ.get(VARIABLE))
+
+
+def jvm_options() -> tuple[str, ...]:
+    """Options of all JVMs. When soaking Spark generates code, as it does for users."""
+    return _BRIEF if soaking() else _BRIEF + _SMALL
 
 
 def is_left_out(marks: Sequence[str], *, expression: str, soaking: bool) -> bool:
@@ -65,14 +109,16 @@ def is_left_out(marks: Sequence[str], *, expression: str, soaking: bool) -> bool
 
 def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Take the tests that are left out from `items`, and report them to pytest as deselected."""
-    expression, soaking = str(config.option.markexpr), bool(os.environ.get(VARIABLE))
+    config.stash[COLLECTED] = frozenset(item.nodeid.removeprefix(FOLDER) for item in items)
+    expression, everything = str(config.option.markexpr), soaking()
     kept: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     for item in items:
-        if item.nodeid.removeprefix(FOLDER).partition("[")[0] in SLOW:
+        name = item.nodeid.removeprefix(FOLDER)
+        if not SLOW.isdisjoint({name, name.partition("[")[0]}):
             item.add_marker(MARKER)
         marks = [mark.name for mark in item.iter_markers()]
-        (left_out if is_left_out(marks, expression=expression, soaking=soaking) else kept).append(item)
+        (left_out if is_left_out(marks, expression=expression, soaking=everything) else kept).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
