@@ -254,6 +254,7 @@ def test_the_cache_forgets_what_was_used_least(table: Table) -> None:
     assert len(cache._found) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("columns", "text"), [pytest.param(2, "short", marks=pytest.mark.soak), (40, "short"), (10, "x" * 4_000)]
 )

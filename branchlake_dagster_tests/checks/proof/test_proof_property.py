@@ -134,6 +134,7 @@ def _whole_bounds(file: DataFile, field: NestedField, spec: PartitionSpec, *_: A
     return facts(file, field, spec, lambda *_: True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("planted", [_without_nan, _missing_is_none, _whole_bounds])
 @pytest.mark.filterwarnings("ignore")
 def test_the_property_finds_what_is_easily_forgotten(

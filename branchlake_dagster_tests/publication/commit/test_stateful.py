@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
@@ -280,7 +281,7 @@ def _evidence(run: Run) -> RunEvidence:
     )
 
 
-TestLake = Lake.TestCase
+TestLake = pytest.mark.long(Lake.TestCase)
 TestLake.settings = settings(
     max_examples=150,
     stateful_step_count=30,
