@@ -1,4 +1,4 @@
-"""Incremental assets on the real Nessie, without Spark: the three patterns, positions, and what may be lost."""
+"""Incremental assets on real Iceberg tables, without Spark: the three patterns, positions, and what may be lost."""
 
 import time
 from datetime import UTC, date, datetime

@@ -1,4 +1,4 @@
-"""Partitions that are computed from the one before them: `from_start=True`, on the real Nessie without Spark."""
+"""Partitions that are computed from the one before them: `from_start=True`, on real Iceberg tables without Spark."""
 
 from datetime import UTC, date, datetime
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which runs the sensor launches for which changes, on the real Nessie without Spark."""
+"""Which runs the sensor launches for which changes, on real Iceberg tables without Spark."""
 
 from datetime import date
 from typing import Any

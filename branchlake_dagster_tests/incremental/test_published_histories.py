@@ -42,9 +42,6 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.ledger.candidate import Published, Refused
 from branchlake_dagster_tests.changes.tables import compact, counted
 from branchlake_dagster_tests.publication.workbench import Run, Workbench
-from branchlake_dagster_tests.suite import memory
-
-lakehouse = memory.lakehouse
 
 HISTORIES = int(os.environ.get("BRANCHLAKE_TEST_REAL_HISTORIES", "16"))
 FIRST_SEED = int(os.environ.get("BRANCHLAKE_TEST_REAL_SEED", "0"))

@@ -1,4 +1,4 @@
-"""Consumers stay right when their partitions, inputs or `main` change; on the real Nessie without Spark."""
+"""Consumers stay right when their partitions, inputs or `main` change; on real Iceberg tables without Spark."""
 
 from collections.abc import Iterator
 from datetime import date, datetime

@@ -1,4 +1,4 @@
-"""Waiting for the valid-through time of consumers on a real Nessie, without Spark and without Kafka."""
+"""Waiting for the valid-through time of consumers on real Iceberg tables, without Spark and without Kafka."""
 
 from datetime import UTC, date, datetime
 from typing import Any

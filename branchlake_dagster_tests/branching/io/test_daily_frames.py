@@ -1,4 +1,4 @@
-"""Frames as they come every day, on the real Nessie without Spark: nulls, types, zones, ops, names."""
+"""Frames as they come every day, on real Iceberg tables without Spark: nulls, types, zones, ops, names."""
 
 from __future__ import annotations
 

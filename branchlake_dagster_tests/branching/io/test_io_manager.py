@@ -1,4 +1,4 @@
-"""The IO manager on the real Nessie, without Spark: types, partitions, write modes, schema, fences."""
+"""The IO manager on real Iceberg tables, without Spark: types, partitions, write modes, schema, fences."""
 
 from datetime import UTC, datetime
 from pathlib import Path

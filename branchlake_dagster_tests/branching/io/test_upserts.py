@@ -1,4 +1,4 @@
-"""Upserts of pandas, Polars and Arrow frames into tables with rows, on the real Nessie without Spark."""
+"""Upserts of pandas, Polars and Arrow frames into tables with rows, on real Iceberg tables without Spark."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime

@@ -1,4 +1,4 @@
-"""Exclusive assets on the real Nessie: one writer at a time, and a refusal by the commit itself."""
+"""Exclusive assets on real Iceberg tables: one writer at a time, and a refusal by the commit itself."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Retries on the real Nessie: from failure, of chosen steps, of a step within its run."""
+"""Retries on real Iceberg tables: from failure, of chosen steps, of a step within its run."""
 
 import uuid
 from collections.abc import Callable, Iterator

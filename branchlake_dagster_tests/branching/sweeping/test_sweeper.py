@@ -1,4 +1,4 @@
-"""Deleting the files of discarded branches, on the real Nessie and real Iceberg files."""
+"""Deleting the files of discarded branches, with real Iceberg files."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""A backfill whose stages wait until the results before them are approved, on the real Nessie."""
+"""A backfill whose stages wait until the results before them are approved, on real Iceberg tables."""
 
 import time
 from collections.abc import Sequence

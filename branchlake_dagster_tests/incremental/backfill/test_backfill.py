@@ -1,4 +1,4 @@
-"""A backfill through three stages on the real Nessie: planned, launched, followed to its end."""
+"""A backfill through three stages on real Iceberg tables: planned, launched, followed to its end."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Each stage of a backfill compared with what it replaces, on the real Nessie."""
+"""Each stage of a backfill compared with what it replaces, on real Iceberg tables."""
 
 import time
 from dataclasses import replace

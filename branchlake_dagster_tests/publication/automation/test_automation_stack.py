@@ -1,4 +1,4 @@
-"""Automation on publication with real runs, the real publisher and the real Nessie."""
+"""Automation on publication with real runs, the real publisher and real Iceberg tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a run to `main`, on the real servers: publication, the gate's refusals, clean-up."""
+"""From a run to `main`, with real Iceberg tables: publication, the gate's refusals, clean-up."""
 
 import uuid
 
