@@ -1,4 +1,4 @@
-"""Change tables on real Iceberg tables, without Spark: who reads them, and what becomes of them when it goes wrong."""
+"""Change tables, without Spark: who reads them, and what becomes of them when it goes wrong."""
 
 from typing import Any
 

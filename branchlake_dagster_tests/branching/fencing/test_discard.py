@@ -1,4 +1,4 @@
-"""Discarding a branch on real Iceberg tables, interrupted at each of its steps."""
+"""Discarding a branch, interrupted at each of its steps."""
 
 import contextlib
 from collections.abc import Callable, Iterator
