@@ -13,24 +13,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from branchlake_dagster.branching.consuming.declaration import consumes, keys, range_, rows
-    from branchlake_dagster.branching.delivering.sql_changes import Changes, consume
-    from branchlake_dagster.branching.io.io_manager import NessieBranchIOManager
-    from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-    from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
-    from branchlake_dagster.branching.table.spec import table_metadata
+    from branchlake_dagster.automation.approve_backfill import approve_backfill_job
+    from branchlake_dagster.automation.backlog import unconsumed
+    from branchlake_dagster.automation.condition import unconsumed_change
+    from branchlake_dagster.automation.incremental_sensor import incremental_sensor
     from branchlake_dagster.catalog import NessieCatalog
-    from branchlake_dagster.checks.asset_checks.columns import column_metadata
-    from branchlake_dagster.checks.asset_checks.contract import pandera_checks
-    from branchlake_dagster.checks.asset_checks.join import join_checks
-    from branchlake_dagster.checks.asset_checks.replaced import replaced_check
-    from branchlake_dagster.checks.asset_checks.sql import sql_check
-    from branchlake_dagster.checks.constraints.predicate import row_predicate
+    from branchlake_dagster.checks.asset_checks import join_checks, pandera_checks, sql_check
+    from branchlake_dagster.checks.column_metadata import column_metadata
+    from branchlake_dagster.checks.constraints import row_predicate
+    from branchlake_dagster.checks.replaced_check import replaced_check
     from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
-    from branchlake_dagster.incremental.backfill.approve import approve_backfill_job
-    from branchlake_dagster.incremental.backlog import unconsumed
-    from branchlake_dagster.incremental.condition import unconsumed_change
-    from branchlake_dagster.incremental.sensor import incremental_sensor
+    from branchlake_dagster.incremental.declaration import consumes, keys, range_, rows
+    from branchlake_dagster.incremental.sql_changes import Changes, consume
     from branchlake_dagster.ingest.converting.avro import Avro, RegistryAvro
     from branchlake_dagster.ingest.converting.formats import Decoded, Json
     from branchlake_dagster.ingest.converting.protobuf import protobuf
@@ -39,27 +33,31 @@ if TYPE_CHECKING:
     from branchlake_dagster.ingest.running.definitions import ingest_definitions
     from branchlake_dagster.ingest.valid_through.check import published_through_check
     from branchlake_dagster.ingest.valid_through.condition import published_through
+    from branchlake_dagster.io_manager.io_manager import NessieBranchIOManager
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.launching.launcher import WarmRunLauncher
-    from branchlake_dagster.publication.automation.conditions import (
+    from branchlake_dagster.publication.conditions import (
         awaiting_verdict,
         on_publication,
         publication_automation_sensor,
         published,
     )
-    from branchlake_dagster.publication.automation.published_sensor import PublishedAssets, published_sensor
-    from branchlake_dagster.publication.automation.unpublished_runs import (
+    from branchlake_dagster.publication.definitions import branchlake_definitions
+    from branchlake_dagster.publication.publish import RunOutcome, publish
+    from branchlake_dagster.publication.publish_at_end import NotPublished, publish_at_end
+    from branchlake_dagster.publication.published_sensor import PublishedAssets, published_sensor
+    from branchlake_dagster.publication.unpublished_runs import (
         AlertFailed,
         UnpublishedRun,
         on_blocked,
         webhook_alert,
     )
-    from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
-    from branchlake_dagster.publication.runtime.publish import RunOutcome, publish
-    from branchlake_dagster.publication.runtime.publish_at_end import NotPublished, publish_at_end
-    from branchlake_dagster.publication.runtime.validation import DefinitionsWarning
+    from branchlake_dagster.publication.validation import DefinitionsWarning
     from branchlake_dagster.query.connection import connect
+    from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+    from branchlake_dagster.runs.spark_resource import BranchSparkResource
     from branchlake_dagster.settings import Settings
+    from branchlake_dagster.tables.specification import table_metadata
 
 __all__ = [
     "AlertFailed",
@@ -122,53 +120,89 @@ __all__ = [
 ]
 
 _HOMES = {
-    "branching.consuming.declaration": ("consumes", "keys", "range_", "rows"),
-    "branching.delivering.sql_changes": ("Changes", "consume"),
-    "branching.io.io_manager": ("NessieBranchIOManager",),
-    "branching.resources.lakehouse_resource": ("LakehouseResource",),
-    "branching.resources.spark_resource": ("BranchSparkResource",),
-    "branching.table.spec": ("table_metadata",),
-    "checks.asset_checks.columns": ("column_metadata",),
-    "checks.asset_checks.contract": ("pandera_checks",),
-    "checks.asset_checks.join": ("join_checks",),
-    "checks.asset_checks.replaced": ("replaced_check",),
-    "checks.asset_checks.sql": ("sql_check",),
-    "checks.constraints.predicate": ("row_predicate",),
-    "errors": ("BranchlakeError", "OutcomeUnknown", "Terminal", "Transient"),
-    "incremental.backfill.approve": ("approve_backfill_job",),
-    "incremental.backlog": ("unconsumed",),
-    "incremental.condition": ("unconsumed_change",),
-    "incremental.sensor": ("incremental_sensor",),
-    "ingest.converting.avro": ("Avro", "RegistryAvro"),
-    "ingest.converting.formats": ("Decoded", "Json"),
+    "automation.approve_backfill": ("approve_backfill_job",),
+    "automation.backlog": ("unconsumed",),
+    "automation.condition": ("unconsumed_change",),
+    "automation.incremental_sensor": ("incremental_sensor",),
+    "catalog": ("NessieCatalog",),
+    "checks.asset_checks": (
+        "join_checks",
+        "pandera_checks",
+        "sql_check",
+    ),
+    "checks.column_metadata": ("column_metadata",),
+    "checks.constraints": ("row_predicate",),
+    "checks.replaced_check": ("replaced_check",),
+    "errors": (
+        "BranchlakeError",
+        "OutcomeUnknown",
+        "Terminal",
+        "Transient",
+    ),
+    "incremental.declaration": (
+        "consumes",
+        "keys",
+        "range_",
+        "rows",
+    ),
+    "incremental.sql_changes": (
+        "Changes",
+        "consume",
+    ),
+    "ingest.converting.avro": (
+        "Avro",
+        "RegistryAvro",
+    ),
+    "ingest.converting.formats": (
+        "Decoded",
+        "Json",
+    ),
     "ingest.converting.protobuf": ("protobuf",),
-    "ingest.declaring.declaration": ("Ingest", "IngestTable"),
-    "ingest.positions.start": ("CommittedOffsets", "StartingOffsets"),
+    "ingest.declaring.declaration": (
+        "Ingest",
+        "IngestTable",
+    ),
+    "ingest.positions.start": (
+        "CommittedOffsets",
+        "StartingOffsets",
+    ),
     "ingest.running.definitions": ("ingest_definitions",),
     "ingest.valid_through.check": ("published_through_check",),
     "ingest.valid_through.condition": ("published_through",),
-    "catalog": ("NessieCatalog",),
+    "io_manager.io_manager": ("NessieBranchIOManager",),
     "lakehouse.lakehouse": ("Lakehouse",),
     "launching.launcher": ("WarmRunLauncher",),
-    "publication.automation.conditions": (
+    "publication.conditions": (
         "awaiting_verdict",
         "on_publication",
         "publication_automation_sensor",
         "published",
     ),
-    "publication.automation.published_sensor": ("PublishedAssets", "published_sensor"),
-    "publication.automation.unpublished_runs": (
+    "publication.definitions": ("branchlake_definitions",),
+    "publication.publish": (
+        "RunOutcome",
+        "publish",
+    ),
+    "publication.publish_at_end": (
+        "NotPublished",
+        "publish_at_end",
+    ),
+    "publication.published_sensor": (
+        "PublishedAssets",
+        "published_sensor",
+    ),
+    "publication.unpublished_runs": (
         "AlertFailed",
         "UnpublishedRun",
         "on_blocked",
         "webhook_alert",
     ),
-    "publication.runtime.definitions": ("branchlake_definitions",),
-    "publication.runtime.publish": ("RunOutcome", "publish"),
-    "publication.runtime.publish_at_end": ("NotPublished", "publish_at_end"),
-    "publication.runtime.validation": ("DefinitionsWarning",),
+    "publication.validation": ("DefinitionsWarning",),
     "query.connection": ("connect",),
+    "runs.lakehouse_resource": ("LakehouseResource",),
+    "runs.spark_resource": ("BranchSparkResource",),
     "settings": ("Settings",),
+    "tables.specification": ("table_metadata",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

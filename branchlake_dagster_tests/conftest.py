@@ -19,9 +19,9 @@ import hypothesis
 import pytest
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.internals.dagster_sqlite import remember_engines, remember_revisions
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.runs.run_branch import main_with_history
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite import memory, schedule, soak, tiers
 from branchlake_dagster_tests.suite.guard import guarding

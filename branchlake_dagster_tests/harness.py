@@ -10,15 +10,15 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.internals.dagster import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.publication.ledger.publications import Publication, publications
-from branchlake_dagster.publication.reconcile.outcome import Outcome
-from branchlake_dagster.publication.reconcile.reconciler import Reconciler
-from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
+from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.publication.ledger import Publication, publications
+from branchlake_dagster.publication.outcome import Outcome
+from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.dagster_internals import (
     InMemoryJob,

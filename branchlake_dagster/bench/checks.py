@@ -17,23 +17,22 @@ from rich.console import Console
 from rich.table import Table
 
 from branchlake_dagster.bench.own_lake import own_lake
-from branchlake_dagster.branching.branch.run_branch import branch_name, main_with_history
-from branchlake_dagster.branching.io.stored_rows import StoredRows
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
-from branchlake_dagster.branching.table.selection import Selection, Values
-from branchlake_dagster.branching.table.spec import table_metadata
-from branchlake_dagster.checks.asset_checks.contract import pandera_checks
-from branchlake_dagster.checks.constraints.compiler import compile_schema
-from branchlake_dagster.checks.constraints.model import SchemaConstraint, SqlConstraint
-from branchlake_dagster.checks.evaluation.counting import collect_rows
-from branchlake_dagster.checks.evaluation.judge import Asked, judge
-from branchlake_dagster.checks.evaluation.rows import FrameRows, Rows
-from branchlake_dagster.checks.proof.stored import TableRows
+from branchlake_dagster.checks.asset_checks import pandera_checks
+from branchlake_dagster.checks.compiler import compile_schema
+from branchlake_dagster.checks.constraints import SchemaConstraint, SqlConstraint
+from branchlake_dagster.checks.counting import collect_rows
+from branchlake_dagster.checks.judge import Asked, FrameRows, Rows, judge
+from branchlake_dagster.checks.stored_rows import TableRows
 from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.io_manager.loading import StoredRows
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
+from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_branch import branch_name, main_with_history
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.tables.selection import Selection, Values
+from branchlake_dagster.tables.specification import table_metadata
 
 _KINDS = dg.StaticPartitionsDefinition(["radar", "optical"])
 _PARTITION = "radar"

@@ -13,14 +13,13 @@ from pyiceberg.table import Table
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.types import NestedField, StringType
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.internals.pyiceberg import write_metadata
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentKey, Unchanged
-from branchlake_dagster.publication.commit.publisher import publisher_of
-from branchlake_dagster.publication.ledger.candidate import Candidate, Published, write_set
-from branchlake_dagster.publication.ledger.main_log import MainLog
-from branchlake_dagster.publication.ledger.publications import Publication, properties
+from branchlake_dagster.publication.ledger import Candidate, Publication, Published, properties, write_set
+from branchlake_dagster.publication.main_log import MainLog
+from branchlake_dagster.publication.publisher import publisher_of
+from branchlake_dagster.runs.run_branch import branch_name
 
 _NAMESPACE = "history"
 _SCHEMA = Schema(NestedField(1, "token", StringType(), required=False))

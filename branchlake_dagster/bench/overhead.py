@@ -11,13 +11,13 @@ import dagster as dg
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
 
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
-from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
-from branchlake_dagster.publication.reconcile.reconciler import Reconciler
-from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
+from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.tables.specification import table_metadata
 
 _SECONDS = 10.0
 _ROUNDS = 3

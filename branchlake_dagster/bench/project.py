@@ -6,9 +6,9 @@ from pyspark.sql import DataFrame
 from pyspark.sql.types import LongType
 
 from branchlake_dagster.bench.daemon.parts import parts_definitions
-from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
 from branchlake_dagster.checks import pandera_checks
 from branchlake_dagster.definitions import build_definitions
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.settings import Settings
 
 SMALL = dg.AssetKey(["bench", "small"])

@@ -24,12 +24,12 @@ from branchlake_dagster.bench.overhead import overhead
 from branchlake_dagster.bench.own_lake import own_lake
 from branchlake_dagster.bench.reconcile import reconcile_seconds
 from branchlake_dagster.bench.waiting import waiting_replaced_seconds, waiting_seconds
-from branchlake_dagster.branching.branch.run_branch import RunBranch, main_with_history
-from branchlake_dagster.branching.fencing.discard import discard
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import Reference
-from branchlake_dagster.publication.commit.publisher import publisher_of
-from branchlake_dagster.publication.ledger.candidate import Candidate, Published, write_set
+from branchlake_dagster.publication.ledger import Candidate, Published, write_set
+from branchlake_dagster.publication.publisher import publisher_of
+from branchlake_dagster.runs.discarding import discard
+from branchlake_dagster.runs.run_branch import RunBranch, main_with_history
 from branchlake_dagster.settings import Settings
 
 _NAMESPACE = "bench"

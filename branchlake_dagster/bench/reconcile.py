@@ -9,9 +9,9 @@ from uuid import uuid4
 
 import dagster as dg
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.runs.run_branch import branch_name
 
 _PASSES = 3
 

@@ -16,15 +16,15 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from branchlake_dagster.bench.own_lake import own_lake
-from branchlake_dagster.branching.branch.run_branch import main_with_history
-from branchlake_dagster.branching.delivering.spark_inputs import from_arrow
-from branchlake_dagster.branching.frames import spark_frames
-from branchlake_dagster.branching.table.spec import TableSpec
-from branchlake_dagster.branching.table.types import iceberg_schema
-from branchlake_dagster.branching.upserting import merge
 from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.incremental.spark_inputs import from_arrow
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.runs.run_branch import main_with_history
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.tables import spark_frames
+from branchlake_dagster.tables import upserts as merge
+from branchlake_dagster.tables.schemas import iceberg_schema
+from branchlake_dagster.tables.specification import TableSpec
 
 _NAMESPACE = "bench"
 _MOST_FOR_PYICEBERG = 1_000

@@ -13,20 +13,20 @@ from pyiceberg.schema import Schema
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import Place, opened
-from branchlake_dagster.branching.frames import arrow_frames
-from branchlake_dagster.branching.table.provenance import BRANCH_HEAD
-from branchlake_dagster.branching.table.replaced import replaced as predicate_of
-from branchlake_dagster.branching.table.replaced import to_text
-from branchlake_dagster.branching.table.selection import select
-from branchlake_dagster.branching.table.spec import table_metadata, table_spec
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY
-from branchlake_dagster.changes.summary import RUN_ID
+from branchlake_dagster.history.summary import RUN_ID
 from branchlake_dagster.internals.dagster import StepMaterializationData
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster.publication.outcome import Outcome, PublicationAction
+from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.runs.provenance import BRANCH_HEAD
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import Place, opened
+from branchlake_dagster.tables import arrow_frames
+from branchlake_dagster.tables.replaced_rows import replaced as predicate_of
+from branchlake_dagster.tables.replaced_rows import to_text
+from branchlake_dagster.tables.selection import select
+from branchlake_dagster.tables.specification import table_metadata, table_spec
 
 _NAMESPACE = "waiting"
 _SCHEMA = Schema(NestedField(1, "token", StringType(), required=False), NestedField(2, "n", LongType()))

@@ -1,11 +1,8 @@
 """Checks: contracts and SQL as Dagster asset checks, evaluated on the run's branch in one Spark job."""
 
-from branchlake_dagster.branching.table.spec import CHECK_SCOPE
-from branchlake_dagster.checks.asset_checks.contract import pandera_checks
-from branchlake_dagster.checks.asset_checks.join import join_checks
-from branchlake_dagster.checks.asset_checks.sql import sql_check
-from branchlake_dagster.checks.constraints.model import CheckFailedToRun, ContractError
-from branchlake_dagster.checks.constraints.predicate import row_predicate
+from branchlake_dagster.checks.asset_checks import join_checks, pandera_checks, sql_check
+from branchlake_dagster.checks.constraints import CheckFailedToRun, ContractError, row_predicate
+from branchlake_dagster.tables.specification import CHECK_SCOPE
 
 __all__ = [
     "CHECK_SCOPE",

@@ -257,7 +257,7 @@ def reap(module: str | None, dry_run: bool, names: tuple[str, ...]) -> None:
     from branchlake_dagster.cli.local.location import format_settings
     from branchlake_dagster.cli.reaping import show
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-    from branchlake_dagster.publication.cleanup.reaping import end_named, reap_branches, sweep_discarded
+    from branchlake_dagster.publication.cleanup_jobs import end_named, reap_branches, sweep_discarded
 
     chosen = command_settings(module)
     settings = chosen.settings

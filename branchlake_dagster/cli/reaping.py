@@ -9,8 +9,8 @@ from datetime import timedelta
 from rich.console import Console
 from rich.table import Table
 
-from branchlake_dagster.branching.reaping.rules import Reaping
-from branchlake_dagster.branching.sweeping.sweeper import Sweeping
+from branchlake_dagster.cleanup.reaper_rules import Reaping
+from branchlake_dagster.cleanup.sweeper import Sweeping
 from branchlake_dagster.wording import counted
 
 _WIDE = 200

@@ -10,11 +10,11 @@ from dagster import DagsterInstance, DagsterRun
 from rich.console import Console
 from rich.table import Table
 
-from branchlake_dagster.branching.branch.run_tags import ATTEMPTS_TAG, BRANCH_TAG, REASON_TAG
 from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile.trouble import give_up, retry, set_aside
+from branchlake_dagster.publication.parked_runs import give_up, retry, set_aside
+from branchlake_dagster.runs.run_tags import ATTEMPTS_TAG, BRANCH_TAG, REASON_TAG
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.wording import counted
 

@@ -12,23 +12,22 @@ from dagster import DagsterInstance
 from rich.console import Console
 from rich.table import Table
 
-from branchlake_dagster.branching.branch.batch_branch import BatchBranch, at_work_on
-from branchlake_dagster.branching.branch.owner import owners
-from branchlake_dagster.branching.branch.run_branch import run_id_of
-from branchlake_dagster.branching.fencing.discard import DISCARDED_TAGS
-from branchlake_dagster.branching.liveness.failure_detector import by_timestamp
-from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore, HeartbeatsUnreadable
-from branchlake_dagster.branching.reaping.origin import Makers, instance_id
-from branchlake_dagster.branching.table.files import TableFiles
 from branchlake_dagster.cli.local.command_settings import ENVIRONMENT
 from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.embedded.servers import NESSIE, SPARK
 from branchlake_dagster.ingest.kafka.broker import KAFKA, EmbeddedKafka
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.web_page import nessie_page
-from branchlake_dagster.publication.ledger.publications import publications
-from branchlake_dagster.publication.reconcile.reconciler import RUN_BRANCHES
+from branchlake_dagster.publication.ledger import publications
+from branchlake_dagster.publication.reconciler import RUN_BRANCHES
+from branchlake_dagster.runs.branch_owner import BatchBranch, at_work_on, owners
+from branchlake_dagster.runs.discarding import DISCARDED_TAGS
+from branchlake_dagster.runs.failure_detector import by_timestamp
+from branchlake_dagster.runs.heartbeats import HeartbeatStore, HeartbeatsUnreadable
+from branchlake_dagster.runs.origin import Makers, instance_id
+from branchlake_dagster.runs.run_branch import run_id_of
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.tables.table_files import TableFiles
 from branchlake_dagster.wording import agree, counted, named
 
 _LAST = 5

@@ -29,7 +29,7 @@ from pyiceberg.types import (
     TimestamptzType,
 )
 
-from branchlake_dagster.changes.facts import facts
+from branchlake_dagster.history.file_facts import facts
 
 if TYPE_CHECKING:
     from pyiceberg.table import FileScanTask

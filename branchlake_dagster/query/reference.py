@@ -6,14 +6,14 @@ import re
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from branchlake_dagster.branching.branch.reference_names import DISCARDED_PREFIX, SWEEPING_PREFIX
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieNotFound, ReferenceNotFound
 from branchlake_dagster.nessie.model import Reference
-from branchlake_dagster.publication.ledger.publications import RUN_ID, publications_in
+from branchlake_dagster.publication.ledger import RUN_ID, publications_in
 from branchlake_dagster.query.errors import NoSuchState
+from branchlake_dagster.runs.branch_names import DISCARDED_PREFIX, SWEEPING_PREFIX
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX
 
 _RUN_ID = re.compile(r"[0-9a-f]{6}[0-9a-f-]{0,30}")

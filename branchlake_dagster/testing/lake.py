@@ -10,15 +10,15 @@ import polars as pl
 import pyarrow as pa
 from pyiceberg.exceptions import NoSuchTableError
 
-from branchlake_dagster.branching.branch.reference_names import DISCARDED_PREFIX
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.errors import TableMissing
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.table.spec import identifier_of, table_name
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
-from branchlake_dagster.publication.runtime.publish import RunOutcome, publish
+from branchlake_dagster.publication.publish import RunOutcome, publish
+from branchlake_dagster.runs.branch_names import DISCARDED_PREFIX
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.tables.errors import TableMissing
+from branchlake_dagster.tables.specification import identifier_of, table_name
 from branchlake_dagster.testing.rebinding import standing_on
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import Any
 
 from dagster import ConfigurableIOManagerFactory, ConfigurableResource
 
-from branchlake_dagster.branching.io.io_manager import NessieBranchIOManager
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
+from branchlake_dagster.io_manager.io_manager import NessieBranchIOManager
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 
 _CONFIGURABLE = (ConfigurableResource, ConfigurableIOManagerFactory)
 

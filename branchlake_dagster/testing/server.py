@@ -12,13 +12,13 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.embedded.process import ProcessRecord, started_s
 from branchlake_dagster.embedded.servers import EmbeddedServers
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import Delete, ReferenceType
+from branchlake_dagster.runs.run_branch import main_with_history
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.testing.environment import settings_in_environment
 from branchlake_dagster.testing.lake import ThrowawayLake

@@ -7,9 +7,9 @@ from pandera.pyspark import DataFrameModel
 from pyspark.sql import DataFrame
 from pyspark.sql.types import LongType
 
-from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
-from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.checks import pandera_checks
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.tables.specification import table_metadata
 
 APPEND = table_metadata(write_mode="append", require_checks=False)
 FREE = table_metadata(require_checks=False)

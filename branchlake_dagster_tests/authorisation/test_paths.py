@@ -11,13 +11,13 @@ import pytest
 from click.testing import CliRunner
 from pyiceberg.catalog import load_catalog
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG
-from branchlake_dagster.branching.fencing.discard import discarded_name
 from branchlake_dagster.cli import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_discarded
-from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
+from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
+from branchlake_dagster.publication.outcome import Outcome, PublicationAction
+from branchlake_dagster.runs.discarding import discarded_name
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import PUBLICATION_TAG
 from branchlake_dagster_tests.branching.resources.test_retry import Flaky, retry
 from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
 from branchlake_dagster_tests.harness import Project, project

@@ -11,16 +11,16 @@ from click.testing import CliRunner
 from pyiceberg.catalog import load_catalog
 from pyspark.sql import DataFrame, SparkSession
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import VERDICT_TAG
-from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
 from branchlake_dagster.cli import main
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.errors import NessieUnauthorized
-from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_discarded
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
-from branchlake_dagster.publication.reconcile.reconciler import Reconciler
-from branchlake_dagster.publication.runtime.publish_at_end import LEFT_TO_SENSOR
+from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.publication.publish_at_end import LEFT_TO_SENSOR
+from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import VERDICT_TAG
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster_tests.branching.resources.test_retry import Flaky, retry
 from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
 from branchlake_dagster_tests.harness import project

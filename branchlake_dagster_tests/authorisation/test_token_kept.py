@@ -10,11 +10,11 @@ import dagster as dg
 import pytest
 from pydantic import SecretStr
 
-from branchlake_dagster.branching.branch.run_branch import RunBranch
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.nessie.errors import NessieUnauthorized, NessieUnavailable
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_branch import RunBranch
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite.raised import raising
 

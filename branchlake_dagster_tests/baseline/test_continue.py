@@ -14,22 +14,21 @@ import dagster as dg
 import pytest
 from click.testing import CliRunner
 
-from branchlake_dagster.branching.branch.batch_branch import BatchBranch
-from branchlake_dagster.branching.branch.retention import Retention
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import REASON_TAG, STATUS_TAG, VERDICT_TAG, place_of
-from branchlake_dagster.branching.consuming.positions import CONSUMED, Consumed
-from branchlake_dagster.branching.fencing.discard import discarded_name, give_back
-from branchlake_dagster.branching.lease.token import Lease, lease_keys
-from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
+from branchlake_dagster.automation.approve_backfill import approve
 from branchlake_dagster.cli.main import main
-from branchlake_dagster.incremental.backfill.approve import approve
+from branchlake_dagster.incremental.positions import CONSUMED, Consumed
 from branchlake_dagster.ingest.positions.recorded import Recorded, ingestions_in
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.publication.ledger.publications import publications
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
-from branchlake_dagster.publication.reconcile.trouble import retry as try_again
-from branchlake_dagster.publication.reconcile.trouble import set_aside
+from branchlake_dagster.publication.ledger import publications
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.publication.parked_runs import retry as try_again
+from branchlake_dagster.publication.parked_runs import set_aside
+from branchlake_dagster.runs.branch_owner import BatchBranch
+from branchlake_dagster.runs.discarding import discarded_name, give_back
+from branchlake_dagster.runs.heartbeats import HeartbeatStore
+from branchlake_dagster.runs.leases import Lease, lease_keys
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import REASON_TAG, STATUS_TAG, VERDICT_TAG, Retention, place_of
 from branchlake_dagster_tests.baseline import shop
 from branchlake_dagster_tests.baseline.names import classes_in_home, names_of_run, stored_names
 from branchlake_dagster_tests.baseline.opened import AUTOMATION, Opened, key, opened

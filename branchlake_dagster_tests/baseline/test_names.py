@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from branchlake_dagster.branching.branch import reference_names
-from branchlake_dagster.branching.branch.run_tags import Status
+from branchlake_dagster.runs import branch_names as reference_names
+from branchlake_dagster.runs.run_tags import Status
 from branchlake_dagster_tests.baseline.names import names_in_code
 from branchlake_dagster_tests.baseline.storage import EXPECTED, STORED
 

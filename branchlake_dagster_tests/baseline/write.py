@@ -20,23 +20,22 @@ from uuid import uuid4
 
 import dagster as dg
 
-from branchlake_dagster.branching.branch.batch_branch import batch_branch
-from branchlake_dagster.branching.branch.claim import claim
-from branchlake_dagster.branching.branch.run_branch import branch_name, main_with_history
-from branchlake_dagster.branching.branch.run_tags import NEXT_ATTEMPT_TAG, REASON_TAG, SET_ASIDE
-from branchlake_dagster.branching.fencing.discard import discard
-from branchlake_dagster.branching.liveness.heartbeat import first_heartbeat
-from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
-from branchlake_dagster.branching.reaping.origin import instance_id
-from branchlake_dagster.incremental.backfill.launch import launch, launch_again
+from branchlake_dagster.automation.backfill_launch import launch, launch_again
 from branchlake_dagster.ingest.batch.reprocess import Chosen
 from branchlake_dagster.ingest.running.batch_assets import REPROCESS_TAG
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.nessie.model import IcebergTable
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
-from branchlake_dagster.publication.reconcile.trouble import ATTEMPTS
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.publication.parked_runs import ATTEMPTS
+from branchlake_dagster.runs.branch_owner import batch_branch
+from branchlake_dagster.runs.claims import claim
+from branchlake_dagster.runs.discarding import discard
+from branchlake_dagster.runs.heartbeats import HeartbeatStore, first_heartbeat
+from branchlake_dagster.runs.origin import instance_id
+from branchlake_dagster.runs.run_branch import branch_name, main_with_history
+from branchlake_dagster.runs.run_tags import NEXT_ATTEMPT_TAG, REASON_TAG, SET_ASIDE
 from branchlake_dagster_tests.baseline.names import stored_names
 from branchlake_dagster_tests.baseline.opened import AUTOMATION, Opened, key, opened
 from branchlake_dagster_tests.baseline.storage import (

@@ -7,11 +7,11 @@ import pyarrow as pa
 import pytest
 
 from branchlake_dagster import LakehouseResource, connect, consume, consumes, table_metadata
-from branchlake_dagster.branching.delivering.sql_changes import Changes
 from branchlake_dagster.catalog import NessieCatalog
-from branchlake_dagster.changes.summary import CHANGE_TABLE
+from branchlake_dagster.history.summary import CHANGE_TABLE
+from branchlake_dagster.incremental.sql_changes import Changes
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, values
 from branchlake_dagster_tests.suite import memory

@@ -16,20 +16,20 @@ from branchlake_dagster import (
     consumes,
     table_metadata,
 )
-from branchlake_dagster.branching.consuming.commits import commits_of
-from branchlake_dagster.branching.consuming.positions import CONSUMED
-from branchlake_dagster.branching.errors import PartitionMismatch, PositionUnreadable, RowsRemoved
-from branchlake_dagster.branching.table.provenance import BRANCH_HEAD
+from branchlake_dagster.automation.backlog import Standing
+from branchlake_dagster.automation.consumers import consumers
+from branchlake_dagster.automation.progress import standings
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY
-from branchlake_dagster.changes.capture import capture, position_of
-from branchlake_dagster.changes.errors import ChangeLost
-from branchlake_dagster.changes.summary import RUN_ID
-from branchlake_dagster.incremental.backlog import Standing
-from branchlake_dagster.incremental.consumers import consumers
-from branchlake_dagster.incremental.standings import standings
+from branchlake_dagster.history.capture import capture, position_of
+from branchlake_dagster.history.change import ChangeLost
+from branchlake_dagster.history.summary import RUN_ID
+from branchlake_dagster.incremental.commits import commits_of
+from branchlake_dagster.incremental.positions import CONSUMED
 from branchlake_dagster.internals.dagster import report_engine_event
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.provenance import BRANCH_HEAD
+from branchlake_dagster.tables.errors import PartitionMismatch, PositionUnreadable, RowsRemoved
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 from branchlake_dagster_tests.suite import memory

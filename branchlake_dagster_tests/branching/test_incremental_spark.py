@@ -13,9 +13,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
 
 from branchlake_dagster import consumes, table_metadata
-from branchlake_dagster.branching.delivering import spark_keys
-from branchlake_dagster.branching.errors import PartitionMismatch, UpsertKeyInvalid
+from branchlake_dagster.incremental import spark_inputs as spark_keys
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.tables.errors import PartitionMismatch, UpsertKeyInvalid
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 

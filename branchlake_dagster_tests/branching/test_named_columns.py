@@ -10,11 +10,11 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
 from branchlake_dagster import consumes, keys, range_, rows, table_metadata
-from branchlake_dagster.branching.consuming.declaration import ConsumedInput, declared
-from branchlake_dagster.branching.errors import InputColumnGone
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.incremental.declaration import ConsumedInput, declared
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.tables.errors import InputColumnGone
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 from branchlake_dagster_tests.suite import memory

@@ -10,11 +10,11 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
 
 from branchlake_dagster import consumes, table_metadata
-from branchlake_dagster.branching.consuming.declaration import declared
-from branchlake_dagster.branching.consuming.steps import consumer_of
-from branchlake_dagster.branching.errors import RowsRemoved
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.incremental.declaration import declared
+from branchlake_dagster.incremental.step_consumption import consumer_of
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.tables.errors import RowsRemoved
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 from branchlake_dagster_tests.suite import memory

@@ -18,7 +18,7 @@ from pyiceberg.table.snapshots import Operation
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType
 
-from branchlake_dagster.changes.rows import ChangedRows
+from branchlake_dagster.history.rows import ChangedRows
 from branchlake_dagster.internals.pyiceberg import as_compaction, data_files, snapshot_of
 
 SCHEMA = Schema(NestedField(1, "day", StringType()), NestedField(2, "value", LongType()))

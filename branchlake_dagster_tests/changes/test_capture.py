@@ -15,13 +15,12 @@ from pyiceberg.catalog import Catalog
 from pyiceberg.manifest import ManifestEntry, ManifestFile
 from pyiceberg.table import Table
 
-from branchlake_dagster.changes import own_files
-from branchlake_dagster.changes.capture import capture, position_of, position_on_branch
-from branchlake_dagster.changes.change_table import copied, referring
-from branchlake_dagster.changes.errors import ChangeLost, Loss
-from branchlake_dagster.changes.model import ChangeKind, ChangeSet, Position
-from branchlake_dagster.changes.own_files import OwnFilesCache
-from branchlake_dagster.changes.rows import RowReader, without_carried
+from branchlake_dagster.history import snapshot_files as own_files
+from branchlake_dagster.history.capture import capture, position_of, position_on_branch
+from branchlake_dagster.history.change import ChangeKind, ChangeLost, ChangeSet, Loss, Position
+from branchlake_dagster.history.change_table import copied, referring
+from branchlake_dagster.history.rows import RowReader, without_carried
+from branchlake_dagster.history.snapshot_files import OwnFilesCache
 from branchlake_dagster.internals.pyiceberg_manifests import entries_of
 from branchlake_dagster_tests.changes.tables import (
     BY_DAY,

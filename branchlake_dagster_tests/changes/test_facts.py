@@ -18,10 +18,10 @@ from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.transforms import BucketTransform, IdentityTransform, Transform
 from pyiceberg.typedef import Record
 
-from branchlake_dagster.changes.facts import Facts, facts
-from branchlake_dagster.checks.constraints.promises import Among, Compared, NotAmong, NotNull, StartsWith
-from branchlake_dagster.checks.proof.footers import Footers
-from branchlake_dagster.checks.proof.prove import proves
+from branchlake_dagster.checks.constraints import Among, Compared, NotAmong, NotNull, StartsWith
+from branchlake_dagster.checks.proof import proves
+from branchlake_dagster.checks.stored_rows import Footers
+from branchlake_dagster.history.file_facts import Facts, facts
 
 PLAIN = PartitionSpec()
 DOUBLE, LONG, TEXT = ice.DoubleType(), ice.LongType(), ice.StringType()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pyiceberg.table import Table
 
-from branchlake_dagster.changes.history import holds
+from branchlake_dagster.history.capture import holds
 from branchlake_dagster_tests.changes.tables import SCHEMA, append, catalogue, compact
 
 

@@ -9,8 +9,8 @@ import pytest
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 from pyiceberg.typedef import Record
 
-from branchlake_dagster.changes.model import ChangedFile, ChangeSet, Position
-from branchlake_dagster.changes.ranges import Range, changed
+from branchlake_dagster.history.change import ChangedFile, ChangeSet, Position
+from branchlake_dagster.history.ranges import Range, changed
 from branchlake_dagster_tests.changes.tables import BY_DAY, SCHEMA
 
 

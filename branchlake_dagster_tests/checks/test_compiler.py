@@ -8,15 +8,15 @@ import pyspark.sql.types as pst
 import pytest
 from pandera.pyspark import DataFrameModel, Field
 
-from branchlake_dagster.checks.constraints.compiler import compile_schema
-from branchlake_dagster.checks.constraints.model import (
+from branchlake_dagster.checks.compiler import compile_schema
+from branchlake_dagster.checks.constraints import (
     ContractError,
     PanderaConstraint,
     RowConstraint,
     SchemaConstraint,
     UniqueConstraint,
 )
-from branchlake_dagster.checks.evaluation.shape import schema_outcome
+from branchlake_dagster.checks.judge import schema_outcome
 from branchlake_dagster_tests.checks.contracts import EveryKind
 from branchlake_dagster_tests.suite.raised import raising
 

@@ -11,14 +11,14 @@ from pandera.pyspark import DataFrameModel, Field
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from branchlake_dagster.branching.io.stored_rows import RowPartitions
-from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.checks import join_checks, pandera_checks, sql_check
-from branchlake_dagster.checks.constraints.model import FailingPartitions, RowConstraint, UniqueConstraint
-from branchlake_dagster.checks.evaluation.failing_partitions import failing_partitions
+from branchlake_dagster.checks.constraints import FailingPartitions, RowConstraint, UniqueConstraint
+from branchlake_dagster.checks.counting import failing_partitions
+from branchlake_dagster.io_manager.loading import RowPartitions
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.ledger import report_metadata as names
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication import report_metadata as names
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import project
 
 pytestmark = pytest.mark.spark

@@ -16,16 +16,10 @@ from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from branchlake_dagster.checks import ContractError, row_predicate
-from branchlake_dagster.checks.constraints.compiler import compile_schema
-from branchlake_dagster.checks.constraints.model import (
-    Outcome,
-    PanderaConstraint,
-    RowConstraint,
-    SqlConstraint,
-)
-from branchlake_dagster.checks.evaluation.counting import Collect, collect_rows
-from branchlake_dagster.checks.evaluation.judge import Asked, Verdicts, judge
-from branchlake_dagster.checks.evaluation.rows import FrameRows
+from branchlake_dagster.checks.compiler import compile_schema
+from branchlake_dagster.checks.constraints import Outcome, PanderaConstraint, RowConstraint, SqlConstraint
+from branchlake_dagster.checks.counting import Collect, collect_rows
+from branchlake_dagster.checks.judge import Asked, FrameRows, Verdicts, judge
 from branchlake_dagster_tests.checks.contracts import DDL, PANDERA_NAMES, EveryKind, random_rows
 from branchlake_dagster_tests.suite.raised import raising
 

@@ -11,11 +11,11 @@ import pyspark.sql.types as pst
 import pytest
 from pandera.pyspark import DataFrameModel, Field
 
-from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
-from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.checks import join_checks, pandera_checks, row_predicate, sql_check
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
 

@@ -6,9 +6,9 @@ import dagster as dg
 import polars as pl
 
 from branchlake_dagster import replaced_check, table_metadata
-from branchlake_dagster.checks.constraints.model import ContractError
+from branchlake_dagster.checks.constraints import ContractError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.raised import raising

@@ -15,9 +15,8 @@ import pyspark.sql.types as pst
 from pandera.pyspark import DataFrameModel, Field
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.checks.constraints.compiler import compile_schema
-from branchlake_dagster.checks.evaluation.judge import Asked, judge
-from branchlake_dagster.checks.evaluation.rows import FrameRows
+from branchlake_dagster.checks.compiler import compile_schema
+from branchlake_dagster.checks.judge import Asked, FrameRows, judge
 
 
 class Observed(DataFrameModel):

@@ -14,13 +14,13 @@ import dagster as dg
 import pytest
 from click.testing import CliRunner, Result
 
-from branchlake_dagster.branching.reaping.origin import INSTANCE
 from branchlake_dagster.cli import main
 from branchlake_dagster.cli.local.demo import BAD_SNAPSHOT, Plan, plan_for
 from branchlake_dagster.embedded import jars
 from branchlake_dagster.embedded.process import ProcessRecord
 from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.runs.origin import INSTANCE
 from branchlake_dagster.sda.partitions import FIRST_WINDOW, windows
 from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT

@@ -19,24 +19,24 @@ from pyiceberg.transforms import DayTransform, IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType, StructType, TimestampType
 
 from branchlake_dagster import consumes, keys, table_metadata
-from branchlake_dagster.branching.branch.run_branch import run_id_of
-from branchlake_dagster.branching.reaping.origin import instance_id
-from branchlake_dagster.branching.reaping.rules import ReapingAction
+from branchlake_dagster.cleanup.reaper_rules import ReapingAction
 from branchlake_dagster.cli.columns.dependents import columns_of_asset, dependents_in_code
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.errors import NessieOutcomeUnknown
-from branchlake_dagster.publication.cleanup.reaping import reap_branches
-from branchlake_dagster.publication.commit import column_changes
-from branchlake_dagster.publication.commit.column_changes import (
+from branchlake_dagster.publication import column_changes
+from branchlake_dagster.publication.cleanup_jobs import reap_branches
+from branchlake_dagster.publication.column_changes import (
     BY_COMMAND,
     ColumnChange,
     ColumnChangeRefused,
     change_columns,
     require_possible,
 )
-from branchlake_dagster.publication.ledger.publications import publications
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.ledger import publications
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.origin import instance_id
+from branchlake_dagster.runs.run_branch import run_id_of
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published
 

@@ -15,7 +15,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from branchlake_dagster import incremental_sensor
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.automation.incremental_sensor import DeclaredSensor, declared_sensors
+from branchlake_dagster.automation.launch_decision import LaunchPolicy, LaunchState
 from branchlake_dagster.cli.incremental.backfill import Place
 from branchlake_dagster.cli.incremental.partitions import (
     as_dicts,
@@ -25,10 +26,9 @@ from branchlake_dagster.cli.incremental.partitions import (
 )
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.incremental.launch_decision import LaunchPolicy, LaunchState
-from branchlake_dagster.incremental.sensor import DeclaredSensor, declared_sensors
 from branchlake_dagster.internals.dagster import SensorTicks
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import published
 from branchlake_dagster_tests.incremental.test_incremental_sensor import Ticks

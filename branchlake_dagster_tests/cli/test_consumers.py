@@ -17,9 +17,9 @@ from pyiceberg.manifest import DataFile, DataFileContent
 from rich.console import Console
 
 from branchlake_dagster import consumes, table_metadata
-from branchlake_dagster.changes.model import ChangedFile, ChangeSet, Position
+from branchlake_dagster.automation.progress import TableStanding
 from branchlake_dagster.cli.incremental.consumers import _left, _told, gather, show
-from branchlake_dagster.incremental.standings import TableStanding
+from branchlake_dagster.history.change import ChangedFile, ChangeSet, Position
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published

@@ -14,19 +14,8 @@ import pytest
 from click.testing import CliRunner
 from dagster import DagsterInstance, DagsterRun, DagsterRunStatus
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import (
-    LAKE_TAG,
-    PUBLICATION_TAG,
-    STATUS_TAG,
-    Place,
-    Status,
-    opened,
-)
-from branchlake_dagster.branching.liveness.failure_detector import Liveness
-from branchlake_dagster.branching.reaping.origin import INSTANCE
-from branchlake_dagster.branching.reaping.rules import Reaping, ReapingAction, RunState
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY
+from branchlake_dagster.cleanup.reaper_rules import Reaping, ReapingAction, RunState
 from branchlake_dagster.cli import main
 from branchlake_dagster.cli.doctor.dagster import ownerless_branches
 from branchlake_dagster.cli.doctor.examination import Examination
@@ -34,6 +23,10 @@ from branchlake_dagster.embedded.process import ProcessRecord
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.kafka import topics
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.runs.failure_detector import Liveness
+from branchlake_dagster.runs.origin import INSTANCE
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import LAKE_TAG, PUBLICATION_TAG, STATUS_TAG, Place, Status, opened
 from branchlake_dagster_tests.conftest import LAKES
 from branchlake_dagster_tests.suite.kafka import Broker, as_settings
 

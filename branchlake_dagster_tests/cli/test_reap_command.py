@@ -4,8 +4,8 @@ from datetime import timedelta
 
 import pytest
 
-from branchlake_dagster.branching.reaping.rules import Reaping, ReapingAction, RunState
-from branchlake_dagster.branching.sweeping.sweeper import Sweeping
+from branchlake_dagster.cleanup.reaper_rules import Reaping, ReapingAction, RunState
+from branchlake_dagster.cleanup.sweeper import Sweeping
 from branchlake_dagster.cli.reaping import show
 
 REAPED = [

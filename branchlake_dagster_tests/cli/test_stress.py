@@ -28,8 +28,8 @@ from branchlake_dagster.embedded.jars import ICEBERG_SPARK, DownloadFailed, reso
 from branchlake_dagster.embedded.state_folder import LakeMoved, note_place, require_place, state_folder
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.runtime.tick import Tick
+from branchlake_dagster.publication.outcome import Outcome, PublicationAction
+from branchlake_dagster.publication.tick_report import Tick
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite.raised import raising
 

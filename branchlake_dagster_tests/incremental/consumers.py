@@ -23,14 +23,14 @@ from dagster import (
 from pyiceberg.schema import Schema
 
 from branchlake_dagster import consumes, table_metadata
-from branchlake_dagster.branching.consuming.consumer import Consumer, Input
-from branchlake_dagster.branching.consuming.consumption import Consumption
-from branchlake_dagster.branching.consuming.declaration import declared
-from branchlake_dagster.branching.consuming.positions import Update
-from branchlake_dagster.branching.consuming.steps import consumer_of
-from branchlake_dagster.branching.delivering import inputs, outputs
-from branchlake_dagster.branching.table.selection import Selection, inside
-from branchlake_dagster.changes.rows import CHANGE_TYPE, INSERT
+from branchlake_dagster.history.rows import CHANGE_TYPE, INSERT
+from branchlake_dagster.incremental import inputs, outputs
+from branchlake_dagster.incremental.consumer import Consumer, Input
+from branchlake_dagster.incremental.consumption import Consumption
+from branchlake_dagster.incremental.declaration import declared
+from branchlake_dagster.incremental.positions import Update
+from branchlake_dagster.incremental.step_consumption import consumer_of
+from branchlake_dagster.tables.selection import Selection, inside
 from branchlake_dagster_tests.incremental.iceberg import SCHEMA, Row, Table, arrow, rows_of
 from branchlake_dagster_tests.incremental.lake import Change, Run
 

@@ -15,13 +15,12 @@ import dagster as dg
 import polars as pl
 
 from branchlake_dagster import consumes, table_metadata
-from branchlake_dagster.branching.consuming import consumption
-from branchlake_dagster.branching.consuming.consumption import Consumption
-from branchlake_dagster.branching.delivering import outputs
+from branchlake_dagster.incremental import consumption, outputs
+from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.publication.reconcile.reconciler import Reconciler
-from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
+from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.publication.reconciler import Reconciler
 
 NAMESPACE = os.environ.get("TEST_NAMESPACE", "killed")
 FREE: dict[str, Any] = {"write_mode": "append", "require_checks": False}

@@ -10,8 +10,8 @@ from typing import Any
 from pyiceberg.exceptions import NoSuchTableError
 from pyiceberg.table.snapshots import Operation
 
-from branchlake_dagster.branching.consuming.positions import CONSUMED
-from branchlake_dagster.changes.history import line
+from branchlake_dagster.history.capture import line
+from branchlake_dagster.incremental.positions import CONSUMED
 from branchlake_dagster_tests.incremental.iceberg import Snapshot, Table
 from branchlake_dagster_tests.incremental.writing import Writer
 

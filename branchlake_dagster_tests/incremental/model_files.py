@@ -9,9 +9,10 @@ from unittest.mock import patch
 import pyarrow as pa
 from pyiceberg.manifest import DataFileContent
 
-from branchlake_dagster.changes import own_files, rows
-from branchlake_dagster.changes.own_files import LiveFile, OwnFiles, OwnFilesCache
-from branchlake_dagster.changes.rows import RowReader
+from branchlake_dagster.history import rows
+from branchlake_dagster.history import snapshot_files as own_files
+from branchlake_dagster.history.rows import RowReader
+from branchlake_dagster.history.snapshot_files import LiveFile, OwnFiles, OwnFilesCache
 from branchlake_dagster_tests.dagster_internals import DynamicPartitionsStore
 from branchlake_dagster_tests.incremental.iceberg import File, Snapshot, arrow, arrow_schema, left
 

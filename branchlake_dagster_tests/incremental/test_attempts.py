@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import dagster as dg
 import pytest
 
-from branchlake_dagster.branching.branch.run_tags import BRANCH_TAG, OPENED_TAG, PUBLICATION_TAG
-from branchlake_dagster.incremental.attempts import histories
-from branchlake_dagster.incremental.launch_decision import Outcome, retry_key
+from branchlake_dagster.automation.attempts import histories
+from branchlake_dagster.automation.launch_decision import Outcome, retry_key
+from branchlake_dagster.runs.run_tags import BRANCH_TAG, OPENED_TAG, PUBLICATION_TAG
 from branchlake_dagster_tests.suite.instances import new_instance
 
 

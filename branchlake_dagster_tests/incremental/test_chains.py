@@ -11,12 +11,12 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster import consumes, table_metadata
-from branchlake_dagster.branching.consuming.consumer import Consumer
-from branchlake_dagster.branching.consuming.consumption import Consumption
-from branchlake_dagster.branching.consuming.declaration import declared
-from branchlake_dagster.branching.consuming.pending import Batch, batches, following
-from branchlake_dagster.branching.consuming.steps import consumer_of
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.incremental.consumer import Consumer
+from branchlake_dagster.incremental.consumption import Consumption
+from branchlake_dagster.incremental.declaration import declared
+from branchlake_dagster.incremental.pending import Batch, batches, following
+from branchlake_dagster.incremental.step_consumption import consumer_of
 from branchlake_dagster_tests.incremental.consumers import DAYS, Kind, Step
 from branchlake_dagster_tests.incremental.iceberg import Row
 from branchlake_dagster_tests.incremental.lake import Lake, Refused, Run

@@ -21,22 +21,22 @@ from dagster import (
 )
 
 from branchlake_dagster import consumes, table_metadata
-from branchlake_dagster.branching.consuming.consumer import Consumer
-from branchlake_dagster.branching.consuming.consumption import Consumption
-from branchlake_dagster.branching.consuming.declaration import Pattern, declared
-from branchlake_dagster.branching.consuming.pending import windows_end_ms
-from branchlake_dagster.branching.consuming.positions import Consumed
-from branchlake_dagster.branching.consuming.reach import Reach
-from branchlake_dagster.branching.consuming.steps import consumer_of
-from branchlake_dagster.branching.valid_through import (
+from branchlake_dagster.history.change import Position
+from branchlake_dagster.history.summary import OFFSETS
+from branchlake_dagster.incremental.affected_partitions import Reach
+from branchlake_dagster.incremental.consumer import Consumer
+from branchlake_dagster.incremental.consumption import Consumption
+from branchlake_dagster.incremental.declaration import Pattern, declared
+from branchlake_dagster.incremental.pending import windows_end_ms
+from branchlake_dagster.incremental.positions import Consumed
+from branchlake_dagster.incremental.step_consumption import consumer_of
+from branchlake_dagster.incremental.valid_through import (
     InputTime,
     UnconsumedPart,
     ValidThrough,
     table_time_ms,
     to_ms,
 )
-from branchlake_dagster.changes.model import Position
-from branchlake_dagster.changes.summary import OFFSETS
 from branchlake_dagster.ingest.positions.offsets import TopicPartition
 from branchlake_dagster.ingest.positions.recorded import Recorded
 from branchlake_dagster.ingest.valid_through.published_time import PublishedTime, TimeReader

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dagster as dg
 import pytest
 
-from branchlake_dagster.branching.consuming.affected import coverage, covers
+from branchlake_dagster.incremental.affected_partitions import coverage, covers
 
 AUGUST = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-04")
 

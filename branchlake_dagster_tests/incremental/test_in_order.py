@@ -8,20 +8,20 @@ import polars as pl
 import pytest
 
 from branchlake_dagster import consumes, table_metadata, unconsumed_change
-from branchlake_dagster.branching.branch.approval import Approvals, give_approval
-from branchlake_dagster.branching.branch.run_tags import APPROVAL_TAG, REQUIRED
-from branchlake_dagster.branching.consuming.steps import REBUILD_TAG
-from branchlake_dagster.branching.delivering.outputs import WAITS_FOR
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.incremental.backfill.plan import plan
-from branchlake_dagster.incremental.backfill.progress import follower
-from branchlake_dagster.incremental.backlog import Standing
-from branchlake_dagster.incremental.consumers import consumers
-from branchlake_dagster.incremental.in_flight import InFlight
-from branchlake_dagster.incremental.launch_decision import LaunchPolicy, LaunchState
-from branchlake_dagster.incremental.partition_backlog import launch_decisions
+from branchlake_dagster.automation.backfill_plan import plan
+from branchlake_dagster.automation.backfill_progress import follower
+from branchlake_dagster.automation.backlog import Standing
+from branchlake_dagster.automation.consumers import consumers
+from branchlake_dagster.automation.in_flight import InFlight
+from branchlake_dagster.automation.launch_decision import LaunchPolicy, LaunchState
+from branchlake_dagster.automation.partition_backlog import launch_decisions
+from branchlake_dagster.incremental.outputs import WAITS_FOR
+from branchlake_dagster.incremental.step_consumption import REBUILD_TAG
 from branchlake_dagster.internals.dagster import RANGE_END_TAG, RANGE_START_TAG, RUN_KEY_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.runs.approval import Approvals, give_approval
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_tags import APPROVAL_TAG, REQUIRED
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 from branchlake_dagster_tests.incremental.test_incremental_sensor import Ticks

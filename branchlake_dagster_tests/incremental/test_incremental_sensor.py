@@ -8,13 +8,13 @@ import polars as pl
 import pytest
 
 from branchlake_dagster import consumes, incremental_sensor, table_metadata, unconsumed, unconsumed_change
-from branchlake_dagster.branching.branch.run_tags import APPROVAL_TAG, REQUIRED
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.automation.approve_backfill import approve
+from branchlake_dagster.automation.backlog import Standing
+from branchlake_dagster.automation.backlog_report import LEFT, ROWS
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.incremental.backfill.approve import approve
-from branchlake_dagster.incremental.backlog import Standing
-from branchlake_dagster.incremental.report import LEFT, ROWS
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_tags import APPROVAL_TAG, REQUIRED
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 from branchlake_dagster_tests.suite import memory

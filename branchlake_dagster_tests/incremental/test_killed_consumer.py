@@ -14,9 +14,9 @@ import dagster as dg
 import pyarrow as pa
 import pytest
 
-from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_discarded
+from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
+from branchlake_dagster.runs.run_branch import main_with_history
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
 from branchlake_dagster_tests.suite import soak

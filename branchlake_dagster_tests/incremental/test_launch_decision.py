@@ -7,18 +7,8 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster import incremental_sensor
-from branchlake_dagster.branching.branch.run_tags import (
-    BRANCH_TAG,
-    OPENED_TAG,
-    PENDING,
-    PUBLICATION_TAG,
-    STATUS_TAG,
-    VERDICT_TAG,
-    Status,
-)
-from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.incremental.backlog import Unconsumed
-from branchlake_dagster.incremental.launch_decision import (
+from branchlake_dagster.automation.backlog import Unconsumed
+from branchlake_dagster.automation.launch_decision import (
     Attempt,
     History,
     LaunchPolicy,
@@ -29,6 +19,16 @@ from branchlake_dagster.incremental.launch_decision import (
     outcome_of,
     retry_key,
     with_sensor,
+)
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.runs.run_tags import (
+    BRANCH_TAG,
+    OPENED_TAG,
+    PENDING,
+    PUBLICATION_TAG,
+    STATUS_TAG,
+    VERDICT_TAG,
+    Status,
 )
 
 T = datetime(2026, 11, 24, 12, tzinfo=UTC)

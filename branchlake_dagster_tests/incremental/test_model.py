@@ -22,18 +22,17 @@ from unittest.mock import patch
 import pytest
 from dagster import TimeWindow
 
-from branchlake_dagster.branching.consuming import consumption as consuming
-from branchlake_dagster.branching.consuming import pending as pending_partitions
-from branchlake_dagster.branching.consuming import positions
-from branchlake_dagster.branching.consuming.consumption import Consumption
-from branchlake_dagster.branching.consuming.pending import Backlog
-from branchlake_dagster.branching.consuming.positions import Consumed, Positions, Update
-from branchlake_dagster.branching.consuming.reach import Reach
-from branchlake_dagster.branching.delivering import inputs
-from branchlake_dagster.changes import capture, history
-from branchlake_dagster.changes.errors import ChangeLost
-from branchlake_dagster.changes.model import ChangeKind, ChangeSet, Position
-from branchlake_dagster.changes.rows import RowReader
+from branchlake_dagster.history import capture
+from branchlake_dagster.history import capture as history
+from branchlake_dagster.history.change import ChangeKind, ChangeLost, ChangeSet, Position
+from branchlake_dagster.history.rows import RowReader
+from branchlake_dagster.incremental import consumption as consuming
+from branchlake_dagster.incremental import inputs, positions
+from branchlake_dagster.incremental import pending as pending_partitions
+from branchlake_dagster.incremental.affected_partitions import Reach
+from branchlake_dagster.incremental.consumption import Consumption
+from branchlake_dagster.incremental.pending import Backlog
+from branchlake_dagster.incremental.positions import Consumed, Positions, Update
 from branchlake_dagster_tests.incremental.consumers import PARTS, Kind, Step
 from branchlake_dagster_tests.incremental.iceberg import Row
 from branchlake_dagster_tests.incremental.lake import Lake, Refused, Run
@@ -105,7 +104,7 @@ def test_a_seed_is_one_history() -> None:
 
 _WITHIN = 4000
 
-_SINCE, _NET, _KIND, _ADVANCE = history.since, capture._net, capture._kind, positions.advance
+_SINCE, _NET, _KIND, _ADVANCE = history.snapshots_since, capture._net, capture._kind, positions.advance
 _WITH_FILES = pending_partitions._with_files
 _HIT, _KEY_ROWS = RowReader._hit, inputs._key_rows
 

@@ -9,9 +9,8 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from branchlake_dagster.branching.consuming.affected import PartitionFinder, affected
-from branchlake_dagster.branching.consuming.reach import Reach
-from branchlake_dagster.changes.ranges import Range, Ranges
+from branchlake_dagster.history.ranges import Range, Ranges
+from branchlake_dagster.incremental.affected_partitions import PartitionFinder, Reach, affected
 
 DAYS = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-20", timezone="Europe/Berlin")
 HOURS = dg.HourlyPartitionsDefinition("2026-08-01-00:00", end_date="2026-08-03-00:00")

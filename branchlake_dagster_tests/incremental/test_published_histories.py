@@ -29,17 +29,18 @@ from pyiceberg.transforms import DayTransform, IdentityTransform
 from pyiceberg.types import DateType, LongType, NestedField, StringType
 
 from branchlake_dagster import consumes, table_metadata
-from branchlake_dagster.branching.consuming.consumer import Consumer
-from branchlake_dagster.branching.consuming.consumption import Consumption
-from branchlake_dagster.branching.consuming.declaration import declared
-from branchlake_dagster.branching.consuming.pending import Batch
-from branchlake_dagster.branching.consuming.steps import consumer_of
-from branchlake_dagster.branching.delivering import arrow_inputs, inputs, outputs, replace_keys
-from branchlake_dagster.branching.frames import arrow_frames
-from branchlake_dagster.branching.table.selection import select
-from branchlake_dagster.changes.errors import ChangeLost
+from branchlake_dagster.history.change import ChangeLost
+from branchlake_dagster.incremental import inputs, outputs, replace_keys
+from branchlake_dagster.incremental import inputs as arrow_inputs
+from branchlake_dagster.incremental.consumer import Consumer
+from branchlake_dagster.incremental.consumption import Consumption
+from branchlake_dagster.incremental.declaration import declared
+from branchlake_dagster.incremental.pending import Batch
+from branchlake_dagster.incremental.step_consumption import consumer_of
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.ledger.candidate import Published, Refused
+from branchlake_dagster.publication.ledger import Published, Refused
+from branchlake_dagster.tables import arrow_frames
+from branchlake_dagster.tables.selection import select
 from branchlake_dagster_tests.changes.tables import compact, counted
 from branchlake_dagster_tests.publication.workbench import Run, Workbench
 

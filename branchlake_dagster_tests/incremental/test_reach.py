@@ -13,14 +13,13 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
 
 from branchlake_dagster import consumes, table_metadata
-from branchlake_dagster.branching.consuming.affected import affected
-from branchlake_dagster.branching.consuming.declaration import declared
-from branchlake_dagster.branching.consuming.reach import Reach
-from branchlake_dagster.branching.consuming.steps import consumer_of
-from branchlake_dagster.branching.errors import SchemaMismatch
-from branchlake_dagster.changes.ranges import Range, Ranges
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.history.ranges import Range, Ranges
+from branchlake_dagster.incremental.affected_partitions import Reach, affected
+from branchlake_dagster.incremental.declaration import declared
+from branchlake_dagster.incremental.step_consumption import consumer_of
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.tables.errors import SchemaMismatch
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.incremental.sources import FREE, values
 from branchlake_dagster_tests.incremental.test_redefinition import catch_up

@@ -15,11 +15,10 @@ import pytest
 from pyiceberg.table import Table
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.changes.capture import capture, position_of
-from branchlake_dagster.changes.errors import RowsUnreadable
-from branchlake_dagster.changes.model import Position
-from branchlake_dagster.changes.ranges import changed
-from branchlake_dagster.changes.rows import RowReader, without_carried
+from branchlake_dagster.history.capture import capture, position_of
+from branchlake_dagster.history.change import Position, RowsUnreadable
+from branchlake_dagster.history.ranges import changed
+from branchlake_dagster.history.rows import RowReader, without_carried
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.changes.tables import counted, difference
 from branchlake_dagster_tests.publication.rebase.deleting import delete_equal

@@ -10,14 +10,14 @@ import pyarrow as pa
 import pytest
 
 from branchlake_dagster import consume, consumes, table_metadata, unconsumed
-from branchlake_dagster.branching.branch.run_branch import main_with_history
-from branchlake_dagster.branching.consuming.consumption import Consumption
-from branchlake_dagster.branching.errors import InputColumnGone
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.incremental.consumers import consumers
+from branchlake_dagster.automation.consumers import consumers
+from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_branch import main_with_history
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.tables.errors import InputColumnGone
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 from branchlake_dagster_tests.incremental.test_incremental_sensor import Ticks

@@ -9,10 +9,10 @@ import polars as pl
 import pytest
 
 from branchlake_dagster import consumes, table_metadata
-from branchlake_dagster.branching.branch.run_tags import STATUS_TAG
-from branchlake_dagster.incremental.report import PARTITION_COUNT, PARTITIONS, SHOWN_PARTITIONS
-from branchlake_dagster.incremental.sensor import RETRY_TAG
+from branchlake_dagster.automation.backlog_report import PARTITION_COUNT, PARTITIONS, SHOWN_PARTITIONS
+from branchlake_dagster.automation.incremental_sensor import RETRY_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.runs.run_tags import STATUS_TAG
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 from branchlake_dagster_tests.incremental.test_incremental_sensor import DAYS, Ticks

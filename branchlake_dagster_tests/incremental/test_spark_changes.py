@@ -20,13 +20,13 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
 
 from branchlake_dagster import consumes, table_metadata
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.delivering import spark_inputs
-from branchlake_dagster.changes.errors import RowsUnreadable
-from branchlake_dagster.changes.summary import CHANGE_TABLE
+from branchlake_dagster.history.change import RowsUnreadable
+from branchlake_dagster.history.summary import CHANGE_TABLE
+from branchlake_dagster.incremental import spark_inputs
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_discarded
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.run_branch import branch_name
 from branchlake_dagster_tests.changes.tables import counted
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
 from branchlake_dagster_tests.harness import Project, project

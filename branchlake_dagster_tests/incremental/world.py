@@ -9,10 +9,10 @@ from datetime import date
 from random import Random
 from typing import Any
 
-from branchlake_dagster.branching.consuming.consumption import Consumption
-from branchlake_dagster.branching.errors import InputColumnGone
-from branchlake_dagster.changes.capture import capture
-from branchlake_dagster.changes.errors import ChangeLost
+from branchlake_dagster.history.capture import capture
+from branchlake_dagster.history.change import ChangeLost
+from branchlake_dagster.incremental.consumption import Consumption
+from branchlake_dagster.tables.errors import InputColumnGone
 from branchlake_dagster_tests.incremental.consumers import DAYS, FEW_DAYS, PAIRS, PARTS, Kind, Step
 from branchlake_dagster_tests.incremental.iceberg import Row, Table, left
 from branchlake_dagster_tests.incremental.lake import Lake, Refused, Run

@@ -12,7 +12,7 @@ from typing import Any
 
 from pyiceberg.table.snapshots import Operation
 
-from branchlake_dagster.changes.summary import REPLAYED_FROM
+from branchlake_dagster.history.summary import REPLAYED_FROM
 from branchlake_dagster_tests.incremental.iceberg import (
     Entry,
     File,

@@ -12,10 +12,10 @@ import pytest
 import requests
 
 from branchlake_dagster.bench.daemon.ui import start_sensor
-from branchlake_dagster.branching.branch.batch_branch import BatchBranch
-from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
+from branchlake_dagster.runs.branch_owner import BatchBranch
+from branchlake_dagster.runs.heartbeats import HeartbeatStore
 from branchlake_dagster_tests.daemon import daemon_of, wait_for
 from branchlake_dagster_tests.ingest.histories.tokens import ingestion
 from branchlake_dagster_tests.ingest.project import NAME, TOPICS

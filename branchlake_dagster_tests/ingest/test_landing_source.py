@@ -17,7 +17,6 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import ConfigurationError, Transient
 from branchlake_dagster.ingest.batch.records import LandingRecords
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
@@ -34,6 +33,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.receivers.landing import Landing, LandingDamaged
 from branchlake_dagster.receivers.landing_sink import LandingSink
 from branchlake_dagster.receivers.records import Origin, Record
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.suite.raised import raising

@@ -17,9 +17,8 @@ import pytest
 from pyiceberg.table import Table
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.branching.reaping.origin import INSTANCE
-from branchlake_dagster.branching.reaping.reaper import Reaper
-from branchlake_dagster.branching.reaping.rules import Limits, Reaping, ReapingAction
+from branchlake_dagster.cleanup.reaper import Reaper
+from branchlake_dagster.cleanup.reaper_rules import Limits, Reaping, ReapingAction
 from branchlake_dagster.embedded.servers import Endpoints
 from branchlake_dagster.ingest.batch.ingest_batch import BatchResult
 from branchlake_dagster.ingest.batch.records import KafkaRecords
@@ -31,9 +30,10 @@ from branchlake_dagster.ingest.running import live as live_module
 from branchlake_dagster.ingest.running.live import LiveIngestion
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.publication.cleanup.reaping import DagsterRuns, reap_branches
-from branchlake_dagster.publication.commit.committer import PublicationContended
-from branchlake_dagster.publication.reconcile.reconciler import RUN_BRANCHES
+from branchlake_dagster.publication.cleanup_jobs import DagsterRuns, reap_branches
+from branchlake_dagster.publication.committer import PublicationContended
+from branchlake_dagster.publication.reconciler import RUN_BRANCHES
+from branchlake_dagster.runs.origin import INSTANCE
 from branchlake_dagster_tests.dagster_internals import create_run_for_test
 from branchlake_dagster_tests.suite.instances import new_instance
 from branchlake_dagster_tests.suite.kafka import Broker, Message

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from branchlake_dagster.branching.sweeping.plan import SweepPlanner
-from branchlake_dagster.branching.table.files import TableFiles, plain
 from branchlake_dagster.catalog.written_prefixes import recorded_prefixes
+from branchlake_dagster.cleanup.sweep_plan import SweepPlanner
 from branchlake_dagster.ingest.batch import ingest_batch as batches
 from branchlake_dagster.ingest.batch.ingest_batch import ingest_batch
 from branchlake_dagster.ingest.batch.merge import merge, staging_table, staging_tables
@@ -22,6 +21,7 @@ from branchlake_dagster.ingest.running.earlier_attempts import take_back
 from branchlake_dagster.ingest.scanning.scan import Scanned
 from branchlake_dagster.ingest.scanning.targets import Target
 from branchlake_dagster.nessie.errors import NessieConflict, NessieOutcomeUnknown, NessieUnavailable
+from branchlake_dagster.tables.table_files import TableFiles, plain
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.suite.kafka import Broker, Message

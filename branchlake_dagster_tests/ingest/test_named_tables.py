@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from branchlake_dagster.changes.summary import OFFSETS, TABLES
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.history.summary import OFFSETS, TABLES
 from branchlake_dagster.ingest.batch.before import with_new_names
 from branchlake_dagster.ingest.batch.ingest_batch import ingest_batch
 from branchlake_dagster.ingest.batch.reprocess import Chosen, reprocess_batch

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyiceberg.table import Table
 
-from branchlake_dagster.changes.summary import OFFSETS
+from branchlake_dagster.history.summary import OFFSETS
 from branchlake_dagster.ingest.errors import AnotherIngestion, PositionLost, TopicChanged
 from branchlake_dagster.ingest.positions.offsets import (
     OffsetRange,

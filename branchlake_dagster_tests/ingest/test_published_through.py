@@ -12,7 +12,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.valid_through.check import published_through_check
 from branchlake_dagster.ingest.valid_through.condition import PublishedThrough, published_through
 from branchlake_dagster.ingest.valid_through.published_time import PublishedTime, parse_time
-from branchlake_dagster.publication.automation.conditions import (
+from branchlake_dagster.publication.conditions import (
     awaiting_verdict,
     never_evaluated,
     publication_automation_sensor,

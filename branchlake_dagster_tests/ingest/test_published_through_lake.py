@@ -9,16 +9,16 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.running import batch_assets
 from branchlake_dagster.ingest.valid_through.check import published_through_check
 from branchlake_dagster.ingest.valid_through.condition import published_through
 from branchlake_dagster.ingest.valid_through.published_time import PublishedTime, published_time
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
-from branchlake_dagster.publication.runtime.publish import RunOutcome, publish
+from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.publication.publish import RunOutcome, publish
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.instances import new_instance
 from branchlake_dagster_tests.suite.kafka import Broker, Message

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from pyiceberg.table import Table
 
-from branchlake_dagster.changes.summary import REPLAYED_FROM, REPROCESSED
+from branchlake_dagster.history.summary import REPLAYED_FROM, REPROCESSED
 from branchlake_dagster.ingest.batch.reprocess import Chosen, reprocess_batch
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import PositionLost

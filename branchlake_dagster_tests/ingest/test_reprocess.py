@@ -16,7 +16,6 @@ from pyiceberg.types import IntegerType, LongType, NestedField, StringType
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
 from branchlake_dagster.catalog.options import NAMESPACE_CREATE
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.errors import ConfigurationError
@@ -26,6 +25,7 @@ from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import EarlierAttemptLate, LettersLeftOut
 from branchlake_dagster.ingest.scanning.prepared import Prepared
 from branchlake_dagster.ingest.scanning.scan import Scanned
+from branchlake_dagster.runs.run_branch import branch_name
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.suite.kafka import Broker, Message, as_environment

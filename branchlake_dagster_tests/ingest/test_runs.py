@@ -14,8 +14,6 @@ import pytest
 from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from branchlake_dagster.branching.branch.run_tags import NEXT_ATTEMPT_TAG, NONE, SET_ASIDE
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.ingest.batch.reprocess import Chosen
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.positions.start import CommittedOffsets, StartingOffsets
@@ -31,8 +29,10 @@ from branchlake_dagster.ingest.running.sensor import (
     waiting,
 )
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
-from branchlake_dagster.publication.runtime.publish import RunOutcome, publish
+from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.publication.publish import RunOutcome, publish
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_tags import NEXT_ATTEMPT_TAG, NONE, SET_ASIDE
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.ingest.test_live import AT, COLUMNS, ids, record, run_branches, two_tables
 from branchlake_dagster_tests.ingest.test_taking_over import a_group, an_ingestion, held, send

@@ -16,7 +16,7 @@ import pytest
 from confluent_kafka import ConsumerGroupTopicPartitions
 from confluent_kafka.admin import AdminClient
 
-from branchlake_dagster.changes.summary import OFFSETS
+from branchlake_dagster.history.summary import OFFSETS
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import AnotherIngestion, KafkaRefused
 from branchlake_dagster.ingest.kafka.cluster import Cluster

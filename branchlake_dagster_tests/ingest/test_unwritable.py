@@ -12,7 +12,6 @@ from functools import partial
 import pytest
 from pyspark.errors import PySparkException
 
-from branchlake_dagster.branching.errors import SchemaMismatch
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.batch import ingest_batch as module
 from branchlake_dagster.ingest.batch.ingest_batch import ingest_batch
@@ -22,6 +21,7 @@ from branchlake_dagster.ingest.errors import KafkaUnavailable
 from branchlake_dagster.ingest.positions.division import divide
 from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.spark.session import SparkGone
+from branchlake_dagster.tables.errors import SchemaMismatch
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.kafka import Broker, Message
 

@@ -10,9 +10,9 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from branchlake_dagster.catalog import NessieCatalog
-from branchlake_dagster.changes.capture import capture, position_of
-from branchlake_dagster.changes.errors import ChangeLost, Loss
-from branchlake_dagster.changes.own_files import OwnFilesCache
+from branchlake_dagster.history.capture import capture, position_of
+from branchlake_dagster.history.change import ChangeLost, Loss
+from branchlake_dagster.history.snapshot_files import OwnFilesCache
 from branchlake_dagster.nessie import NessieClient
 
 KEYS = {"s3.access-key-id": "test", "s3.secret-access-key": "test", "s3.region": "us-east-1"}

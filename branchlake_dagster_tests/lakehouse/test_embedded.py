@@ -18,7 +18,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.embedded import java, process
 from branchlake_dagster.embedded.jars import (
     ICEBERG_AWS,
@@ -41,6 +40,7 @@ from branchlake_dagster.embedded.process import (
 from branchlake_dagster.embedded.servers import NESSIE, SPARK, EmbeddedServers, Endpoints
 from branchlake_dagster.errors import ConfigurationError, Transient
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.runs.run_branch import main_with_history
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite.raised import raising
 

@@ -13,11 +13,11 @@ import pyarrow as pa
 import pytest
 import requests
 
-from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.embedded import token
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie import NessieClient
 from branchlake_dagster.nessie.errors import NessieUnauthorized
+from branchlake_dagster.runs.run_branch import main_with_history
 from branchlake_dagster.settings import Settings
 
 

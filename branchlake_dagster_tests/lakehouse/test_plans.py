@@ -2,7 +2,7 @@
 
 import pytest
 
-from branchlake_dagster.branching.resources.read_set import candidates
+from branchlake_dagster.runs.read_set import candidates
 from branchlake_dagster.spark.plan_reads import Scanned, parts, scanned
 
 

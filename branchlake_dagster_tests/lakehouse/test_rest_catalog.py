@@ -12,11 +12,11 @@ import pytest
 from moto.server import ThreadedMotoServer
 from pyiceberg.catalog.rest import RestCatalog
 
-from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.embedded.rest_catalog import catalog_environment, catalog_flags
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.web_page import nessie_page, rest_catalogue
 from branchlake_dagster.query import connect
+from branchlake_dagster.runs.run_branch import main_with_history
 from branchlake_dagster.settings import Settings
 
 SECRET = "t0psecret"

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.runs.run_branch import main_with_history
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.lossy.daemon import NotInTime, daemon
 from branchlake_dagster_tests.lossy.faults import Dice

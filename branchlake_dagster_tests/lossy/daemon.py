@@ -13,11 +13,11 @@ from typing import Any
 import dagster as dg
 import requests
 
-from branchlake_dagster.branching.branch.reference_names import is_ours
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import CHECKS_FOR_TAG, VERDICT_TAG, judged, opened_by
 from branchlake_dagster.cli.local.dagster_dev import dagster_dev
 from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.runs.branch_names import is_ours
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import CHECKS_FOR_TAG, VERDICT_TAG, judged, opened_by
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
 from branchlake_dagster_tests.lossy.plan import Planned
 from branchlake_dagster_tests.lossy.project import KIND

@@ -8,9 +8,9 @@ partitions replaced. `watched` is read by the serializable `strict`, whose rows 
 import dagster as dg
 import polars as pl
 
-from branchlake_dagster.branching.table.spec import table_metadata
-from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
-from branchlake_dagster.publication.runtime.publish_at_end import publish_at_end
+from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.publication.publish_at_end import publish_at_end
+from branchlake_dagster.tables.specification import table_metadata
 
 NAMESPACE = "lossy"
 PARTITIONS = tuple(f"p{number}" for number in range(8))

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import dagster as dg
 
-from branchlake_dagster.branching.branch.run_tags import NONE, PUBLICATION_TAG, REASON_TAG, STATUS_TAG
-from branchlake_dagster.branching.fencing.taken_back import FAILS
+from branchlake_dagster.runs.discarding import FAILS
+from branchlake_dagster.runs.run_tags import NONE, PUBLICATION_TAG, REASON_TAG, STATUS_TAG
 from branchlake_dagster_tests.lossy.faults import Dice, Fault
 from branchlake_dagster_tests.lossy.project import KIND
 

@@ -9,8 +9,8 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG, VERDICT_TAG, Place, opened
-from branchlake_dagster.publication.ledger.publications import Publication
+from branchlake_dagster.publication.ledger import Publication
+from branchlake_dagster.runs.run_tags import PUBLICATION_TAG, VERDICT_TAG, Place, opened
 from branchlake_dagster_tests.lossy.plan import plan
 from branchlake_dagster_tests.lossy.project import KIND
 from branchlake_dagster_tests.lossy.truth import World

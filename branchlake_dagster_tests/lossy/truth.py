@@ -9,7 +9,12 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.branching.branch.run_tags import (
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.conditions import reports
+from branchlake_dagster.publication.ledger import Publication, publications
+from branchlake_dagster.runs.discarding import FAILS
+from branchlake_dagster.runs.heartbeats import HeartbeatStore
+from branchlake_dagster.runs.run_tags import (
     NONE,
     PUBLICATION_TAG,
     REASON_TAG,
@@ -17,11 +22,6 @@ from branchlake_dagster.branching.branch.run_tags import (
     VERDICT_TAG,
     Status,
 )
-from branchlake_dagster.branching.fencing.taken_back import FAILS
-from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
-from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.automation.reports import reports
-from branchlake_dagster.publication.ledger.publications import Publication, publications
 from branchlake_dagster_tests.lossy.daemon import leftovers, settled
 from branchlake_dagster_tests.lossy.plan import REFUSABLE, TABLES
 from branchlake_dagster_tests.lossy.project import BROKEN, KIND, NAMESPACE, SPOILT

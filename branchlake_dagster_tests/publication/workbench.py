@@ -19,17 +19,17 @@ from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType
 
-from branchlake_dagster.branching.frames import spark_frames
-from branchlake_dagster.branching.table.spec import TableSpec
-from branchlake_dagster.branching.upserting import merge
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey
-from branchlake_dagster.publication.commit.publisher import Publisher
-from branchlake_dagster.publication.ledger.candidate import Candidate, Published, Refused, Result, write_set
-from branchlake_dagster.publication.rebase.replay import IcebergTables
+from branchlake_dagster.publication.ledger import Candidate, Published, Refused, Result, write_set
+from branchlake_dagster.publication.publisher import Publisher
+from branchlake_dagster.publication.replay import IcebergTables
+from branchlake_dagster.tables import spark_frames
+from branchlake_dagster.tables import upserts as merge
+from branchlake_dagster.tables.specification import TableSpec
 
 SCHEMA = Schema(
     NestedField(1, "day", StringType(), required=False), NestedField(2, "id", LongType(), required=False)

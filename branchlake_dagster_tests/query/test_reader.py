@@ -16,14 +16,14 @@ import pyarrow as pa
 import pytest
 from click.testing import CliRunner, Result
 
-from branchlake_dagster.branching.fencing.discard import discard
-from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.cli import main
 from branchlake_dagster.embedded.state_folder import LakeNotRunning
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.query import LakeReader, QueryFailed, TableNotThere, connect
 from branchlake_dagster.query.errors import NoSuchState
+from branchlake_dagster.runs.discarding import discard
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.raised import raising

@@ -7,7 +7,6 @@ import pyarrow as pa
 import pytest
 
 from branchlake_dagster import column_metadata
-from branchlake_dagster.branching.table.types import in_words, stored_type
 from branchlake_dagster.sda import contracts
 from branchlake_dagster.sda.assets.catalogue import (
     CATALOGUE,
@@ -42,6 +41,7 @@ from branchlake_dagster.sda.trust.assessment import assessed
 from branchlake_dagster.sda.trust.model import error_model
 from branchlake_dagster.sda.trust.radii import Radii
 from branchlake_dagster.sda.trust.tables import element_errors, element_jumps, object_errors
+from branchlake_dagster.tables.schemas import in_words, stored_type
 
 CONTRACTS = {
     ELEMENT_SETS: contracts.ElementSet,

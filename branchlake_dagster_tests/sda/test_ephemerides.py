@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from branchlake_dagster import column_metadata
-from branchlake_dagster.branching.table.types import in_words, stored_type
 from branchlake_dagster.sda.assets.ephemerides import files_of
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Encounters, Kind, Span, screen
 from branchlake_dagster.sda.contracts import EphemerisConjunction
@@ -32,6 +31,7 @@ from branchlake_dagster.sda.messages.oem import Method, Segment, written
 from branchlake_dagster.sda.messages.oem_read import read_oem, to_utc
 from branchlake_dagster.sda.orbits.inertial import Frame, turned
 from branchlake_dagster.sda.orbits.propagation import Elements, propagate
+from branchlake_dagster.tables.schemas import in_words, stored_type
 from branchlake_dagster_tests.suite.raised import raising
 
 NOON = datetime(2026, 8, 8, 12, 0, tzinfo=UTC)

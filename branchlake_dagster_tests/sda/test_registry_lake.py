@@ -7,9 +7,9 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster.branching.lease.token import TOKEN
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.leases import TOKEN
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE, SATELLITE_ENTRIES, gp_ingest
 from branchlake_dagster.sda.assets.registry import (
     CATALOGUE_COLUMNS,

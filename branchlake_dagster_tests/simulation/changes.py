@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from branchlake_dagster.publication.rebase.changes import DeleteFile, File, Mode, SnapshotChange
+from branchlake_dagster.publication.table_change import DeleteFile, File, Mode, SnapshotChange
 from branchlake_dagster_tests.simulation.tables import NOTE, Row, State, Warehouse, replacing
 
 

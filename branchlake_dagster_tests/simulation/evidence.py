@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from dagster import DagsterRun, DagsterRunStatus
 
-from branchlake_dagster.branching.branch.run_tags import CHECK_HASH_TAG, CHECKS_FOR_TAG
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.nessie.model import IcebergTable
-from branchlake_dagster.publication.gate.event_position import EventPosition
-from branchlake_dagster.publication.gate.evidence import (
+from branchlake_dagster.publication.evidence import (
     AssetRules,
     CheckName,
     Evaluation,
+    EventPosition,
     RunEvidence,
     Written,
 )
-from branchlake_dagster.publication.reconcile.outcome import CheckRun
+from branchlake_dagster.publication.outcome import CheckRun
+from branchlake_dagster.runs.run_tags import CHECK_HASH_TAG, CHECKS_FOR_TAG
 from branchlake_dagster_tests.simulation.runs import Plan, table_key
 from branchlake_dagster_tests.simulation.scheduler import Died
 from branchlake_dagster_tests.simulation.tables import Row

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from branchlake_dagster.branching.table.files import Entries
+from branchlake_dagster.tables.table_files import Entries
 from branchlake_dagster_tests.simulation.tables import FOLDER, State, Warehouse
 
 

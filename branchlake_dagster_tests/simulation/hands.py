@@ -7,9 +7,9 @@ from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import BASE_TAG
 from branchlake_dagster.nessie.errors import NessieConflict
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import BASE_TAG
 from branchlake_dagster_tests.simulation.history import Pointer
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from branchlake_dagster.branching.liveness.heartbeat_store import Heartbeat
+from branchlake_dagster.runs.heartbeats import Heartbeat
 from branchlake_dagster_tests.simulation.scheduler import Clock
 
 INTERVAL_S = 10.0

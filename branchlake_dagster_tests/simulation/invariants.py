@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from branchlake_dagster.branching.branch.reference_names import DISCARDED_PREFIX, SWEEPING_PREFIX
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import (
+from branchlake_dagster.nessie.model import IcebergTable
+from branchlake_dagster.publication.ledger import Publication, publications_in
+from branchlake_dagster.runs.branch_names import DISCARDED_PREFIX, SWEEPING_PREFIX
+from branchlake_dagster.runs.discarding import FAILS
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import (
     BASE_TAG,
     OPENED_TAG,
     PUBLICATION_TAG,
@@ -14,9 +17,6 @@ from branchlake_dagster.branching.branch.run_tags import (
     STATUS_TAG,
     Status,
 )
-from branchlake_dagster.branching.fencing.taken_back import FAILS
-from branchlake_dagster.nessie.model import IcebergTable
-from branchlake_dagster.publication.ledger.publications import Publication, publications_in
 from branchlake_dagster_tests.simulation.changes import Change, Kind
 from branchlake_dagster_tests.simulation.runs import TABLES, Plan, table_key, unchecked_tables
 from branchlake_dagster_tests.simulation.tables import Row

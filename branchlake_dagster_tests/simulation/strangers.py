@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import BASE_TAG
 from branchlake_dagster.nessie.errors import NessieError
 from branchlake_dagster.nessie.model import IcebergTable, Namespace, Operation, Put
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import BASE_TAG
 from branchlake_dagster_tests.simulation.changes import Change, Kind
 from branchlake_dagster_tests.simulation.runs import NAMESPACE, TABLES, table_key
 from branchlake_dagster_tests.simulation.tables import State, table_content

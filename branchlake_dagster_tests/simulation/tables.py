@@ -8,10 +8,10 @@ from itertools import count
 from typing import Any
 from zlib import crc32
 
-from branchlake_dagster.branching.table.replaced import Among, Replaced
 from branchlake_dagster.internals.column_metrics import DataPaths
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
-from branchlake_dagster.publication.rebase.changes import (
+from branchlake_dagster.publication.replay import ReplayImpossible, Staged, TableStates
+from branchlake_dagster.publication.table_change import (
     Bounds,
     Column,
     DeleteFile,
@@ -21,7 +21,7 @@ from branchlake_dagster.publication.rebase.changes import (
     SnapshotChange,
     TableChange,
 )
-from branchlake_dagster.publication.rebase.replay import ReplayImpossible, Staged, TableStates
+from branchlake_dagster.tables.replaced_rows import Among, Replaced
 
 Row = tuple[str, str, str]
 """(partition, key, token). The partition is Dagster's; files are finer, see `slot`."""

@@ -21,28 +21,27 @@ from unittest.mock import patch
 
 import pytest
 
-from branchlake_dagster.branching.reaping.origin import Maker, Makers, Origin
-from branchlake_dagster.branching.sweeping import made_on_branch
-from branchlake_dagster.branching.sweeping import plan as sweep_plan
+from branchlake_dagster.cleanup import sweep_plan
+from branchlake_dagster.cleanup import sweep_plan as made_on_branch
 from branchlake_dagster.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.nessie.errors import NessieConflict, NessieOutcomeUnknown
 from branchlake_dagster.nessie.model import DiffAt, Operation, Reference, Unchanged
-from branchlake_dagster.publication.commit import committer
-from branchlake_dagster.publication.commit.committer import Committer
-from branchlake_dagster.publication.gate.branch_commits import BranchCommits
-from branchlake_dagster.publication.gate.event_position import EventPosition
-from branchlake_dagster.publication.gate.verdict import Decision, Verdict
-from branchlake_dagster.publication.ledger.main_log import BaseNotOnMain, MainLog
-from branchlake_dagster.publication.rebase import overlap as overlap_rules
-from branchlake_dagster.publication.rebase import plan as commit_plan
-from branchlake_dagster.publication.rebase.changes import Mode, TableChange
-from branchlake_dagster.publication.rebase.overlap import Overlap
-from branchlake_dagster.publication.rebase.plan import CommitPlan
-from branchlake_dagster.publication.rebase.replay import Staged
-from branchlake_dagster.publication.reconcile import assess
-from branchlake_dagster.publication.reconcile.backlog import Ended
-from branchlake_dagster.publication.reconcile.reconciler import Reconciler
-from branchlake_dagster.publication.runtime import pass_lock
+from branchlake_dagster.publication import assessment as assess
+from branchlake_dagster.publication import committer, pass_lock
+from branchlake_dagster.publication import conflicts as overlap_rules
+from branchlake_dagster.publication import rebase_plan as commit_plan
+from branchlake_dagster.publication.branch_commits import BranchCommits
+from branchlake_dagster.publication.committer import Committer
+from branchlake_dagster.publication.conflicts import Overlap
+from branchlake_dagster.publication.evidence import EventPosition
+from branchlake_dagster.publication.main_log import BaseNotOnMain, MainLog
+from branchlake_dagster.publication.outcome import Ended
+from branchlake_dagster.publication.rebase_plan import CommitPlan
+from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.publication.replay import Staged
+from branchlake_dagster.publication.table_change import Mode, TableChange
+from branchlake_dagster.publication.verdict import Decision, Verdict
+from branchlake_dagster.runs.origin import Maker, Makers, Origin
 from branchlake_dagster_tests.simulation.faults import Fault
 from branchlake_dagster_tests.simulation.play import BY_OTHERS, failures, play
 

@@ -13,19 +13,20 @@ from unittest.mock import patch
 
 from dagster import DagsterRunStatus
 
-from branchlake_dagster.branching.branch.run_branch import branch_name, main_with_history
-from branchlake_dagster.branching.fencing.discard import discarded_name
-from branchlake_dagster.branching.sweeping import sweeper
+from branchlake_dagster.cleanup import sweeper
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.nessie.model import Namespace, Operation, Put
-from branchlake_dagster.publication.ledger.main_log import MainLog
-from branchlake_dagster.publication.rebase.changes import Mode, SnapshotChange
-from branchlake_dagster.publication.reconcile import assess, recheck
-from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.reconcile.reconciler import Reconciler
-from branchlake_dagster.publication.reconcile.trouble import give_up
-from branchlake_dagster.publication.runtime.publish_at_end import NotPublished
+from branchlake_dagster.publication import assessment as assess
+from branchlake_dagster.publication import recheck
+from branchlake_dagster.publication.main_log import MainLog
+from branchlake_dagster.publication.outcome import Outcome, PublicationAction
+from branchlake_dagster.publication.parked_runs import give_up
+from branchlake_dagster.publication.publish_at_end import NotPublished
+from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.publication.table_change import Mode, SnapshotChange
+from branchlake_dagster.runs.discarding import discarded_name
+from branchlake_dagster.runs.run_branch import branch_name, main_with_history
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.simulation import evidence
 from branchlake_dagster_tests.simulation.faults import ALL, Faults

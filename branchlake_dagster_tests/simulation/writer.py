@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from dagster import DagsterRun, DagsterRunStatus
 
-from branchlake_dagster.branching.branch.run_branch import RunBranch, branch_name
-from branchlake_dagster.branching.reaping.origin import INSTANCE
-from branchlake_dagster.branching.resources.retry import inherited
-from branchlake_dagster.changes.summary import RUN_ID
 from branchlake_dagster.errors import BranchlakeError
+from branchlake_dagster.history.summary import RUN_ID
 from branchlake_dagster.internals.dagster import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 from branchlake_dagster.nessie.errors import ReferenceNotFound
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Namespace, Put
+from branchlake_dagster.runs.origin import INSTANCE
+from branchlake_dagster.runs.retries import inherited
+from branchlake_dagster.runs.run_branch import RunBranch, branch_name
 from branchlake_dagster_tests.simulation.changes import Change, Kind
 from branchlake_dagster_tests.simulation.instance import SimulatedInstance
 from branchlake_dagster_tests.simulation.runs import NAMESPACE, End, Plan, table_key

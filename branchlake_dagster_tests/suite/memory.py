@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.lakehouse import lakehouse as lakehouses
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.retry import RetryBudget, RetryPolicy
+from branchlake_dagster.runs.run_branch import main_with_history
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.simulation.history import Json
 from branchlake_dagster_tests.simulation.nessie import Answer, InMemoryNessie

@@ -9,7 +9,7 @@ import dagster as dg
 from sqlalchemy import create_engine, event
 from sqlalchemy.pool import NullPool
 
-from branchlake_dagster.branching.reaping.origin import instance_id
+from branchlake_dagster.runs.origin import instance_id
 from branchlake_dagster_tests.suite.instances import keep_connections, new_instance
 
 

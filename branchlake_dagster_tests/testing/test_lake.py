@@ -22,10 +22,10 @@ from branchlake_dagster import (
     publish,
     table_metadata,
 )
-from branchlake_dagster.branching.errors import TableMissing
 from branchlake_dagster.embedded.process import ProcessRecord, started_s
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.publication.runtime.publish import RunUnknown
+from branchlake_dagster.publication.publish import RunUnknown
+from branchlake_dagster.tables.errors import TableMissing
 from branchlake_dagster.testing import ThrowawayLake, ThrowawayServer, throwaway_lake, throwaway_server
 from branchlake_dagster_tests.suite.raised import raising
 

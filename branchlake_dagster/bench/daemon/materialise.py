@@ -15,12 +15,12 @@ import pyarrow as pa
 from pyiceberg.exceptions import NoSuchTableError
 from pyiceberg.expressions import AlwaysTrue
 
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
-from branchlake_dagster.publication.reconcile.reconciler import Reconciler
-from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
+from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.tables.specification import table_metadata
 
 SIZES = {"10": 10, "2m": 2_000_000}
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}

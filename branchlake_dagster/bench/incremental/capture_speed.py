@@ -23,8 +23,8 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.typedef import Record
 
 from branchlake_dagster.catalog import NessieCatalog
-from branchlake_dagster.changes.capture import capture, position_of
-from branchlake_dagster.changes.own_files import OwnFilesCache
+from branchlake_dagster.history.capture import capture, position_of
+from branchlake_dagster.history.snapshot_files import OwnFilesCache
 from branchlake_dagster.internals.pyiceberg import applied, snapshot_of, write_metadata
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 

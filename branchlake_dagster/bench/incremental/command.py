@@ -19,11 +19,11 @@ from branchlake_dagster.bench.incremental.executor_metrics import ExecutorMetric
 from branchlake_dagster.bench.incremental.playback import SIZES, WINDOW, Size
 from branchlake_dagster.bench.incremental.simulation import STAGES, WAYS, Simulation, StageRun
 from branchlake_dagster.bench.own_lake import own_lake
-from branchlake_dagster.branching.branch.run_branch import main_with_history
-from branchlake_dagster.changes.capture import capture, position_of
-from branchlake_dagster.changes.model import Position
-from branchlake_dagster.changes.own_files import OwnFilesCache
+from branchlake_dagster.history.capture import capture, position_of
+from branchlake_dagster.history.change import Position
+from branchlake_dagster.history.snapshot_files import OwnFilesCache
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.runs.run_branch import main_with_history
 from branchlake_dagster.settings import Settings
 
 _CONF = "SPARK_CONF_DIR"

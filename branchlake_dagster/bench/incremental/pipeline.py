@@ -12,8 +12,8 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
 
 from branchlake_dagster.bench.incremental.playback import FIRST_DAY
-from branchlake_dagster.branching.consuming.declaration import consumes
-from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster.incremental.declaration import consumes
+from branchlake_dagster.tables.specification import table_metadata
 
 _FREE: dict[str, Any] = {"require_checks": False, "preview_rows": 0}
 _DAYS = dg.DailyPartitionsDefinition(str(FIRST_DAY), end_date="2027-01-01")

@@ -12,12 +12,12 @@ from pyspark.sql import SparkSession
 from branchlake_dagster.bench.incremental.executor_metrics import Used
 from branchlake_dagster.bench.incremental.pipeline import Pipeline, pipeline
 from branchlake_dagster.bench.incremental.playback import WINDOW, Size, arrive, create, day_number
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
-from branchlake_dagster.publication.reconcile.reconciler import Reconciler
-from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
+from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 _RANGE = "dagster/asset_partition_range"

@@ -8,7 +8,7 @@ from branchlake_dagster.bench.ingestion.feed import COLUMNS
 from branchlake_dagster.bench.ingestion.visible import PLACE
 from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.running.definitions import ingest_definitions
-from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
+from branchlake_dagster.publication.definitions import branchlake_definitions
 
 TOPIC = "BENCH_TOPIC"
 NAME = "benched"

@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from branchlake_dagster.bench.own_lake import own_lake
-from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.definitions import build_definitions
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
-from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.runs.run_branch import main_with_history
 from branchlake_dagster.sda.assets.catalogue import (
     CATALOGUE,
     ELEMENT_SETS,

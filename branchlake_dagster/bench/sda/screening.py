@@ -19,7 +19,7 @@ from branchlake_dagster.bench.daemon.ui import BenchFailed
 from branchlake_dagster.bench.own_lake import own_lake
 from branchlake_dagster.definitions import build_definitions
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.runtime.publish import publish
+from branchlake_dagster.publication.publish import publish
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
 from branchlake_dagster.sda.assets.conjunctions import CONJUNCTIONS, LIST_THRESHOLD_KM, newest_snapshot
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span

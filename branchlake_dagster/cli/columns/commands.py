@@ -67,19 +67,19 @@ def _change(
 ) -> None:
     from dagster import DagsterInstance
 
-    from branchlake_dagster.branching.reaping.origin import instance_id
+    from branchlake_dagster.automation.progress import Unreadable
     from branchlake_dagster.cli.columns import dependents
     from branchlake_dagster.cli.local.home import dagster_home
     from branchlake_dagster.errors import ConfigurationError
-    from branchlake_dagster.incremental.standings import Unreadable
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.nessie.model import ContentKey
-    from branchlake_dagster.publication.commit.column_changes import (
+    from branchlake_dagster.publication.column_changes import (
         ColumnChange,
         change_columns,
         load_table,
         require_possible,
     )
+    from branchlake_dagster.runs.origin import instance_id
 
     chosen = command_settings(module)
     settings = chosen.settings

@@ -8,14 +8,14 @@ from typing import Any
 
 from dagster import AssetKey
 
-from branchlake_dagster.branching.consuming.declaration import declared
-from branchlake_dagster.branching.consuming.steps import consumer_of
-from branchlake_dagster.branching.table.spec import identifier_of, table_spec
+from branchlake_dagster.automation.progress import Unreadable, recorded_positions
 from branchlake_dagster.errors import BranchlakeError
-from branchlake_dagster.incremental.standings import Unreadable, recorded_positions
+from branchlake_dagster.incremental.declaration import declared
+from branchlake_dagster.incremental.step_consumption import consumer_of
 from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.commit.column_changes import ColumnChange
+from branchlake_dagster.publication.column_changes import ColumnChange
+from branchlake_dagster.tables.specification import identifier_of, table_spec
 
 
 @dataclass(frozen=True)

@@ -14,22 +14,16 @@ from pathlib import Path
 
 from dagster import DagsterInstance, RunsFilter
 
-from branchlake_dagster.branching.branch.run_tags import (
-    BRANCH_TAG,
-    LAKE_TAG,
-    STATUS_TAG,
-    Status,
-    publication_of,
-)
-from branchlake_dagster.branching.liveness.failure_detector import Liveness
-from branchlake_dagster.branching.reaping.rules import Reaping, ReapingAction, RunState
+from branchlake_dagster.cleanup.reaper_rules import Reaping, ReapingAction, RunState
 from branchlake_dagster.cli.doctor.examination import Examination
 from branchlake_dagster.embedded.state_folder import LakeNotRunning
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
 from branchlake_dagster.extras import require
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.cleanup.reaping import limits_of, reap_branches
-from branchlake_dagster.publication.commit.publisher import publisher_of
+from branchlake_dagster.publication.cleanup_jobs import limits_of, reap_branches
+from branchlake_dagster.publication.publisher import publisher_of
+from branchlake_dagster.runs.failure_detector import Liveness
+from branchlake_dagster.runs.run_tags import BRANCH_TAG, LAKE_TAG, STATUS_TAG, Status, publication_of
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX, Settings
 from branchlake_dagster.wording import agree, counted, named
 

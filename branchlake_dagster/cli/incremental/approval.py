@@ -7,8 +7,8 @@ from typing import Any
 
 from dagster import AssetKey, DagsterInstance
 
+from branchlake_dagster.automation.approve_backfill import Approval, approve
 from branchlake_dagster.cli.local.home import dagster_home
-from branchlake_dagster.incremental.backfill.approve import Approval, approve
 from branchlake_dagster.settings import Settings
 
 

@@ -9,25 +9,24 @@ from datetime import UTC, datetime
 
 from dagster import AssetKey, DagsterInstance
 
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.cli.local.home import dagster_home
-from branchlake_dagster.cli.local.location import required_location
-from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.incremental.backfill.compare import compare_stage, hash_before
-from branchlake_dagster.incremental.backfill.comparison import StageComparison
-from branchlake_dagster.incremental.backfill.launch import RETRY_OF_TAG, launch
-from branchlake_dagster.incremental.backfill.plan import Stage, plan
-from branchlake_dagster.incremental.backfill.progress import (
+from branchlake_dagster.automation.backfill_comparison import StageComparison, compare_stage, hash_before
+from branchlake_dagster.automation.backfill_launch import RETRY_OF_TAG, launch
+from branchlake_dagster.automation.backfill_plan import Stage, plan
+from branchlake_dagster.automation.backfill_progress import (
     Progress,
     progress,
     requested_partitions,
     require_backfill,
 )
-from branchlake_dagster.incremental.backfill.retry import RetryPlan, launch_retry, lost_partitions, plan_retry
-from branchlake_dagster.incremental.backfill.stale import stale_partitions
-from branchlake_dagster.incremental.sensor import DeclaredSensor, declared_sensors
+from branchlake_dagster.automation.backfill_retry import RetryPlan, launch_retry, lost_partitions, plan_retry
+from branchlake_dagster.automation.incremental_sensor import DeclaredSensor, declared_sensors
+from branchlake_dagster.automation.stale_partitions import stale_partitions
+from branchlake_dagster.cli.local.home import dagster_home
+from branchlake_dagster.cli.local.location import required_location
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.internals.dagster import AssetGraph, backfills_tagged
 from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 
 
 @dataclass(frozen=True)

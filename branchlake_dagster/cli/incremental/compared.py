@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from branchlake_dagster.incremental.backfill.comparison import Comparison, Number, StageComparison
+from branchlake_dagster.automation.backfill_comparison import Comparison, Number, StageComparison
 from branchlake_dagster.wording import counted
 
 _WIDE = 160

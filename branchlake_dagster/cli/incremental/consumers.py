@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from branchlake_dagster.changes.model import ChangeSet
-from branchlake_dagster.incremental.standings import TableStanding, Unreadable, standings
+from branchlake_dagster.automation.progress import TableStanding, Unreadable, standings
+from branchlake_dagster.history.change import ChangeSet
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.wording import counted

@@ -13,21 +13,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from branchlake_dagster.branching.branch.approval import Approvals
-from branchlake_dagster.cli.incremental.backfill import Place
-from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.incremental.backlog import Standing
-from branchlake_dagster.incremental.consumers import consumers
-from branchlake_dagster.incremental.in_flight import InFlight
-from branchlake_dagster.incremental.launch_decision import LaunchPolicy, LaunchState, with_sensor
-from branchlake_dagster.incremental.partition_backlog import (
+from branchlake_dagster.automation.backlog import Standing
+from branchlake_dagster.automation.backlog_report import position_text
+from branchlake_dagster.automation.consumers import consumers
+from branchlake_dagster.automation.in_flight import InFlight
+from branchlake_dagster.automation.incremental_sensor import DeclaredSensor
+from branchlake_dagster.automation.launch_decision import LaunchPolicy, LaunchState, with_sensor
+from branchlake_dagster.automation.partition_backlog import (
     PartitionBacklog,
     launch_decisions,
     partition_backlogs,
 )
-from branchlake_dagster.incremental.report import position_text
-from branchlake_dagster.incremental.sensor import DeclaredSensor
+from branchlake_dagster.cli.incremental.backfill import Place
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.internals.dagster import SensorTicks, sensor_ticks
+from branchlake_dagster.runs.approval import Approvals
 
 _WIDE = 240
 """Columns when nobody watches: a line for each partition, for grep."""

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from branchlake_dagster.incremental.backfill.plan import Stage, size_text
-from branchlake_dagster.incremental.backfill.progress import Progress
-from branchlake_dagster.incremental.backfill.retry import RetryPlan
+from branchlake_dagster.automation.backfill_plan import Stage, size_text
+from branchlake_dagster.automation.backfill_progress import Progress
+from branchlake_dagster.automation.backfill_retry import RetryPlan
 from branchlake_dagster.wording import counted
 
 _WIDE = 160

@@ -12,13 +12,13 @@ from typing import Any
 import dagster as dg
 from rich.console import Console
 
-from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG, REASON_TAG, VERDICT_TAG
 from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.cli.local.starting import Starting
 from branchlake_dagster.definitions import build_definitions, gp_folder
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.reconcile.reconciler import RUN_BRANCHES, Reconciler
+from branchlake_dagster.publication.outcome import Outcome, PublicationAction
+from branchlake_dagster.publication.reconciler import RUN_BRANCHES, Reconciler
+from branchlake_dagster.runs.run_tags import PUBLICATION_TAG, REASON_TAG, VERDICT_TAG
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
 from branchlake_dagster.sda.partitions import FIRST_WINDOW, gp_snapshots, windows
 from branchlake_dagster.sda.sensors.native import SOURCE_KINDS

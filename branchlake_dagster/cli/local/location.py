@@ -13,7 +13,6 @@ from pathlib import Path
 import click
 from dagster import RepositoryDefinition, build_resources
 
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.cli.local.command_settings import (
     ENVIRONMENT,
     CommandSettings,
@@ -27,6 +26,7 @@ from branchlake_dagster.internals.dagster import (
     named_locations,
     repository_of,
 )
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.settings import Settings
 
 _LONGEST_ERROR = 200

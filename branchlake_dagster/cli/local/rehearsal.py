@@ -13,11 +13,11 @@ from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 
-from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.embedded import process
 from branchlake_dagster.embedded.archives import Archive, making
 from branchlake_dagster.embedded.servers import EmbeddedServers
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.runs.run_branch import main_with_history
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.spark.session import warm_up
 

@@ -9,7 +9,7 @@ from datetime import datetime
 from pyiceberg.table import Table
 
 from branchlake_dagster.catalog import NessieCatalog
-from branchlake_dagster.changes.summary import OFFSETS, TABLES
+from branchlake_dagster.history.summary import OFFSETS, TABLES
 from branchlake_dagster.ingest.declaring.declaration import ROUTE, Ingest
 from branchlake_dagster.ingest.declaring.families import (
     Expanded,
@@ -36,7 +36,7 @@ from branchlake_dagster.ingest.positions.topic import Topic
 from branchlake_dagster.ingest.scanning.targets import Identifier, identifiers, load
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
-from branchlake_dagster.publication.rebase.replay import IcebergTables
+from branchlake_dagster.publication.replay import IcebergTables
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,10 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Operation
 from pyiceberg.table.update import AddSnapshotUpdate, RemoveSnapshotsUpdate, SetPropertiesUpdate, TableUpdate
 
-from branchlake_dagster.branching.table.spec import table_name
 from branchlake_dagster.catalog import NessieCatalog
-from branchlake_dagster.changes.history import line
-from branchlake_dagster.changes.summary import OFFSETS, REPROCESSED
 from branchlake_dagster.errors import OutcomeUnknown
+from branchlake_dagster.history.capture import line
+from branchlake_dagster.history.summary import OFFSETS, REPROCESSED
 from branchlake_dagster.ingest.errors import EarlierAttemptLate
 from branchlake_dagster.ingest.positions.put_back import PutBack, with_put_back
 from branchlake_dagster.ingest.positions.recorded import Recorded
@@ -24,7 +23,8 @@ from branchlake_dagster.internals.pyiceberg import applied, snapshot_of
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, Delete, IcebergTable, Put, Reference
 from branchlake_dagster.nessie.model import Operation as NessieOperation
-from branchlake_dagster.publication.rebase.replay import IcebergTables, Staged
+from branchlake_dagster.publication.replay import IcebergTables, Staged
+from branchlake_dagster.tables.specification import table_name
 
 
 @dataclass(frozen=True)

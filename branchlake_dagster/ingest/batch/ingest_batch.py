@@ -48,7 +48,7 @@ from branchlake_dagster.ingest.scanning.unpublished_files import (
 )
 from branchlake_dagster.ingest.scanning.writer import Work, dead_letter_files
 from branchlake_dagster.nessie.model import Reference
-from branchlake_dagster.publication.rebase.replay import IcebergTables
+from branchlake_dagster.publication.replay import IcebergTables
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,13 @@ from pyiceberg.table import Table
 from pyspark.sql import SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
-from branchlake_dagster.branching.frames.spark_frames import session_properties
-from branchlake_dagster.branching.table.schema import arrow_schema
-from branchlake_dagster.branching.table.types import iceberg_schema
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.ingest.declaring.declaration import TOMBSTONE
 from branchlake_dagster.ingest.scanning.targets import Identifier, Target
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.spark.session import dotted, quoted
+from branchlake_dagster.tables.schemas import arrow_schema, iceberg_schema
+from branchlake_dagster.tables.spark_frames import session_properties
 
 _BESIDE = {
     "op": pa.string(),

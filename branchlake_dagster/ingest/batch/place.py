@@ -11,7 +11,7 @@ from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.ingest.batch.before import KnownTables, with_new_names
 from branchlake_dagster.ingest.declaring.families import Names
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.rebase.replay import IcebergTables
+from branchlake_dagster.publication.replay import IcebergTables
 
 
 @dataclass(frozen=True)

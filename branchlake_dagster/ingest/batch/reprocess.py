@@ -19,9 +19,8 @@ from datetime import UTC, datetime
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
-from branchlake_dagster.branching.frames.spark_frames import session_properties
-from branchlake_dagster.changes.summary import REPROCESSED
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.history.summary import REPROCESSED
 from branchlake_dagster.ingest.batch.before import KnownTables, known_tables
 from branchlake_dagster.ingest.batch.commit import TableChange, commit_tables
 from branchlake_dagster.ingest.batch.place import Place
@@ -40,8 +39,9 @@ from branchlake_dagster.ingest.scanning.scan import Scanned, scan, worker_target
 from branchlake_dagster.ingest.scanning.targets import Target
 from branchlake_dagster.ingest.scanning.unpublished_files import FailedScans
 from branchlake_dagster.ingest.scanning.writer import Work
-from branchlake_dagster.publication.rebase.replay import IcebergTables
+from branchlake_dagster.publication.replay import IcebergTables
 from branchlake_dagster.spark.session import dotted
+from branchlake_dagster.tables.spark_frames import session_properties
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from branchlake_dagster.ingest.scanning.prepared import fields_taken
 from branchlake_dagster.ingest.scanning.scan import Scanned
 from branchlake_dagster.ingest.scanning.targets import Evolving, Target, evolved, prepare
 from branchlake_dagster.ingest.scanning.unpublished_files import delete_files
-from branchlake_dagster.publication.rebase.replay import IcebergTables
+from branchlake_dagster.publication.replay import IcebergTables
 from branchlake_dagster.wording import counted
 
 _MOST_TURNS = 8

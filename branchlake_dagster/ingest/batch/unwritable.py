@@ -15,7 +15,6 @@ from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownExcept
 from pyiceberg.expressions import And, EqualTo
 from pyiceberg.table import Table
 
-from branchlake_dagster.branching.errors import ColumnUnsupported, SchemaMismatch
 from branchlake_dagster.errors import BranchlakeError, without_credentials
 from branchlake_dagster.ingest.batch.records import RawRecord
 from branchlake_dagster.ingest.errors import TableTooNarrow
@@ -25,6 +24,7 @@ from branchlake_dagster.ingest.scanning.targets import DEAD_LETTERS
 from branchlake_dagster.ingest.scanning.writer import SCHEMA_VERSION
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import Delete, IcebergTable, Operation, Put
+from branchlake_dagster.tables.errors import ColumnUnsupported, SchemaMismatch
 from branchlake_dagster.wording import counted
 
 UNWRITABLE = "unwritable"

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dagster import AssetKey, FreshnessPolicy
 
-from branchlake_dagster.branching.table.spec import require_parquet
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.converting.formats import Format, Json
 from branchlake_dagster.ingest.positions.planning import Rules
 from branchlake_dagster.ingest.positions.standing import OnRollback
 from branchlake_dagster.ingest.positions.start import CommittedOffsets, Start, StartingOffsets
+from branchlake_dagster.tables.specification import require_parquet
 
 if TYPE_CHECKING:
     from pandera.pyspark import DataFrameModel

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pyiceberg.table import Table
 from pyiceberg.table.metadata import TableMetadata
 
-from branchlake_dagster.changes.history import holds, line, replayed_from
-from branchlake_dagster.changes.summary import REPROCESSED
+from branchlake_dagster.history.capture import holds, line, replayed_from
+from branchlake_dagster.history.summary import REPROCESSED
 from branchlake_dagster.ingest.errors import PositionLost
 from branchlake_dagster.ingest.positions.standing import OnRollback, told_by_snapshots
 

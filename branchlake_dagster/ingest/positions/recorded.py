@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from branchlake_dagster.changes.summary import OFFSETS, PREFIX
+from branchlake_dagster.history.summary import OFFSETS, PREFIX
 from branchlake_dagster.ingest.positions.offsets import Offsets, TopicPartition, covers
 
 COMMIT_ID = f"{PREFIX}commit_id"

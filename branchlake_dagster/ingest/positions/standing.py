@@ -9,8 +9,8 @@ from typing import Literal
 from pyiceberg.table import Table
 from pyiceberg.table.metadata import TableMetadata
 
-from branchlake_dagster.changes.history import holds, line, replayed_from, told
-from branchlake_dagster.changes.summary import OFFSETS, REPROCESSED
+from branchlake_dagster.history.capture import holds, line, replayed_from, told
+from branchlake_dagster.history.summary import OFFSETS, REPROCESSED
 from branchlake_dagster.ingest.errors import AnotherIngestion, PositionLost
 from branchlake_dagster.ingest.positions.offsets import (
     Offsets,

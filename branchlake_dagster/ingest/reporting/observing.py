@@ -9,8 +9,8 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.branching.valid_through import VALID_THROUGH
-from branchlake_dagster.changes.summary import OFFSETS
+from branchlake_dagster.history.summary import OFFSETS
+from branchlake_dagster.incremental.valid_through import VALID_THROUGH
 from branchlake_dagster.ingest.batch.before import Before
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.kafka.topics import Topics

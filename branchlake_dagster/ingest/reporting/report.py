@@ -11,7 +11,7 @@ from typing import Any
 import dagster as dg
 from dagster import MetadataValue
 
-from branchlake_dagster.branching.valid_through import VALID_THROUGH
+from branchlake_dagster.incremental.valid_through import VALID_THROUGH
 from branchlake_dagster.ingest.batch.ingest_batch import BatchResult
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.declaring.families import Expanded

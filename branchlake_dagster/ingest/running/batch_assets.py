@@ -6,11 +6,7 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
-from branchlake_dagster.branching.table.provenance import PREFIX, materialisation_metadata
-from branchlake_dagster.branching.table.spec import table_metadata, table_spec
-from branchlake_dagster.checks.asset_checks.columns import column_metadata
+from branchlake_dagster.checks.column_metadata import column_metadata
 from branchlake_dagster.ingest.batch.before import known_tables, look
 from branchlake_dagster.ingest.batch.ingest_batch import BatchResult, ingest_batch
 from branchlake_dagster.ingest.batch.place import Place
@@ -29,7 +25,11 @@ from branchlake_dagster.ingest.running.earlier_attempts import take_back
 from branchlake_dagster.ingest.running.source import source_of
 from branchlake_dagster.ingest.scanning.targets import Target
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.runtime.validation import LIVE_INGESTION
+from branchlake_dagster.publication.validation import LIVE_INGESTION
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.provenance import PREFIX, materialisation_metadata
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.tables.specification import table_metadata, table_spec
 
 INGESTION_TAG = "branchlake/ingestion"
 """On each run of an ingestion: its name. Two at once would only get in each other's way."""

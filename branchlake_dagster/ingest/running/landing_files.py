@@ -6,12 +6,12 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.landing.retention import least, remove_read
 from branchlake_dagster.ingest.running.sensor import waiting
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.receivers.landing import Landing, LandingFile
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.wording import counted
 
 

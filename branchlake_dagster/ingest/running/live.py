@@ -17,11 +17,6 @@ from datetime import UTC, datetime
 from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.branching.branch.batch_branch import batch_branch
-from branchlake_dagster.branching.branch.run_branch import main_with_history
-from branchlake_dagster.branching.fencing.finish_branch import drop_branch
-from branchlake_dagster.branching.reaping.origin import INSTANCE
-from branchlake_dagster.branching.table.provenance import PREFIX
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY, NAMESPACE_CREATE
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Transient
 from branchlake_dagster.ingest.batch.before import look
@@ -35,10 +30,15 @@ from branchlake_dagster.ingest.reporting.report import blocked_because
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieError, ReferenceNotFound
-from branchlake_dagster.publication.commit.committer import PublicationContended
-from branchlake_dagster.publication.commit.publisher import publisher_of
-from branchlake_dagster.publication.ledger.candidate import Candidate, Published, Refused, write_set
-from branchlake_dagster.publication.rebase.replay import IcebergTables
+from branchlake_dagster.publication.committer import PublicationContended
+from branchlake_dagster.publication.ledger import Candidate, Published, Refused, write_set
+from branchlake_dagster.publication.publisher import publisher_of
+from branchlake_dagster.publication.replay import IcebergTables
+from branchlake_dagster.runs.branch_owner import batch_branch
+from branchlake_dagster.runs.discarding import drop_branch
+from branchlake_dagster.runs.origin import INSTANCE
+from branchlake_dagster.runs.provenance import PREFIX
+from branchlake_dagster.runs.run_branch import main_with_history
 
 _ATTEMPTS = 5
 """To publish one batch, while its outcome is unknown or others keep publishing."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.kafka.topics import Topics
 from branchlake_dagster.ingest.reporting.report import (
@@ -22,7 +21,8 @@ from branchlake_dagster.ingest.running.live import LiveBatch, LiveIngestion, may
 from branchlake_dagster.ingest.running.pausing import pause
 from branchlake_dagster.ingest.running.sensor import active_runs, told_and_observations
 from branchlake_dagster.ingest.running.source import source_of
-from branchlake_dagster.publication.ledger import report_metadata as names
+from branchlake_dagster.publication import report_metadata as names
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 
 _TOLD_EVERY_S = 10.0
 """A batch a second would be 86,400 rows a day for each table in Dagster's database."""

@@ -12,10 +12,10 @@ from itertools import takewhile
 
 import dagster as dg
 
-from branchlake_dagster.branching.branch.run_tags import STATUS_TAG
-from branchlake_dagster.branching.fencing.taken_back import FAILS, FAILS_BY_ITSELF, FAILURE_REASON_TAG
 from branchlake_dagster.ingest.declaring.declaration import Ingest
 from branchlake_dagster.ingest.running.batch_assets import INGESTION_TAG
+from branchlake_dagster.runs.discarding import FAILS, FAILS_BY_ITSELF, FAILURE_REASON_TAG
+from branchlake_dagster.runs.run_tags import STATUS_TAG
 
 _WAITS_S = (10.0, 30.0, 90.0, 270.0, 600.0)
 """After the second failure in a row (none after the first), the third, …; then always the last of them."""

@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 import dagster as dg
 
-from branchlake_dagster.branching.branch.run_tags import NEXT_ATTEMPT_TAG, SET_ASIDE, STATUS_TAG, Status
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.ingest.batch.before import Before, look
 from branchlake_dagster.ingest.declaring.declaration import Ingest
@@ -21,6 +19,8 @@ from branchlake_dagster.ingest.running.pausing import pause
 from branchlake_dagster.ingest.running.source import source_of
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.receivers.metrics_client import Monitored, scrape
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_tags import NEXT_ATTEMPT_TAG, SET_ASIDE, STATUS_TAG, Status
 from branchlake_dagster.wording import counted
 
 _ACTIVE = [

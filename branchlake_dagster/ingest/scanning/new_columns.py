@@ -18,9 +18,9 @@ from pyiceberg.table.sorting import UNSORTED_SORT_ORDER
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructType
 
-from branchlake_dagster.branching.table.types import iceberg_schema, stored_schema
 from branchlake_dagster.ingest.converting.variant_types import MOST_LEVELS
 from branchlake_dagster.internals.pyiceberg import data_files
+from branchlake_dagster.tables.schemas import iceberg_schema, stored_schema
 
 
 def possible(

@@ -9,8 +9,8 @@ from pyspark.sql import Column as Expression
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
-from branchlake_dagster.checks.constraints.compiler import compile_schema
-from branchlake_dagster.checks.constraints.model import RowConstraint, SchemaConstraint
+from branchlake_dagster.checks.compiler import compile_schema
+from branchlake_dagster.checks.constraints import RowConstraint, SchemaConstraint
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.converting.expressions import (
     any_of,

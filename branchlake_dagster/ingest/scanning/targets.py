@@ -12,11 +12,6 @@ from pyiceberg.types import DecimalType, DoubleType, IcebergType, LongType
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
-from branchlake_dagster.branching.errors import TableMissing
-from branchlake_dagster.branching.table.partitioning import partition_spec
-from branchlake_dagster.branching.table.schema import arrow_schema, evolve
-from branchlake_dagster.branching.table.spec import LayoutField, identifier_of, require_parquet, table_name
-from branchlake_dagster.branching.table.types import iceberg_schema, stored_schema
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.errors import Terminal
 from branchlake_dagster.ingest.converting.columns import Column, columns_of
@@ -25,7 +20,11 @@ from branchlake_dagster.ingest.declaring.families import Expanded
 from branchlake_dagster.ingest.errors import IngestError
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
-from branchlake_dagster.publication.rebase.replay import IcebergTables
+from branchlake_dagster.publication.replay import IcebergTables
+from branchlake_dagster.tables.errors import TableMissing
+from branchlake_dagster.tables.partitioning import partition_spec
+from branchlake_dagster.tables.schemas import arrow_schema, evolve, iceberg_schema, stored_schema
+from branchlake_dagster.tables.specification import LayoutField, identifier_of, require_parquet, table_name
 
 DEAD_LETTERS = pa.schema(
     [

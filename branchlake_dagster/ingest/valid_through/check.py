@@ -8,15 +8,9 @@ from typing import Any, Literal
 
 import dagster as dg
 
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.valid_through import VALID_THROUGH
-from branchlake_dagster.checks.asset_checks.specs import (
-    CheckedAsset,
-    asset_key,
-    check_specs,
-    checked_partitions,
-)
-from branchlake_dagster.checks.constraints.model import ContractError
+from branchlake_dagster.checks.asset_checks import CheckedAsset, asset_key, check_specs, checked_partitions
+from branchlake_dagster.checks.constraints import ContractError
+from branchlake_dagster.incremental.valid_through import VALID_THROUGH
 from branchlake_dagster.ingest.valid_through.condition import require_time_partitions
 from branchlake_dagster.ingest.valid_through.published_time import (
     DeclaredConsumers,
@@ -28,6 +22,7 @@ from branchlake_dagster.ingest.valid_through.published_time import (
     published_time,
 )
 from branchlake_dagster.internals.dagster import asset_graph_of
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 
 
 def published_through_check(

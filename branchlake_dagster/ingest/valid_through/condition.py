@@ -19,7 +19,6 @@ from dagster import (
     TimeWindowPartitionsDefinition,
 )
 
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.valid_through.published_time import (
     DeclaredConsumers,
@@ -32,6 +31,7 @@ from branchlake_dagster.ingest.valid_through.published_time import (
 )
 from branchlake_dagster.internals.dagster import EntitySubset
 from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.settings import Settings
 
 

@@ -9,26 +9,17 @@ from datetime import datetime
 from dagster import AssetKey, DagsterInstance
 from pyiceberg.table import Table
 
-from branchlake_dagster.branching.consuming.affected import coverage
-from branchlake_dagster.branching.consuming.consumer import Consumer, Input, require_columns
-from branchlake_dagster.branching.consuming.pending import (
-    Backlog,
-    unconsumed_parts,
-    valid_through,
-    windows_end_ms,
-)
-from branchlake_dagster.branching.consuming.positions import CONSUMED, read, recorded_time
-from branchlake_dagster.branching.consuming.redefinition import fitting
-from branchlake_dagster.branching.errors import InputColumnGone, PositionUnreadable
-from branchlake_dagster.branching.table.spec import identifier_of, table_name
-from branchlake_dagster.branching.valid_through import InputTime, to_ms
+from branchlake_dagster.automation.consumers import consumers
 from branchlake_dagster.catalog import NessieCatalog
-from branchlake_dagster.changes.capture import capture, position_of
-from branchlake_dagster.changes.errors import ChangeLost
-from branchlake_dagster.changes.history import holds
-from branchlake_dagster.changes.model import ChangeSet, Position
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.incremental.consumers import consumers
+from branchlake_dagster.history.capture import capture, holds, position_of
+from branchlake_dagster.history.change import ChangeLost, ChangeSet, Position
+from branchlake_dagster.incremental.affected_partitions import coverage
+from branchlake_dagster.incremental.consumer import Consumer, Input, require_columns
+from branchlake_dagster.incremental.pending import Backlog, unconsumed_parts, valid_through, windows_end_ms
+from branchlake_dagster.incremental.positions import CONSUMED, read, recorded_time
+from branchlake_dagster.incremental.redefinition import fitting
+from branchlake_dagster.incremental.valid_through import InputTime, to_ms
 from branchlake_dagster.ingest.errors import PositionLost
 from branchlake_dagster.ingest.positions.recorded import Recorded, ingestions_in
 from branchlake_dagster.ingest.positions.standing import standing
@@ -38,7 +29,9 @@ from branchlake_dagster.ingest.scanning.targets import Identifier, load
 from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey
-from branchlake_dagster.publication.rebase.replay import IcebergTables
+from branchlake_dagster.publication.replay import IcebergTables
+from branchlake_dagster.tables.errors import InputColumnGone, PositionUnreadable
+from branchlake_dagster.tables.specification import identifier_of, table_name
 
 TableName = str | AssetKey
 """A dotted table name (`raw.orders`), or the key of its asset, also as text (`raw/orders`)."""

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchlake_dagster.branching.branch.batch_branch import BatchBranch, at_work_on, batch_branch
-from branchlake_dagster.branching.branch.reference_names import DISCARDED_PREFIX, is_ours
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.fencing.discard import discarded_name
+from branchlake_dagster.runs.branch_names import DISCARDED_PREFIX, is_ours
+from branchlake_dagster.runs.branch_owner import BatchBranch, at_work_on, batch_branch
+from branchlake_dagster.runs.discarding import discarded_name
+from branchlake_dagster.runs.run_branch import branch_name
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX
 
 RUN, INSTANCE = "5b1f0b06-95a3-4d0e-8a44-0d3c4a3e9b10", "0c1cf2ab-4f0e-4c39-b7c1-8c2a1e1f7d55"

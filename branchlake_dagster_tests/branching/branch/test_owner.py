@@ -7,10 +7,10 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from branchlake_dagster.branching.branch.owner import is_retry, owner, owners, runs_on
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import OPENED_TAG, Place, opened
 from branchlake_dagster.internals.dagster import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG
+from branchlake_dagster.runs.branch_owner import is_retry, owner, owners, runs_on
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import OPENED_TAG, Place, opened
 from branchlake_dagster_tests.dagster_internals import create_run_for_test
 from branchlake_dagster_tests.suite.instances import new_instance
 

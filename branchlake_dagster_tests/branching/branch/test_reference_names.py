@@ -5,13 +5,13 @@ import polars as pl
 import pytest
 from pyspark.sql import DataFrame
 
-from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
-from branchlake_dagster.branching.table.spec import identifier_of, table_metadata, table_name
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.model import ContentKey
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.spark.session import dotted, quoted, text_literal
+from branchlake_dagster.tables.specification import identifier_of, table_metadata, table_name
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.suite.raised import raising
 

@@ -7,12 +7,12 @@ from unittest.mock import patch
 
 import pytest
 
-from branchlake_dagster.branching.errors import RetryNeedsFullRun
-from branchlake_dagster.branching.fencing.discard import discard, discarded_name, take_over
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieConflict, NessieUnavailable, ReferenceNotFound
 from branchlake_dagster.nessie.model import Reference, ReferenceType
+from branchlake_dagster.runs.discarding import discard, discarded_name, take_over
+from branchlake_dagster.tables.errors import RetryNeedsFullRun
 from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.raised import raising
 

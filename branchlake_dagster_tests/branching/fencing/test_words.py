@@ -3,21 +3,10 @@
 import dagster as dg
 import pytest
 
-from branchlake_dagster.branching.branch.run_tags import (
-    FAILED_BY_TAG,
-    PUBLISHER,
-    UNJUDGED,
-    Place,
-    Status,
-    opened,
-)
-from branchlake_dagster.branching.fencing.taken_back import (
-    FAILURE_REASON_TAG,
-    fail_unpublished,
-    status_without_verdict,
-)
-from branchlake_dagster.publication.gate.verdict import Decision
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.publication.verdict import Decision
+from branchlake_dagster.runs.discarding import FAILURE_REASON_TAG, fail_unpublished, status_without_verdict
+from branchlake_dagster.runs.run_tags import FAILED_BY_TAG, PUBLISHER, UNJUDGED, Place, Status, opened
 from branchlake_dagster_tests.dagster_internals import create_run_for_test
 from branchlake_dagster_tests.suite.instances import new_instance
 from branchlake_dagster_tests.test_documents import ROOT

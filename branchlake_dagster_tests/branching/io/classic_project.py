@@ -8,12 +8,12 @@ import polars as pl
 import pyarrow as pa
 from pyspark.sql import DataFrame
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
-from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.spark.session import is_connect
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import project
 
 NAMESPACE = f"c{uuid.uuid4().hex[:12]}"

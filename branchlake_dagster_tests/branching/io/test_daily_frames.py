@@ -15,16 +15,16 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from branchlake_dagster.branching.errors import (
+from branchlake_dagster.errors import BranchlakeError
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.tables import arrow_frames
+from branchlake_dagster.tables.errors import (
     ColumnUnsupported,
     PartitionMismatch,
     SchemaMismatch,
     UpsertKeyInvalid,
 )
-from branchlake_dagster.branching.frames import arrow_frames
-from branchlake_dagster.branching.table.spec import table_metadata
-from branchlake_dagster.errors import BranchlakeError
-from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
 

@@ -12,9 +12,17 @@ import pytest
 from pyiceberg.io import load_file_io
 from pyiceberg.types import LongType, StringType
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import BASE_TAG
-from branchlake_dagster.branching.errors import (
+from branchlake_dagster.catalog import NessieCatalog
+from branchlake_dagster.catalog.options import NAMESPACE_CREATE
+from branchlake_dagster.catalog.written_prefixes import prefixes_of, recorded_prefixes
+from branchlake_dagster.errors import BranchlakeError, ConfigurationError
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import BASE_TAG
+from branchlake_dagster.tables import arrow_frames
+from branchlake_dagster.tables.errors import (
     ColumnsFrozen,
     PartitionMismatch,
     RunBranchGone,
@@ -22,15 +30,7 @@ from branchlake_dagster.branching.errors import (
     TableMissing,
     UnsupportedType,
 )
-from branchlake_dagster.branching.frames import arrow_frames
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.table.spec import table_metadata
-from branchlake_dagster.catalog import NessieCatalog
-from branchlake_dagster.catalog.options import NAMESPACE_CREATE
-from branchlake_dagster.catalog.written_prefixes import prefixes_of, recorded_prefixes
-from branchlake_dagster.errors import BranchlakeError, ConfigurationError
-from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
 

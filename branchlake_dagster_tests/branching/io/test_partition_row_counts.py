@@ -10,8 +10,8 @@ from dagster import DailyPartitionsDefinition
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation
 
-from branchlake_dagster.branching.io.partition_row_counts import partition_rows
 from branchlake_dagster.internals.pyiceberg import applied, snapshot_of
+from branchlake_dagster.io_manager.row_counts import partition_rows
 from branchlake_dagster_tests.changes.tables import catalogue
 from branchlake_dagster_tests.internals.plain_pyiceberg import without_null_counts
 

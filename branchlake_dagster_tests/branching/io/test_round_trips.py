@@ -9,12 +9,12 @@ import pytest
 from pyiceberg.exceptions import CommitFailedException
 from pyiceberg.types import LongType
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.errors import RunBranchGone
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.transport import HttpTransport
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.tables.errors import RunBranchGone
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import project
 
 DAILY = dg.DailyPartitionsDefinition("2026-01-01")

@@ -14,9 +14,15 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import BASE_TAG
-from branchlake_dagster.branching.errors import (
+from branchlake_dagster.cleanup.sweeper import Sweeper
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.discarding import discard, discarded_name
+from branchlake_dagster.runs.origin import instance_id
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import BASE_TAG
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.tables.errors import (
     ColumnsFrozen,
     ColumnUnsupported,
     ForeignSession,
@@ -25,14 +31,8 @@ from branchlake_dagster.branching.errors import (
     UnsupportedType,
     UpsertKeyInvalid,
 )
-from branchlake_dagster.branching.fencing.discard import discard, discarded_name
-from branchlake_dagster.branching.reaping.origin import instance_id
-from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
-from branchlake_dagster.branching.sweeping.sweeper import Sweeper
-from branchlake_dagster.branching.table.files import TableFiles
-from branchlake_dagster.branching.table.spec import table_metadata
-from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.tables.specification import table_metadata
+from branchlake_dagster.tables.table_files import TableFiles
 from branchlake_dagster_tests.harness import Project, project
 
 pytestmark = pytest.mark.spark

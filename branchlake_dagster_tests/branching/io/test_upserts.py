@@ -11,18 +11,14 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import DataFrame
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import BASE_TAG
-from branchlake_dagster.branching.errors import PartitionMismatch, UpsertKeyInvalid
-from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
-from branchlake_dagster.branching.table.spec import table_metadata
-from branchlake_dagster.branching.upserting.engine import (
-    UPSERT_BY_SPARK_BECAUSE,
-    UPSERT_ENGINE,
-    SparkReason,
-)
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import BASE_TAG
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.tables.errors import PartitionMismatch, UpsertKeyInvalid
+from branchlake_dagster.tables.specification import table_metadata
+from branchlake_dagster.tables.upsert_engine import UPSERT_BY_SPARK_BECAUSE, UPSERT_ENGINE, SparkReason
 from branchlake_dagster_tests.harness import Project, project, retry
 from branchlake_dagster_tests.suite import memory
 

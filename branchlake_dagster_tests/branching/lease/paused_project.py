@@ -8,9 +8,9 @@ from pathlib import Path
 import dagster as dg
 import polars as pl
 
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.table.spec import table_metadata
-from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
+from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.tables.specification import table_metadata
 
 NAMESPACE = os.environ["TEST_NAMESPACE"]
 FOLDER = Path(os.environ["TEST_FOLDER"])

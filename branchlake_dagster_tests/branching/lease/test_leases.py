@@ -9,20 +9,18 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import Place
-from branchlake_dagster.branching.errors import LeaseHeld, LeaseLost
-from branchlake_dagster.branching.lease.holder import HolderWatch
-from branchlake_dagster.branching.lease.holding import RunLeases
-from branchlake_dagster.branching.lease.token import Lease, lease_key, lease_keys
-from branchlake_dagster.branching.liveness.heartbeat_store import Heartbeat
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.table.spec import exclusive_name, table_metadata
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import Namespace
-from branchlake_dagster.publication.ledger.candidate import Published, Refused
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.ledger import Published, Refused
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.heartbeats import Heartbeat
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.leases import HolderWatch, Lease, RunLeases, lease_key, lease_keys
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import Place
+from branchlake_dagster.tables.errors import LeaseHeld, LeaseLost
+from branchlake_dagster.tables.specification import exclusive_name, table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.workbench import Run, Workbench
 from branchlake_dagster_tests.suite import memory

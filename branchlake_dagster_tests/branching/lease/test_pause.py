@@ -14,12 +14,12 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.lease.token import TOKEN, Lease, lease_keys
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.ledger.publications import RUN_ID
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
-from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster.publication.ledger import RUN_ID
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.runs.leases import TOKEN, Lease, lease_keys
+from branchlake_dagster.runs.run_branch import branch_name
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 

@@ -13,17 +13,15 @@ import pytest
 from moto.server import ThreadedMotoServer
 from pyarrow.fs import FileSelector, LocalFileSystem
 
-from branchlake_dagster.branching.liveness.failure_detector import Liveness, by_timestamp, watch
-from branchlake_dagster.branching.liveness.heartbeat import (
+from branchlake_dagster.runs.failure_detector import Liveness, by_timestamp, watch
+from branchlake_dagster.runs.heartbeats import (
+    Heartbeat,
+    HeartbeatStore,
+    HeartbeatsUnreadable,
     HeartbeatThread,
     SharedHeartbeats,
     beating,
     first_heartbeat,
-)
-from branchlake_dagster.branching.liveness.heartbeat_store import (
-    Heartbeat,
-    HeartbeatStore,
-    HeartbeatsUnreadable,
 )
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)

@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from branchlake_dagster.branching.liveness.heartbeat_store import Heartbeat
-from branchlake_dagster.branching.liveness.silence_watch import look_again, this_clock
+from branchlake_dagster.runs.failure_detector import look_again, this_clock
+from branchlake_dagster.runs.heartbeats import Heartbeat
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 BEAT = Heartbeat("run-1", "host-1-abc", "1", counter=1, written_at=NOW, interval_s=10, text="1")

@@ -9,17 +9,17 @@ from datetime import UTC, datetime, timedelta
 import dagster as dg
 import pytest
 
-from branchlake_dagster.branching.branch.batch_branch import at_work_on, batch_branch
-from branchlake_dagster.branching.fencing.discard import discard, discarded_name
-from branchlake_dagster.branching.liveness.heartbeat_store import Heartbeat
-from branchlake_dagster.branching.reaping.origin import instance_id
-from branchlake_dagster.branching.reaping.reaper import Reaper
-from branchlake_dagster.branching.reaping.rules import Limits, Reaping, ReapingAction
-from branchlake_dagster.branching.sweeping.sweeper import Sweeper, Sweeping
-from branchlake_dagster.branching.table.files import TableFiles
+from branchlake_dagster.cleanup.reaper import Reaper
+from branchlake_dagster.cleanup.reaper_rules import Limits, Reaping, ReapingAction
+from branchlake_dagster.cleanup.sweeper import Sweeper, Sweeping
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentKey, Namespace, Put, Reference
-from branchlake_dagster.publication.cleanup.reaping import DagsterRuns
+from branchlake_dagster.publication.cleanup_jobs import DagsterRuns
+from branchlake_dagster.runs.branch_owner import at_work_on, batch_branch
+from branchlake_dagster.runs.discarding import discard, discarded_name
+from branchlake_dagster.runs.heartbeats import Heartbeat
+from branchlake_dagster.runs.origin import instance_id
+from branchlake_dagster.tables.table_files import TableFiles
 from branchlake_dagster_tests.dagster_internals import create_run_for_test
 from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.instances import new_instance

@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchlake_dagster.branching.liveness.failure_detector import Liveness
-from branchlake_dagster.branching.reaping.origin import UNKNOWN, Maker, Origin
-from branchlake_dagster.branching.reaping.rules import (
+from branchlake_dagster.cleanup.reaper_rules import (
     Facts,
     Limits,
     ReapingAction,
@@ -16,6 +14,8 @@ from branchlake_dagster.branching.reaping.rules import (
     decide,
     decide_publication,
 )
+from branchlake_dagster.runs.failure_detector import Liveness
+from branchlake_dagster.runs.origin import UNKNOWN, Maker, Origin
 
 HOUR = timedelta(hours=1)
 LIMITS = Limits(max_age=6 * HOUR, orphan_grace=HOUR)

@@ -5,14 +5,14 @@ import polars as pl
 import pytest
 from pyspark.errors import IllegalArgumentException
 
-from branchlake_dagster.branching.branch.check_run import checked_reference
-from branchlake_dagster.branching.branch.run_tags import CHECK_HASH_TAG, CHECK_REF_TAG
-from branchlake_dagster.branching.errors import InvalidCheckRun
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
-from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.errors import ReadOnlyReference
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.runs.branch_names import checked_reference
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_tags import CHECK_HASH_TAG, CHECK_REF_TAG
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.tables.errors import InvalidCheckRun
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.suite import memory
 

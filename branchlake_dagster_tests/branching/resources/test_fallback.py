@@ -11,9 +11,13 @@ import polars as pl
 import pytest
 import requests
 
-from branchlake_dagster.branching.branch.retention import Retention
-from branchlake_dagster.branching.branch.run_branch import RunBranch, branch_name
-from branchlake_dagster.branching.branch.run_tags import (
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieError, NessieRefused, NessieUnavailable, NotNessie
+from branchlake_dagster.nessie.failures import from_answer, from_exception, unreadable
+from branchlake_dagster.nessie.model import Reference
+from branchlake_dagster.runs.run_branch import RunBranch, branch_name
+from branchlake_dagster.runs.run_tags import (
     BASE_TAG,
     BRANCH_TAG,
     LAKE_TAG,
@@ -22,14 +26,10 @@ from branchlake_dagster.branching.branch.run_tags import (
     UNBRANCHED_TAG,
     VERDICT_TAG,
     Place,
+    Retention,
     place_of,
 )
-from branchlake_dagster.branching.table.spec import table_metadata
-from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.nessie.errors import NessieError, NessieRefused, NessieUnavailable, NotNessie
-from branchlake_dagster.nessie.failures import from_answer, from_exception, unreadable
-from branchlake_dagster.nessie.model import Reference
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
 
@@ -133,7 +133,7 @@ def test_an_unbranched_run_whose_base_nobody_knows(
     direct: Lakehouse, namespace: str, refusing: Refusing
 ) -> None:
     failing = patch(
-        "branchlake_dagster.branching.branch.run_branch.main_with_history", side_effect=NessieUnavailable("x")
+        "branchlake_dagster.runs.run_branch.main_with_history", side_effect=NessieUnavailable("x")
     )
     with project(direct, *two(namespace, refusing)) as p, failing:
         run_id = p.run()

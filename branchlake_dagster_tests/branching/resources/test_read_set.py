@@ -11,18 +11,12 @@ import dagster as dg
 import pytest
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.branching.errors import ReadsUnknown
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.resources.read_set import (
-    READ_TABLES,
-    READ_UNTOLD,
-    ReadSet,
-    RunningStep,
-    merging,
-)
-from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
 from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.read_set import READ_TABLES, READ_UNTOLD, ReadSet, RunningStep, merging
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.spark.plan_reads import Scanned
+from branchlake_dagster.tables.errors import ReadsUnknown
 from branchlake_dagster_tests.suite.raised import raising
 
 

@@ -9,22 +9,16 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from branchlake_dagster.branching.branch.claim import claim
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import (
-    BASE_TAG,
-    BRANCH_TAG,
-    CONTINUES_TAG,
-    OPENED_TAG,
-    VERDICT_TAG,
-)
-from branchlake_dagster.branching.errors import RetryNeedsFullRun
-from branchlake_dagster.branching.fencing.discard import discard, discarded_name
-from branchlake_dagster.branching.io.earlier_attempts import UNDOES
-from branchlake_dagster.branching.io.io_manager import NessieBranchIOManager
-from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.internals.dagster import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
+from branchlake_dagster.io_manager.earlier_attempts import UNDOES
+from branchlake_dagster.io_manager.io_manager import NessieBranchIOManager
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.runs.claims import claim
+from branchlake_dagster.runs.discarding import discard, discarded_name
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import BASE_TAG, BRANCH_TAG, CONTINUES_TAG, OPENED_TAG, VERDICT_TAG
+from branchlake_dagster.tables.errors import RetryNeedsFullRun
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project, retry
 from branchlake_dagster_tests.suite import memory
 
@@ -336,7 +330,7 @@ def test_rows_that_others_rewrote_since_cannot_be_undone(lakehouse: Lakehouse, n
 
 def test_a_commit_that_arrives_after_all_is_taken_out(lakehouse: Lakehouse, namespace: str) -> None:
     """The reply was lost, nothing was there yet when the second attempt looked; then it came."""
-    from branchlake_dagster.branching.frames import arrow_frames
+    from branchlake_dagster.tables import arrow_frames
 
     real = arrow_frames.write
     lost: list[Any] = []

@@ -19,23 +19,23 @@ from pyiceberg.catalog import Catalog
 from pyiceberg.table import Table
 from pyiceberg.types import StringType
 
-from branchlake_dagster.branching.branch.run_branch import branch_name, main_with_history, run_id_of
-from branchlake_dagster.branching.consuming.consumer import Input
-from branchlake_dagster.branching.delivering.change_tables import ChangeTables
-from branchlake_dagster.branching.fencing.discard import discard, discarded_name, take_over
-from branchlake_dagster.branching.reaping.main_history import MainHistory
-from branchlake_dagster.branching.reaping.origin import INSTANCE
-from branchlake_dagster.branching.reaping.rules import Owner, RunState
-from branchlake_dagster.branching.sweeping.sweeper import Sweeper, Sweeping
-from branchlake_dagster.branching.table.files import TableFiles, plain, within
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY
-from branchlake_dagster.changes.capture import capture, position_of
-from branchlake_dagster.changes.summary import RUN_ID
+from branchlake_dagster.cleanup.main_history import MainHistory
+from branchlake_dagster.cleanup.reaper_rules import Owner, RunState
+from branchlake_dagster.cleanup.sweeper import Sweeper, Sweeping
+from branchlake_dagster.history.capture import capture, position_of
+from branchlake_dagster.history.summary import RUN_ID
+from branchlake_dagster.incremental.change_tables import ChangeTables
+from branchlake_dagster.incremental.consumer import Input
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.nessie.model import ContentKey, Put, Reference, ReferenceType
+from branchlake_dagster.runs.discarding import discard, discarded_name, take_over
+from branchlake_dagster.runs.origin import INSTANCE
+from branchlake_dagster.runs.run_branch import branch_name, main_with_history, run_id_of
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.tables.table_files import TableFiles, plain, within
 from branchlake_dagster_tests.publication.rebase.test_foreign_hands import assign_main
 from branchlake_dagster_tests.suite import memory
 
@@ -847,7 +847,7 @@ def test_the_base_is_found_behind_everything_that_happened_since(lake: Lake) -> 
     for number in range(3):
         lake.table(branch).append(pa.table({"n": [number]}))
         lake.table().append(pa.table({"n": [number]}))
-    with patch("branchlake_dagster.branching.reaping.main_history._STRIDE", 1):
+    with patch("branchlake_dagster.cleanup.main_history._STRIDE", 1):
         history = MainHistory(lake.nessie)
         assert history.base_of(branch) == base
     assert history.published_since(base) == set()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pyiceberg.schema import Schema
 from pyiceberg.types import NestedField, StringType, TimestampType, TimestamptzType
 
-from branchlake_dagster.branching.table.replaced import (
+from branchlake_dagster.tables.replaced_rows import (
     EVERYTHING,
     MAX_CHARACTERS,
     Among,
@@ -21,7 +21,7 @@ from branchlake_dagster.branching.table.replaced import (
     replaced,
     to_text,
 )
-from branchlake_dagster.branching.table.selection import select
+from branchlake_dagster.tables.selection import select
 
 SCHEMA = Schema(
     NestedField(1, "at", TimestamptzType(), required=False),

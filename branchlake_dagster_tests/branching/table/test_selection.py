@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from pyiceberg.schema import Schema
 from pyiceberg.types import DateType, NestedField, StringType, TimestampType, TimestamptzType
 
-from branchlake_dagster.branching.errors import SchemaMismatch
-from branchlake_dagster.branching.table.selection import (
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.tables.errors import SchemaMismatch
+from branchlake_dagster.tables.selection import (
     DateRange,
     Selection,
     TimeRange,
@@ -19,7 +20,6 @@ from branchlake_dagster.branching.table.selection import (
     to_iceberg,
     to_sql,
 )
-from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster_tests.suite.raised import raising
 
 HOURLY = dg.HourlyPartitionsDefinition(start_date="2026-08-08-00:00", end_date="2026-08-10-00:00")

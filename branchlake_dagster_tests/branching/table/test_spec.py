@@ -6,12 +6,12 @@ import pytest
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.transforms import DayTransform, HourTransform, IdentityTransform
 
-from branchlake_dagster.branching.errors import SchemaMismatch
-from branchlake_dagster.branching.table.partitioning import partition_spec, whole_files
-from branchlake_dagster.branching.table.selection import select
-from branchlake_dagster.branching.table.spec import require_parquet, table_metadata, table_spec
-from branchlake_dagster.branching.table.types import iceberg_schema, stored_schema
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.tables.errors import SchemaMismatch
+from branchlake_dagster.tables.partitioning import partition_spec, whole_files
+from branchlake_dagster.tables.schemas import iceberg_schema, stored_schema
+from branchlake_dagster.tables.selection import select
+from branchlake_dagster.tables.specification import require_parquet, table_metadata, table_spec
 from branchlake_dagster_tests.suite.raised import raising
 
 

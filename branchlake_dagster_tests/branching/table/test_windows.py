@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from pyiceberg.expressions.visitors import expression_evaluator
 from pyiceberg.typedef import Record
 
-from branchlake_dagster.branching.table.partitioning import partition_spec, whole_files
-from branchlake_dagster.branching.table.selection import Selection, rows_outside, select, to_iceberg
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.tables.partitioning import partition_spec, whole_files
+from branchlake_dagster.tables.selection import Selection, rows_outside, select, to_iceberg
 from branchlake_dagster_tests.branching.table.windows import (
     CLOCK_CHANGES,
     OF_DAYS,

@@ -11,13 +11,13 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
-from branchlake_dagster.branching.table.selection import select, to_sql
-from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.tables.selection import select, to_sql
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.branching.table.windows import (
     CLOCK_CHANGES,
     OF_DAYS,

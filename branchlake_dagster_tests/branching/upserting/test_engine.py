@@ -9,8 +9,8 @@ import pytest
 from pyiceberg import types as ice
 from pyiceberg.transforms import BucketTransform, DayTransform, IdentityTransform, VoidTransform
 
-from branchlake_dagster.branching.upserting import engine
-from branchlake_dagster.branching.upserting.engine import (
+from branchlake_dagster.tables import upsert_engine as engine
+from branchlake_dagster.tables.upsert_engine import (
     CandidateFacts,
     SparkReason,
     TableFacts,

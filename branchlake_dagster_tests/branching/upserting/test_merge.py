@@ -22,14 +22,14 @@ from pyiceberg.table.snapshots import Operation
 from pyiceberg.transforms import BucketTransform, DayTransform, IdentityTransform, Transform
 from pyiceberg.types import LongType, StringType
 
-from branchlake_dagster.branching.errors import PartitionMismatch, UpsertKeyInvalid
-from branchlake_dagster.branching.frames import frame_conversion
-from branchlake_dagster.branching.table.schema import arrow_schema
-from branchlake_dagster.branching.table.selection import Selection, Values
-from branchlake_dagster.branching.table.spec import TableSpec
-from branchlake_dagster.branching.table.types import iceberg_schema, stored_schema
-from branchlake_dagster.branching.upserting import candidate_files, merge
-from branchlake_dagster.branching.upserting.engine import SparkReason
+from branchlake_dagster.tables import arrow_frames as frame_conversion
+from branchlake_dagster.tables import upserts as candidate_files
+from branchlake_dagster.tables import upserts as merge
+from branchlake_dagster.tables.errors import PartitionMismatch, UpsertKeyInvalid
+from branchlake_dagster.tables.schemas import arrow_schema, iceberg_schema, stored_schema
+from branchlake_dagster.tables.selection import Selection, Values
+from branchlake_dagster.tables.specification import TableSpec
+from branchlake_dagster.tables.upsert_engine import SparkReason
 from branchlake_dagster_tests.publication.rebase.deleting import delete_equal
 
 NOON = dt.datetime(2026, 11, 1, 12, tzinfo=dt.UTC)
@@ -315,7 +315,7 @@ def test_the_facts_of_a_table_are_read_from_its_metadata(catalog: Catalog) -> No
 def test_large_candidates_are_left_to_spark(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     table = created(catalog, PLAIN)
     table.append(plain(("mon", 1, 0), ("mon", 3, 0)))
-    monkeypatch.setattr("branchlake_dagster.branching.upserting.engine.MOST_CANDIDATE_VALUES", 5)
+    monkeypatch.setattr("branchlake_dagster.tables.upsert_engine.MOST_CANDIDATE_VALUES", 5)
     assert merge.plan(plain(("mon", 2, 1)), table, spec_of("id"), None) is SparkReason.CANDIDATE_VALUES
     assert isinstance(merge.plan(plain(("mon", 4, 1)), table, spec_of("id"), None), merge.UpsertPlan)
 

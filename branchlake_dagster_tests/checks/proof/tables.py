@@ -15,7 +15,7 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 
-from branchlake_dagster.checks.constraints.promises import (
+from branchlake_dagster.checks.constraints import (
     Among,
     Both,
     Compared,

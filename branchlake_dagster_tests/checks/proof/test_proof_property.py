@@ -17,12 +17,12 @@ from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.table import Table
 from pyiceberg.types import NestedField
 
-from branchlake_dagster.branching.io.stored_rows import StoredRows
-from branchlake_dagster.branching.table.selection import Selection, TimeRange, Values, to_iceberg
-from branchlake_dagster.changes.facts import Facts, facts
-from branchlake_dagster.checks.constraints.model import RowConstraint, UniqueConstraint
-from branchlake_dagster.checks.proof import stored as stored_module
-from branchlake_dagster.checks.proof.stored import TableRows
+from branchlake_dagster.checks import stored_rows as stored_module
+from branchlake_dagster.checks.constraints import RowConstraint, UniqueConstraint
+from branchlake_dagster.checks.stored_rows import TableRows
+from branchlake_dagster.history.file_facts import Facts, facts
+from branchlake_dagster.io_manager.loading import StoredRows
+from branchlake_dagster.tables.selection import Selection, TimeRange, Values, to_iceberg
 from branchlake_dagster_tests.checks.proof.tables import NOON, catalog, keeps, random_promises, random_table
 from branchlake_dagster_tests.internals.plain_pyiceberg import plain_pyiceberg
 

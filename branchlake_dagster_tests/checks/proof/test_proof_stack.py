@@ -10,12 +10,8 @@ import pyspark.sql.types as pst
 import pytest
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.branching.io.stored_rows import StoredRows
-from branchlake_dagster.branching.table.selection import Selection, TimeRange, Values, to_sql
-from branchlake_dagster.checks.constraints.compiler import quoted
-from branchlake_dagster.checks.constraints.conditions import builtin_condition
-from branchlake_dagster.checks.constraints.model import RowConstraint, UniqueConstraint
-from branchlake_dagster.checks.constraints.promises import (
+from branchlake_dagster.checks.compiler import builtin_condition, quoted
+from branchlake_dagster.checks.constraints import (
     Among,
     Both,
     Compared,
@@ -24,13 +20,15 @@ from branchlake_dagster.checks.constraints.promises import (
     NotAmong,
     NotNull,
     Promise,
+    RowConstraint,
     StartsWith,
+    UniqueConstraint,
 )
-from branchlake_dagster.checks.evaluation.counting import count
-from branchlake_dagster.checks.evaluation.examples import examples_of
-from branchlake_dagster.checks.proof.schema import spark_schema
-from branchlake_dagster.checks.proof.stored import TableRows
+from branchlake_dagster.checks.counting import count, examples_of
+from branchlake_dagster.checks.stored_rows import TableRows, spark_schema
+from branchlake_dagster.io_manager.loading import StoredRows
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.tables.selection import Selection, TimeRange, Values, to_sql
 from branchlake_dagster_tests.checks.proof.tables import NOON, VALUES, random_promises
 
 pytestmark = pytest.mark.spark

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from pyiceberg import types as ice
 
-from branchlake_dagster.checks.constraints.promises import (
+from branchlake_dagster.checks.constraints import (
     Among,
     Compared,
     EndsWith,
@@ -20,7 +20,7 @@ from branchlake_dagster.checks.constraints.promises import (
     Promise,
     StartsWith,
 )
-from branchlake_dagster.checks.proof.small import MOST_VALUES, keeps, unique
+from branchlake_dagster.checks.proof import MOST_VALUES, keeps, unique
 
 NAN = float("nan")
 NOON = dt.datetime(2026, 8, 8, 12, tzinfo=dt.UTC)

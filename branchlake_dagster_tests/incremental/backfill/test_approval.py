@@ -8,13 +8,13 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster import approve_backfill_job
-from branchlake_dagster.branching.branch.run_tags import APPROVAL_TAG, FOLLOWS_TAG, GIVEN, HELD_TAG, REQUIRED
-from branchlake_dagster.branching.errors import NotApproved
+from branchlake_dagster.automation.approve_backfill import approve
+from branchlake_dagster.automation.backfill_progress import Progress
 from branchlake_dagster.cli.incremental import backfill
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.incremental.backfill.approve import approve
-from branchlake_dagster.incremental.backfill.progress import Progress
 from branchlake_dagster.internals.dagster import fail_backfill
+from branchlake_dagster.runs.run_tags import APPROVAL_TAG, FOLLOWS_TAG, GIVEN, HELD_TAG, REQUIRED
+from branchlake_dagster.tables.errors import NotApproved
 from branchlake_dagster_tests.harness import Project, retry
 from branchlake_dagster_tests.incremental.backfill.stages import Pipeline, place, requested
 from branchlake_dagster_tests.incremental.sources import values

@@ -6,8 +6,15 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.branching.branch.approval import approval_names, inherited_tags, requires_approval
-from branchlake_dagster.branching.branch.run_tags import (
+from branchlake_dagster.automation.approve_backfill import waiting_runs
+from branchlake_dagster.internals.dagster import (
+    AUTOMATION_CONDITION_TAG,
+    BACKFILL_ID_TAG,
+    PARTITION_TAG,
+    RETRY_NUMBER_TAG,
+)
+from branchlake_dagster.runs.approval import approval_names, inherited_tags, requires_approval
+from branchlake_dagster.runs.run_tags import (
     APPROVAL_TAG,
     BRANCH_TAG,
     FOLLOWS_TAG,
@@ -19,13 +26,6 @@ from branchlake_dagster.branching.branch.run_tags import (
     UNBRANCHED_TAG,
     Place,
     opened,
-)
-from branchlake_dagster.incremental.backfill.approve import waiting_runs
-from branchlake_dagster.internals.dagster import (
-    AUTOMATION_CONDITION_TAG,
-    BACKFILL_ID_TAG,
-    PARTITION_TAG,
-    RETRY_NUMBER_TAG,
 )
 
 WAITS = {APPROVAL_TAG: REQUIRED}

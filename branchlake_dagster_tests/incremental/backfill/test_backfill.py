@@ -11,19 +11,19 @@ import dagster as dg
 import pytest
 from click.testing import CliRunner
 
-from branchlake_dagster.branching.consuming.steps import REBUILD_TAG
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.automation.backfill_launch import RETRY_OF_TAG
+from branchlake_dagster.automation.backfill_progress import Progress, follower
+from branchlake_dagster.automation.backfill_retry import RetryPlan
+from branchlake_dagster.automation.backlog import Standing
+from branchlake_dagster.automation.consumers import consumers
+from branchlake_dagster.automation.in_flight import InFlight
 from branchlake_dagster.cli.incremental import backfill
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.incremental.backfill.launch import RETRY_OF_TAG
-from branchlake_dagster.incremental.backfill.progress import Progress, follower
-from branchlake_dagster.incremental.backfill.retry import RetryPlan
-from branchlake_dagster.incremental.backlog import Standing
-from branchlake_dagster.incremental.consumers import consumers
-from branchlake_dagster.incremental.in_flight import InFlight
+from branchlake_dagster.incremental.step_consumption import REBUILD_TAG
 from branchlake_dagster.internals.dagster import fail_backfill
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster_tests.dagster_internals import BulkActionStatus
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.backfill.stages import Pipeline, follow, place

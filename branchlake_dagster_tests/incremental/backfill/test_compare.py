@@ -10,12 +10,12 @@ import polars as pl
 import pytest
 
 from branchlake_dagster import replaced_check, table_metadata
+from branchlake_dagster.automation.backfill_comparison import EarlierStateLost, compare_stage, hash_before
 from branchlake_dagster.cli.incremental import backfill
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.incremental.backfill.compare import EarlierStateLost, compare_stage, hash_before
 from branchlake_dagster.internals.dagster import backfill_of
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.backfill.stages import DAYS as DAILY
 from branchlake_dagster_tests.incremental.backfill.stages import Pipeline, follow, place, requested

@@ -11,8 +11,7 @@ import dagster as dg
 import polars as pl
 from rich.console import Console
 
-from branchlake_dagster.cli.incremental.compared import comparison_dict, show_comparisons, total_text
-from branchlake_dagster.incremental.backfill.comparison import (
+from branchlake_dagster.automation.backfill_comparison import (
     Comparison,
     Measures,
     StageComparison,
@@ -21,6 +20,7 @@ from branchlake_dagster.incremental.backfill.comparison import (
     fingerprints,
     sums_of,
 )
+from branchlake_dagster.cli.incremental.compared import comparison_dict, show_comparisons, total_text
 
 COLUMNS = ["key", "value"]
 

@@ -19,7 +19,6 @@ import dagster as dg
 import pytest
 from pyiceberg.exceptions import CommitFailedException
 
-from branchlake_dagster.branching.branch.run_branch import main_with_history
 from branchlake_dagster.embedded import process
 from branchlake_dagster.embedded.servers import NESSIE, SPARK
 from branchlake_dagster.ingest.batch.records import KafkaRecords
@@ -28,8 +27,9 @@ from branchlake_dagster.ingest.kafka.topics import KafkaTopics
 from branchlake_dagster.ingest.running.live import LiveIngestion
 from branchlake_dagster.internals.dagster_sqlite import STORAGES
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.cleanup.reaping import reap_branches
-from branchlake_dagster.publication.reconcile.reconciler import RUN_BRANCHES
+from branchlake_dagster.publication.cleanup_jobs import reap_branches
+from branchlake_dagster.publication.reconciler import RUN_BRANCHES
+from branchlake_dagster.runs.run_branch import main_with_history
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.waiting import holds_within
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS

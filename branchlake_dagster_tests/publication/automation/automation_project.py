@@ -5,9 +5,9 @@ import os
 import dagster as dg
 import polars as pl
 
-from branchlake_dagster.branching.table.spec import table_metadata
-from branchlake_dagster.publication.automation.conditions import on_publication, publication_automation_sensor
-from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
+from branchlake_dagster.publication.conditions import on_publication, publication_automation_sensor
+from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.tables.specification import table_metadata
 
 NAMESPACE = os.environ["BRANCHLAKE_TEST_NAMESPACE"]
 

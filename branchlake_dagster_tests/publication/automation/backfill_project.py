@@ -6,9 +6,9 @@ from pathlib import Path
 import dagster as dg
 import polars as pl
 
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.table.spec import table_metadata
-from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
+from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster.waiting import holds_within
 
 NAMESPACE = os.environ.get("BRANCHLAKE_TEST_NAMESPACE", "backfill")

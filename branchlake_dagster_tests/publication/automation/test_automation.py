@@ -14,18 +14,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchlake_dagster.branching.branch.run_tags import PENDING, VERDICT_TAG, Place, opened
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.publication.automation import reports
-from branchlake_dagster.publication.automation.conditions import (
+from branchlake_dagster.publication import conditions as reports
+from branchlake_dagster.publication.conditions import (
     FORGOTTEN_AFTER,
+    LOOK_BACK,
+    Position,
+    Report,
     awaiting_verdict,
     never_evaluated,
+    next_reports,
     on_publication,
     publication_automation_sensor,
     published,
 )
-from branchlake_dagster.publication.automation.reports import LOOK_BACK, Position, Report, next_reports
+from branchlake_dagster.runs.run_tags import PENDING, VERDICT_TAG, Place, opened
 from branchlake_dagster_tests.dagster_internals import AssetDaemonCursor
 
 UP, DOWN = dg.AssetKey("up"), dg.AssetKey("down")

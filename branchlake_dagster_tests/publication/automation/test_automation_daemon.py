@@ -8,8 +8,8 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from branchlake_dagster.branching.branch.run_tags import VERDICT_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.runs.run_tags import VERDICT_TAG
 from branchlake_dagster_tests.daemon import daemon_of, launch, wait_for
 from branchlake_dagster_tests.dagster_internals import InstigatorState
 

@@ -7,11 +7,11 @@ from typing import Any
 import dagster as dg
 import polars as pl
 
-from branchlake_dagster.branching.table.spec import CHECK_SCOPE, table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.automation.conditions import on_publication
-from branchlake_dagster.publication.automation.published_sensor import published_sensor
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.conditions import on_publication
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.publication.published_sensor import published_sensor
+from branchlake_dagster.tables.specification import CHECK_SCOPE, table_metadata
 from branchlake_dagster_tests.dagster_internals import AssetDaemonCursor
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import dagster as dg
 import pytest
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import CHECKS_FOR_TAG, PUBLICATION_TAG, REASON_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import CHECKS_FOR_TAG, PUBLICATION_TAG, REASON_TAG
 from branchlake_dagster_tests.daemon import daemon_of, graphql, launch, wait_for
 from branchlake_dagster_tests.harness import published
 

@@ -13,9 +13,9 @@ import pytest
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Namespace, Put
-from branchlake_dagster.publication.automation import published_sensor as module
-from branchlake_dagster.publication.automation.published_sensor import PublishedAssets, published_sensor
-from branchlake_dagster.publication.ledger.publications import Publication, properties, publication_id
+from branchlake_dagster.publication import published_sensor as module
+from branchlake_dagster.publication.ledger import Publication, properties, publication_id
+from branchlake_dagster.publication.published_sensor import PublishedAssets, published_sensor
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
 from branchlake_dagster_tests.simulation.transport import DirectTransport

@@ -11,22 +11,22 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster.branching.branch.run_tags import (
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication import unpublished_runs as module
+from branchlake_dagster.publication.unpublished_runs import (
+    AlertFailed,
+    UnpublishedRun,
+    on_blocked,
+    webhook_alert,
+)
+from branchlake_dagster.runs.run_tags import (
     BRANCH_TAG,
     NEXT_ATTEMPT_TAG,
     OPENED_TAG,
     REASON_TAG,
     SET_ASIDE,
     STATUS_TAG,
-)
-from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.automation import unpublished_runs as module
-from branchlake_dagster.publication.automation.unpublished_runs import (
-    AlertFailed,
-    UnpublishedRun,
-    on_blocked,
-    webhook_alert,
 )
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.suite import memory

@@ -111,8 +111,8 @@ def _writer(role: str, instance: Any) -> Callable[[], bool]:
 
 def _publisher(instance: Any) -> Callable[[], bool]:
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-    from branchlake_dagster.publication.reconcile.outcome import PublicationAction
-    from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+    from branchlake_dagster.publication.outcome import PublicationAction
+    from branchlake_dagster.publication.reconciler import Reconciler
     from branchlake_dagster_tests.publication.cleanup import kill_project as project
 
     lake, graph = Lakehouse(), project.appender.get_repository_def().asset_graph

@@ -7,9 +7,9 @@ replaced by a third; the first two write `beside` too, which must always hold th
 import dagster as dg
 import pyarrow as pa
 
-from branchlake_dagster.branching.table.spec import table_metadata
-from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
-from branchlake_dagster.publication.runtime.publish_at_end import publish_at_end
+from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.publication.publish_at_end import publish_at_end
+from branchlake_dagster.tables.specification import table_metadata
 
 NAMESPACE = "kill"
 APPENDED = "appended"

@@ -11,8 +11,8 @@ from typing import Any
 import dagster as dg
 import polars as pl
 
-from branchlake_dagster.branching.table.spec import table_metadata
-from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
+from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.tables.specification import table_metadata
 
 NAMESPACE = os.environ["TEST_NAMESPACE"]
 FREE = table_metadata(require_checks=False)

@@ -17,20 +17,15 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from branchlake_dagster.branching.branch.run_branch import main_with_history
-from branchlake_dagster.branching.branch.run_tags import (
-    PUBLICATION_TAG,
-    STATUS_TAG,
-    VERDICT_TAG,
-    Status,
-)
-from branchlake_dagster.branching.fencing.taken_back import FAILS
 from branchlake_dagster.embedded import process
 from branchlake_dagster.embedded.servers import NESSIE
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_discarded
-from branchlake_dagster.publication.ledger.publications import Publication, publications
-from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
+from branchlake_dagster.publication.ledger import Publication, publications
+from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.runs.discarding import FAILS
+from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.runs.run_tags import PUBLICATION_TAG, STATUS_TAG, VERDICT_TAG, Status
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
 from branchlake_dagster_tests.publication.cleanup import kill_project as project
 from branchlake_dagster_tests.publication.cleanup.kill_crew import Crew

@@ -15,12 +15,12 @@ import dagster as dg
 import pytest
 import requests
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import PENDING, VERDICT_TAG
-from branchlake_dagster.branching.liveness.heartbeat_store import Heartbeat, HeartbeatStore
 from branchlake_dagster.cli.local.dagster_dev import dagster_dev
 from branchlake_dagster.cli.local.home import dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.runs.heartbeats import Heartbeat, HeartbeatStore
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import PENDING, VERDICT_TAG
 
 pytestmark = [pytest.mark.daemon, pytest.mark.timeout(1200)]
 

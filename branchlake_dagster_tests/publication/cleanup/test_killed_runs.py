@@ -11,14 +11,14 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from branchlake_dagster.branching.branch.run_branch import branch_name, main_with_history
-from branchlake_dagster.branching.branch.run_tags import REASON_TAG, VERDICT_TAG
-from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
-from branchlake_dagster.branching.reaping.rules import ReapingAction
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
+from branchlake_dagster.cleanup.reaper_rules import ReapingAction
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.cleanup.reaping import reap_branches, sweep_discarded
-from branchlake_dagster.publication.runtime.definitions import branchlake_definitions
+from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
+from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.runs.heartbeats import HeartbeatStore
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_branch import branch_name, main_with_history
+from branchlake_dagster.runs.run_tags import REASON_TAG, VERDICT_TAG
 from branchlake_dagster.settings import Settings
 
 pytestmark = pytest.mark.chaos

@@ -6,13 +6,13 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster.branching.branch.run_tags import opened_by
-from branchlake_dagster.branching.fencing.discard import discarded_name
-from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.cleanup.reaping import end_named, reap_branches, sweep_discarded
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
-from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster.publication.cleanup_jobs import end_named, reap_branches, sweep_discarded
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.runs.discarding import discarded_name
+from branchlake_dagster.runs.run_tags import opened_by
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
 

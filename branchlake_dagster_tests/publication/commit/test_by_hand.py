@@ -5,12 +5,12 @@ import polars as pl
 import pytest
 import requests
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import REASON_TAG
-from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.ledger.candidate import Published, Refused
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.ledger import Published, Refused
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import REASON_TAG
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench
 from branchlake_dagster_tests.suite import memory

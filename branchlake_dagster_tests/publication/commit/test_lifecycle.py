@@ -6,20 +6,13 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import (
-    BASE_TAG,
-    BRANCH_TAG,
-    PUBLICATION_TAG,
-    REASON_TAG,
-    VERDICT_TAG,
-)
-from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.cleanup.reaping import reap_branches
-from branchlake_dagster.publication.ledger.publications import publications
-from branchlake_dagster.publication.reconcile.backlog import other_location
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.cleanup_jobs import reap_branches
+from branchlake_dagster.publication.ledger import publications
+from branchlake_dagster.publication.outcome import PublicationAction, other_location
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import BASE_TAG, BRANCH_TAG, PUBLICATION_TAG, REASON_TAG, VERDICT_TAG
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.dagster_internals import (
     RegisteredCodeLocationOrigin,
     RemoteJobOrigin,
@@ -166,9 +159,7 @@ def test_publishing_again_after_a_lost_tick_tells_the_same_publication_once(
     with project(lakehouse, asset, check(asset)) as p:
         run_id = p.run()
         with monkeypatch.context() as patch:
-            patch.setattr(
-                "branchlake_dagster.publication.reconcile.finish.finish_branch", lambda *_, **__: None
-            )
+            patch.setattr("branchlake_dagster.publication.finishing.finish_branch", lambda *_, **__: None)
             first = p.reconciler().run_one(run_id)
         again = p.settle(run_id)
         assert first is not None

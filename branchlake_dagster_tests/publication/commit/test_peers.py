@@ -14,20 +14,19 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG
-from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieOutcomeUnknown, NessieUnavailable
 from branchlake_dagster.nessie.retry import RetryPolicy
 from branchlake_dagster.nessie.transport import HttpTransport
-from branchlake_dagster.publication.commit.publisher import Publisher
-from branchlake_dagster.publication.ledger.candidate import Published, Refused
-from branchlake_dagster.publication.ledger.publications import publications
-from branchlake_dagster.publication.rebase.replay import IcebergTables
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
-from branchlake_dagster.publication.reconcile.reconciler import Reconciler
+from branchlake_dagster.publication.ledger import Published, Refused, publications
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.publication.publisher import Publisher
+from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.publication.replay import IcebergTables
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import PUBLICATION_TAG
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.workbench import Workbench
 from branchlake_dagster_tests.suite import memory

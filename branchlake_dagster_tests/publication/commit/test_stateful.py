@@ -16,18 +16,23 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from branchlake_dagster.branching.branch.run_branch import branch_name, main_with_history, run_id_of
-from branchlake_dagster.branching.fencing.discard import DISCARDED_PREFIX, discard
-from branchlake_dagster.branching.reaping.reaper import Reaper
-from branchlake_dagster.branching.reaping.rules import Limits, Owner, RunState
+from branchlake_dagster.cleanup.reaper import Reaper
+from branchlake_dagster.cleanup.reaper_rules import Limits, Owner, RunState
 from branchlake_dagster.nessie import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Namespace, Put
-from branchlake_dagster.publication.commit.publisher import Publisher
-from branchlake_dagster.publication.gate.event_position import EventPosition
-from branchlake_dagster.publication.gate.evidence import AssetRules, Evaluation, RunEvidence, Written
-from branchlake_dagster.publication.gate.verdict import judge
-from branchlake_dagster.publication.ledger.candidate import Candidate, Published, Refused, write_set
-from branchlake_dagster.publication.rebase.changes import Mode, SnapshotChange
+from branchlake_dagster.publication.evidence import (
+    AssetRules,
+    Evaluation,
+    EventPosition,
+    RunEvidence,
+    Written,
+)
+from branchlake_dagster.publication.ledger import Candidate, Published, Refused, write_set
+from branchlake_dagster.publication.publisher import Publisher
+from branchlake_dagster.publication.table_change import Mode, SnapshotChange
+from branchlake_dagster.publication.verdict import judge
+from branchlake_dagster.runs.discarding import DISCARDED_PREFIX, discard
+from branchlake_dagster.runs.run_branch import branch_name, main_with_history, run_id_of
 from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
 from branchlake_dagster_tests.simulation.tables import (
     SimulatedTables,

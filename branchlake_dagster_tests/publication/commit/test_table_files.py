@@ -18,14 +18,14 @@ from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.errors import Terminal, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.publication.commit.publisher import Publisher
-from branchlake_dagster.publication.commit.table_files import (
+from branchlake_dagster.publication.committer import (
     TableFilesDamaged,
     TableFilesMissing,
     TableFilesUnreadable,
 )
-from branchlake_dagster.publication.ledger.candidate import NeedsChecks, Published
-from branchlake_dagster.publication.rebase.replay import IcebergTables
+from branchlake_dagster.publication.ledger import NeedsChecks, Published
+from branchlake_dagster.publication.publisher import Publisher
+from branchlake_dagster.publication.replay import IcebergTables
 from branchlake_dagster_tests.publication.rebase.deleting import delete_equal
 from branchlake_dagster_tests.publication.workbench import Run, Workbench, frame
 from branchlake_dagster_tests.suite import memory

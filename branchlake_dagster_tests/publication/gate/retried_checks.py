@@ -3,7 +3,7 @@
 import dagster as dg
 import polars as pl
 
-from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster.tables.specification import table_metadata
 
 FREE = table_metadata(require_checks=False)
 

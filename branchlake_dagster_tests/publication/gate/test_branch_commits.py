@@ -12,9 +12,9 @@ from pyiceberg.table.metadata import TableMetadata, new_table_metadata
 from pyiceberg.table.snapshots import Operation, Snapshot, Summary
 from pyiceberg.table.sorting import UNSORTED_SORT_ORDER
 
-from branchlake_dagster.changes.summary import RUN_ID
+from branchlake_dagster.history.summary import RUN_ID
 from branchlake_dagster.nessie.model import CommitMeta, ContentKey, IcebergTable, LogEntry, Put
-from branchlake_dagster.publication.gate.branch_commits import BranchCommits
+from branchlake_dagster.publication.branch_commits import BranchCommits
 
 KEY = ContentKey(["lake", "t"])
 BASE = "base"

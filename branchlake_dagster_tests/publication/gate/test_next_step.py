@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from branchlake_dagster.publication.gate.next_step import look_at_rows
+from branchlake_dagster.publication.verdict import look_at_rows
 
 RUN = "4b4115ec-54c0-4d26-a07d-6a7a9ba4e3f1"
 

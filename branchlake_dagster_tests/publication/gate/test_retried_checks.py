@@ -11,7 +11,7 @@ import pytest
 from pyiceberg.exceptions import NoSuchTableError
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster_tests.dagster_internals import CONSOLIDATED_EVENT_LOG, NO_COMPUTE_LOGS
 from branchlake_dagster_tests.harness import Project, project, retry
 from branchlake_dagster_tests.publication.gate.retried_checks import Amounts

@@ -10,9 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchlake_dagster.publication.gate.event_position import EventPosition
-from branchlake_dagster.publication.gate.evidence import AssetRules, Evaluation, RunEvidence, Written
-from branchlake_dagster.publication.gate.verdict import Decision, Verdict, judge
+from branchlake_dagster.publication.evidence import (
+    AssetRules,
+    Evaluation,
+    EventPosition,
+    RunEvidence,
+    Written,
+)
+from branchlake_dagster.publication.verdict import Decision, Verdict, judge
 
 A = "lake/a"
 CHECK = (A, "good")

@@ -10,9 +10,6 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import (
     Content,
@@ -23,8 +20,11 @@ from branchlake_dagster.nessie.model import (
     OtherContent,
     Put,
 )
-from branchlake_dagster.publication.ledger.candidate import Refused, tables_in
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.ledger import Refused, tables_in
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.workbench import Workbench
 from branchlake_dagster_tests.suite import memory

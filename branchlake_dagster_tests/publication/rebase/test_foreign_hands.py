@@ -16,15 +16,15 @@ import polars as pl
 import pytest
 from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
 
-from branchlake_dagster.branching.branch.run_branch import main_with_history
-from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.commit.table_files import TableFilesUnreadable
-from branchlake_dagster.publication.ledger import report_metadata
-from branchlake_dagster.publication.ledger.candidate import Published, Refused
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication import report_metadata
+from branchlake_dagster.publication.committer import TableFilesUnreadable
+from branchlake_dagster.publication.ledger import Published, Refused
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.run_branch import main_with_history
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import assign_main, project
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from branchlake_dagster.publication.rebase.manifests import _expired, snapshots_since
+from branchlake_dagster.publication.table_history import _expired, snapshots_since
 
 
 def history(*parents: tuple[int, int | None], current: int | None = None) -> Any:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from branchlake_dagster.branching.table.replaced import EVERYTHING, Among, Between, Replaced
 from branchlake_dagster.internals.column_metrics import DataPaths
-from branchlake_dagster.publication.rebase.changes import (
+from branchlake_dagster.publication.conflicts import mapped, overlap
+from branchlake_dagster.publication.table_change import (
     Column,
     DeleteFile,
     File,
@@ -17,8 +17,7 @@ from branchlake_dagster.publication.rebase.changes import (
     SnapshotChange,
     TableChange,
 )
-from branchlake_dagster.publication.rebase.compacted import mapped
-from branchlake_dagster.publication.rebase.overlap import overlap
+from branchlake_dagster.tables.replaced_rows import EVERYTHING, Among, Between, Replaced
 
 DAY, ID, N = Column(1, "day", "string", False), Column(2, "id", "long", False), Column(3, "n", "long", False)
 BY_DAY = (("day", "identity", "day"),)

@@ -11,10 +11,9 @@ from pyiceberg.table.snapshots import Operation
 from pyiceberg.types import IntegerType, LongType, NestedField, StringType
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.commit.table_files import TableFilesMissing
-from branchlake_dagster.publication.ledger.candidate import NeedsChecks, Published, Refused
-from branchlake_dagster.publication.ledger.publications import publications
-from branchlake_dagster.publication.rebase.manifests import REPLAYED_FROM
+from branchlake_dagster.publication.committer import TableFilesMissing
+from branchlake_dagster.publication.ledger import NeedsChecks, Published, Refused, publications
+from branchlake_dagster.publication.table_history import REPLAYED_FROM
 from branchlake_dagster_tests.harness import published
 from branchlake_dagster_tests.internals.plain_pyiceberg import plain_pyiceberg
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench, frame

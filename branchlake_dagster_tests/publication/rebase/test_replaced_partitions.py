@@ -13,11 +13,11 @@ import polars as pl
 import pytest
 from pyspark.sql import DataFrame
 
-from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
-from branchlake_dagster.branching.table.replaced import from_text
-from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
+from branchlake_dagster.publication.outcome import Outcome, PublicationAction
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.tables.replaced_rows import from_text
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 
 pytestmark = pytest.mark.spark

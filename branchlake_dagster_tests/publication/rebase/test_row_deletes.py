@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.ledger.candidate import Published
+from branchlake_dagster.publication.ledger import Published
 from branchlake_dagster_tests.publication.rebase.deleting import delete_equal
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench
 

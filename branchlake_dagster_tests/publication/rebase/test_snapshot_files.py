@@ -12,18 +12,18 @@ from pyiceberg.exceptions import ValidationException
 from pyiceberg.io import FileIO
 from pyiceberg.table.snapshots import Operation, Snapshot
 
-from branchlake_dagster.branching.table.replaced import replaced as predicate_of
-from branchlake_dagster.branching.table.selection import select
 from branchlake_dagster.internals.column_metrics import reliable_metrics
 from branchlake_dagster.internals.pyiceberg import applied, snapshot_of
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import IcebergTable
-from branchlake_dagster.publication.commit.publisher import publisher_of
-from branchlake_dagster.publication.ledger.candidate import Published
-from branchlake_dagster.publication.rebase import snapshot_files
-from branchlake_dagster.publication.rebase.changes import Mode
-from branchlake_dagster.publication.rebase.replay import IcebergTables, ReplayImpossible
-from branchlake_dagster.publication.rebase.snapshot_files import SnapshotFiles
+from branchlake_dagster.publication import snapshot_files
+from branchlake_dagster.publication.ledger import Published
+from branchlake_dagster.publication.publisher import publisher_of
+from branchlake_dagster.publication.replay import IcebergTables, ReplayImpossible
+from branchlake_dagster.publication.snapshot_files import SnapshotFiles
+from branchlake_dagster.publication.table_change import Mode
+from branchlake_dagster.tables.replaced_rows import replaced as predicate_of
+from branchlake_dagster.tables.selection import select
 from branchlake_dagster_tests.internals.plain_pyiceberg import without_null_counts
 from branchlake_dagster_tests.publication.workbench import FLAT, SCHEMA, Workbench
 from branchlake_dagster_tests.suite import memory

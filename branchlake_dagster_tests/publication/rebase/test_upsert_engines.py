@@ -13,16 +13,16 @@ from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.table import Table
 from pyiceberg.transforms import BucketTransform, DayTransform, IdentityTransform, Transform
 
-from branchlake_dagster.branching.delivering.spark_inputs import from_arrow
-from branchlake_dagster.branching.frames import frame_conversion, spark_frames
-from branchlake_dagster.branching.table.schema import arrow_schema
-from branchlake_dagster.branching.table.spec import TableSpec
-from branchlake_dagster.branching.table.types import iceberg_schema, stored_schema
-from branchlake_dagster.branching.upserting import merge
+from branchlake_dagster.incremental.spark_inputs import from_arrow
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.rebase.changes import SnapshotChange
-from branchlake_dagster.publication.rebase.manifests import change
-from branchlake_dagster.publication.rebase.snapshot_files import SnapshotFiles
+from branchlake_dagster.publication.snapshot_files import SnapshotFiles
+from branchlake_dagster.publication.table_change import SnapshotChange
+from branchlake_dagster.publication.table_history import change
+from branchlake_dagster.tables import arrow_frames as frame_conversion
+from branchlake_dagster.tables import spark_frames
+from branchlake_dagster.tables import upserts as merge
+from branchlake_dagster.tables.schemas import arrow_schema, iceberg_schema, stored_schema
+from branchlake_dagster.tables.specification import TableSpec
 from branchlake_dagster_tests.publication.workbench import Run, Workbench
 
 SCHEMA = pa.schema(

@@ -15,36 +15,32 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster.branching.branch.claim import claim
-from branchlake_dagster.branching.branch.run_branch import branch_name, main_with_history, run_id_of
-from branchlake_dagster.branching.fencing.discard import discard
-from branchlake_dagster.branching.liveness.heartbeat_store import (
-    Heartbeat,
-    HeartbeatStore,
-    HeartbeatsUnreadable,
-)
-from branchlake_dagster.branching.reaping.origin import INSTANCE, Maker, Makers, Origin, instance_id
-from branchlake_dagster.branching.reaping.reaper import Reaper
-from branchlake_dagster.branching.reaping.rules import Limits, Owner, Reaping, ReapingAction, RunState
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
-from branchlake_dagster.branching.table.files import TableFiles
-from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster.cleanup.reaper import Reaper
+from branchlake_dagster.cleanup.reaper_rules import Limits, Owner, Reaping, ReapingAction, RunState
 from branchlake_dagster.embedded import process
 from branchlake_dagster.embedded.servers import NESSIE
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.nessie.model import Reference, ReferenceType
-from branchlake_dagster.publication.cleanup.reaping import (
+from branchlake_dagster.publication.cleanup_jobs import (
     NotOurs,
     RunsUnreadable,
     end_named,
     reap_branches,
     sweep_discarded,
 )
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.claims import claim
+from branchlake_dagster.runs.discarding import discard
+from branchlake_dagster.runs.heartbeats import Heartbeat, HeartbeatStore, HeartbeatsUnreadable
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.origin import INSTANCE, Maker, Makers, Origin, instance_id
+from branchlake_dagster.runs.run_branch import branch_name, main_with_history, run_id_of
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.tables.specification import table_metadata
+from branchlake_dagster.tables.table_files import TableFiles
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.raised import raising

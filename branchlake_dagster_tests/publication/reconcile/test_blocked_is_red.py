@@ -9,15 +9,15 @@ import pytest
 from click.testing import CliRunner
 from dagster import EventLogEntry
 
-from branchlake_dagster.branching.branch.run_tags import STATUS_TAG, VERDICT_TAG, Status
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.table.spec import CHECK_SCOPE, table_metadata
 from branchlake_dagster.cli import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.gate.next_step import LAUNCH_AGAIN
-from branchlake_dagster.publication.ledger import report_metadata as names
-from branchlake_dagster.publication.reconcile import finish
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication import finishing as finish
+from branchlake_dagster.publication import report_metadata as names
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.publication.verdict import LAUNCH_AGAIN
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_tags import STATUS_TAG, VERDICT_TAG, Status
+from branchlake_dagster.tables.specification import CHECK_SCOPE, table_metadata
 from branchlake_dagster_tests.dagster_internals import get_and_update_asset_status_cache_value
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory

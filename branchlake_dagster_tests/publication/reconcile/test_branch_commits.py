@@ -7,15 +7,15 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import BASE_TAG, PUBLICATION_TAG, STATUS_TAG, Status
-from branchlake_dagster.branching.reaping.rules import ReapingAction
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
-from branchlake_dagster.branching.table.spec import table_metadata
+from branchlake_dagster.cleanup.reaper_rules import ReapingAction
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.cleanup.reaping import reap_branches
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.cleanup_jobs import reap_branches
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import BASE_TAG, PUBLICATION_TAG, STATUS_TAG, Status
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, assign_main, project
 from branchlake_dagster_tests.suite import memory
 

@@ -10,7 +10,19 @@ import polars as pl
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from branchlake_dagster.branching.branch.run_tags import (
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieRefused, NessieUnavailable
+from branchlake_dagster.publication import assessment as assess
+from branchlake_dagster.publication import reconciler as reconciler_module
+from branchlake_dagster.publication import report, unbranched
+from branchlake_dagster.publication.cleanup_jobs import reap_branches
+from branchlake_dagster.publication.ledger import Published
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.publication.parked_runs import ATTEMPTS, give_up, set_aside
+from branchlake_dagster.publication.publisher import publication_branch
+from branchlake_dagster.publication.unbranched import settle_unbranched
+from branchlake_dagster.runs.run_tags import (
     ATTEMPTS_TAG,
     CHECK_HASH_TAG,
     NEXT_ATTEMPT_TAG,
@@ -19,19 +31,7 @@ from branchlake_dagster.branching.branch.run_tags import (
     SET_ASIDE,
     VERDICT_TAG,
 )
-from branchlake_dagster.branching.table.spec import table_metadata
-from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.nessie.errors import NessieRefused, NessieUnavailable
-from branchlake_dagster.publication.cleanup.reaping import reap_branches
-from branchlake_dagster.publication.commit.publication_branch import publication_branch
-from branchlake_dagster.publication.ledger.candidate import Published
-from branchlake_dagster.publication.reconcile import assess, report
-from branchlake_dagster.publication.reconcile import reconciler as reconciler_module
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
-from branchlake_dagster.publication.reconcile.trouble import ATTEMPTS, give_up, set_aside
-from branchlake_dagster.publication.runtime import unbranched
-from branchlake_dagster.publication.runtime.unbranched import settle_unbranched
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.commit.test_by_hand import merge
 from branchlake_dagster_tests.publication.reconcile.test_pass import Ticking, free, ours

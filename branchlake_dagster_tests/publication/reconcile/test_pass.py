@@ -9,17 +9,17 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG, REPORTED_TAG
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile import reconciler as reconciler_module
-from branchlake_dagster.publication.reconcile import report
-from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.runtime.pass_lock import one_pass
-from branchlake_dagster.publication.runtime.tick import Tick
+from branchlake_dagster.publication import reconciler as reconciler_module
+from branchlake_dagster.publication import report
+from branchlake_dagster.publication.outcome import Outcome, PublicationAction
+from branchlake_dagster.publication.pass_lock import one_pass
+from branchlake_dagster.publication.tick_report import Tick
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import PUBLICATION_TAG, REPORTED_TAG
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.reconcile.test_recheck import (
     appending,

@@ -6,14 +6,14 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import CHECKS_FOR_TAG
-from branchlake_dagster.branching.liveness.heartbeat_store import HeartbeatStore
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.table.spec import CHECK_SCOPE, table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.commit.publication_branch import publication_branch
-from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
+from branchlake_dagster.publication.outcome import Outcome, PublicationAction
+from branchlake_dagster.publication.publisher import publication_branch
+from branchlake_dagster.runs.heartbeats import HeartbeatStore
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import CHECKS_FOR_TAG
+from branchlake_dagster.tables.specification import CHECK_SCOPE, table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
 

@@ -15,8 +15,15 @@ import polars as pl
 import pytest
 from click.testing import CliRunner
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import (
+from branchlake_dagster.cli import main
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.model import ContentKey, IcebergTable
+from branchlake_dagster.publication import assessment as assess
+from branchlake_dagster.publication.outcome import Outcome, PublicationAction
+from branchlake_dagster.publication.parked_runs import ATTEMPTS
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import (
     ATTEMPTS_TAG,
     NEXT_ATTEMPT_TAG,
     PUBLICATION_TAG,
@@ -24,14 +31,7 @@ from branchlake_dagster.branching.branch.run_tags import (
     SET_ASIDE,
     VERDICT_TAG,
 )
-from branchlake_dagster.branching.table.spec import table_metadata
-from branchlake_dagster.cli import main
-from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.nessie.model import ContentKey, IcebergTable
-from branchlake_dagster.publication.reconcile import assess
-from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.reconcile.trouble import ATTEMPTS
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
 

@@ -8,8 +8,8 @@ import dagster as dg
 import polars as pl
 
 from branchlake_dagster import LakehouseResource, branchlake_definitions
-from branchlake_dagster.branching.table.spec import table_metadata
-from branchlake_dagster.publication.runtime.publish_at_end import publish_at_end
+from branchlake_dagster.publication.publish_at_end import publish_at_end
+from branchlake_dagster.tables.specification import table_metadata
 
 NAMESPACE = f"inrun{uuid.uuid4().hex[:8]}"
 TOKEN_VARIABLE = "BRANCHLAKE_TEST_N"

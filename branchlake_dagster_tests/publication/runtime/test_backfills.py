@@ -6,11 +6,11 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster.branching.table.spec import CHECK_SCOPE, table_metadata
 from branchlake_dagster.internals.dagster import BACKFILL_ID_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.runtime import backfills
-from branchlake_dagster.publication.runtime.backfills import BackfillWatch
+from branchlake_dagster.publication import tick_report as backfills
+from branchlake_dagster.publication.tick_report import BackfillWatch
+from branchlake_dagster.tables.specification import CHECK_SCOPE, table_metadata
 from branchlake_dagster_tests.dagster_internals import (
     AssetBackfillData,
     AssetGraphSubset,

@@ -20,9 +20,9 @@ from branchlake_dagster import (
     sql_check,
     table_metadata,
 )
-from branchlake_dagster.branching.table.spec import CHECK_SCOPE
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.publication.runtime.validation import DefinitionsWarning
+from branchlake_dagster.publication.validation import DefinitionsWarning
+from branchlake_dagster.tables.specification import CHECK_SCOPE
 from branchlake_dagster_tests.suite.raised import raising
 
 DAYS = dg.DailyPartitionsDefinition("2026-08-01")

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from branchlake_dagster.publication.runtime.pass_lock import longest_pass_s, one_pass, pass_holder
+from branchlake_dagster.publication.pass_lock import longest_pass_s, one_pass, pass_holder
 from branchlake_dagster.settings import Settings
 
 HOLD = """
 import sys
 from pathlib import Path
-from branchlake_dagster.publication.runtime.pass_lock import one_pass
+from branchlake_dagster.publication.pass_lock import one_pass
 from branchlake_dagster.settings import Settings
 with one_pass(Settings(state_dir=Path(sys.argv[1]))) as mine:
     print(mine, flush=True)

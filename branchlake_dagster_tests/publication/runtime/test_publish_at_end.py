@@ -11,16 +11,16 @@ import click
 import dagster as dg
 import pytest
 
-from branchlake_dagster.branching.branch.run_branch import branch_name
-from branchlake_dagster.branching.branch.run_tags import PUBLICATION_TAG, REASON_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.errors import NessieUnavailable
-from branchlake_dagster.publication.commit.publisher import Publisher
-from branchlake_dagster.publication.ledger.publications import publications
-from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.reconcile.reconciler import Reconciler
-from branchlake_dagster.publication.runtime import publish_at_end
-from branchlake_dagster.publication.runtime.publish_at_end import LEFT_TO_SENSOR
+from branchlake_dagster.publication import publish_at_end
+from branchlake_dagster.publication.ledger import publications
+from branchlake_dagster.publication.outcome import Outcome, PublicationAction
+from branchlake_dagster.publication.publish_at_end import LEFT_TO_SENSOR
+from branchlake_dagster.publication.publisher import Publisher
+from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_tags import PUBLICATION_TAG, REASON_TAG
 from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
 from branchlake_dagster_tests.publication.runtime import publish_at_end_project
 from branchlake_dagster_tests.publication.runtime.publish_at_end_project import TOKEN_VARIABLE
@@ -160,7 +160,7 @@ def test_an_error_of_any_class_leaves_a_passed_run_to_the_sensor(
         raise OSError(30, "Read-only file system")
 
     with environment.context() as patch, instance() as store:
-        patch.setattr("branchlake_dagster.publication.runtime.publish_at_end.one_pass", read_only)
+        patch.setattr("branchlake_dagster.publication.publish_at_end.one_pass", read_only)
         with run(store) as result:
             assert result.success
             told = [event.message for event in result.all_events if LEFT_TO_SENSOR in (event.message or "")]
@@ -181,7 +181,7 @@ def test_a_run_that_died_after_its_publication_is_told_as_published(
         raise Died
 
     with environment.context() as patch, instance() as store:
-        patch.setattr("branchlake_dagster.publication.reconcile.finish.report_outcome", die)
+        patch.setattr("branchlake_dagster.publication.finishing.report_outcome", die)
         with contextlib.suppress(Died):
             run(store)
         assert times(lakehouse, token) == 1

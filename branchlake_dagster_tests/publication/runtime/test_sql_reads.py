@@ -11,12 +11,12 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.functions import expr as pyspark_expr
 
-from branchlake_dagster.branching.resources.lakehouse_resource import LakehouseResource
-from branchlake_dagster.branching.resources.read_set import READ_TABLES, READ_UNTOLD
-from branchlake_dagster.branching.resources.spark_resource import BranchSparkResource
-from branchlake_dagster.branching.table.spec import table_metadata
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.reconcile.outcome import PublicationAction
+from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.read_set import READ_TABLES, READ_UNTOLD
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 
 pytestmark = pytest.mark.spark

@@ -4,13 +4,13 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster.branching.branch.run_branch import FALLING_BACK
-from branchlake_dagster.branching.branch.run_tags import BRANCH_TAG, REASON_TAG, UNBRANCHED_TAG, VERDICT_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieUnavailable
-from branchlake_dagster.publication.reconcile.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.runtime.unbranched import settle_unbranched
+from branchlake_dagster.publication.outcome import Outcome, PublicationAction
+from branchlake_dagster.publication.unbranched import settle_unbranched
+from branchlake_dagster.runs.run_branch import FALLING_BACK
+from branchlake_dagster.runs.run_tags import BRANCH_TAG, REASON_TAG, UNBRANCHED_TAG, VERDICT_TAG
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
 

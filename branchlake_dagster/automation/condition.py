@@ -1,0 +1,117 @@
+"""An automation condition that is true while a consumer has something left to consume.
+
+Like the conditions that follow publications it is a class of this package, which only a sensor that evaluates
+in the code server sees: `publication_automation_sensor()`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dagster import AssetKey, AutomationCondition, AutomationContext, AutomationResult
+
+from branchlake_dagster.automation.backlog import Standing
+from branchlake_dagster.automation.consumers import partitions_per_run
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.incremental.consumer import Consumer
+from branchlake_dagster.incremental.declaration import declared
+from branchlake_dagster.incremental.step_consumption import consumer_of
+from branchlake_dagster.internals.dagster import AssetKeyPartitionKey
+from branchlake_dagster.runs.approval import Approvals
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.settings import Settings
+
+
+def unconsumed_change(settings: Settings | None = None) -> UnconsumedChange:
+    """True for the partitions of an asset with `consumes(…)` that have published change left to consume.
+
+    With `from_start=True` these are the first ones alone, as many as the asset's backfill policy lets one
+    run compute; the others follow once they are published. What waits for approval is left out.
+    It is about the asset itself and stays true until a run that has consumed the change is published, so
+    combine it: `unconsumed_change() & ~AutomationCondition.in_progress() & ~awaiting_verdict()`. Only
+    `publication_automation_sensor()` evaluates it; `incremental_sensor()` needs no condition.
+
+    Args:
+        settings (Optional[Settings]): The lake. (default: the environment's `BRANCHLAKE_…`)
+
+    Returns:
+        AutomationCondition: Of an asset that consumes changes; on any other it is a ConfigurationError.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+
+            from branchlake_dagster import awaiting_verdict, consumes, table_metadata, unconsumed_change
+
+            @dg.asset(
+                deps=["orders"],
+                metadata=table_metadata(write_mode="append") | consumes({"orders": "rows"}),
+                automation_condition=unconsumed_change()
+                & ~dg.AutomationCondition.in_progress()
+                & ~awaiting_verdict(),
+            )
+            def lines(): ...
+    """
+    return UnconsumedChange(LakehouseResource.of(settings) if settings else LakehouseResource())
+
+
+@dataclass(frozen=True)
+class UnconsumedChange(AutomationCondition[AssetKey]):
+    """See `unconsumed_change()`. It needs no cursor: everything stands in the lake."""
+
+    lake: LakehouseResource = field(compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        """Shown in the UI."""
+        return "unconsumed_change"
+
+    @property
+    def description(self) -> str:
+        """For the UI."""
+        return "Has published change that it has not consumed"
+
+    @property
+    def requires_cursor(self) -> bool:
+        """Nothing is remembered between evaluations."""
+        return False
+
+    def evaluate(self, context: AutomationContext[AssetKey]) -> AutomationResult[AssetKey]:
+        """The partitions with something left that does not wait for approval. Raises ConfigurationError."""
+        consumer = self._consumer(context)
+        instance = context.asset_graph_view.instance
+        per_run = partitions_per_run(context.asset_graph.get(context.key).backfill_policy)
+        standing = Standing(self.lake, consumer, instance=instance, per_run=per_run)
+        found: set[str | None] = set()
+        if standing.unconsumed.any:
+            runs: list[tuple[str | None, ...]] = [(None,)]
+            if consumer.by_partition:
+                runs = [batch.partitions for batch in standing.batches]
+            held = standing.held([one for run in runs for one in run], Approvals(instance)).keys()
+            found = {one for run in runs if held.isdisjoint(run) for one in run}
+        subset = context.asset_graph_view.get_asset_subset_from_asset_partitions(
+            context.key,
+            {AssetKeyPartitionKey(context.key, partition) for partition in found},
+            validate_existence=True,
+        )
+        return AutomationResult(context, context.candidate_subset.compute_intersection(subset))
+
+    def _consumer(self, context: AutomationContext[AssetKey]) -> Consumer:
+        key = context.key
+        node = context.asset_graph.get(key) if isinstance(key, AssetKey) else None
+        declaration = declared(node.metadata, asset=key.to_user_string()) if node else None
+        if node is None or declaration is None:
+            raise ConfigurationError(
+                "unconsumed_change() is about assets that consume changes, and"
+                f" {key.to_user_string()} does not say what it consumes.",
+                hint="Add consumes({…}) to its metadata.",
+            )
+        namespace = self.lake.lakehouse.settings.default_namespace
+        return consumer_of(
+            node.to_asset_spec(),
+            declaration,
+            node.partitions_def,
+            namespace,
+            node.assets_def.get_partition_mapping,
+        )

@@ -1,1 +1,0 @@
-"""What a step consumes of its inputs' changes, and how that is remembered with its result."""

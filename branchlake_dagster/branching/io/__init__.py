@@ -1,1 +1,0 @@
-"""`NessieBranchIOManager` and its two engines: Arrow through PyIceberg, and Spark."""

@@ -1,1 +1,0 @@
-"""Which writers are alive: heartbeat files, and a failure detector that trusts no foreign clock."""

@@ -1,1 +1,0 @@
-"""Ending run branches that nobody will publish."""

@@ -1,1 +1,0 @@
-"""Deleting the files that discarded branches left behind."""

@@ -1,1 +1,0 @@
-"""An asset's Iceberg table: declared spec, schema, partitioning, the rows of a partition, provenance."""

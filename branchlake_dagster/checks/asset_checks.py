@@ -1,0 +1,349 @@
+"""Asset checks from pandera models and from SQL, and several of them in one step."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import dagster as dg
+from pandera.pyspark import DataFrameModel
+
+from branchlake_dagster.checks.check_step import Declared, check_step, declared_in
+from branchlake_dagster.checks.compiler import compile_schema
+from branchlake_dagster.checks.constraints import ContractError, SqlConstraint, require_examples
+from branchlake_dagster.checks.counting import THIS
+from branchlake_dagster.checks.judge import Asked
+from branchlake_dagster.tables.specification import CHECK_SCOPE
+
+CheckedAsset = dg.AssetKey | str | Sequence[str] | dg.AssetsDefinition
+"""What a check may be attached to: an asset's key in any form, or its definition."""
+
+
+def asset_key(asset: CheckedAsset) -> dg.AssetKey:
+    """The key of `asset`; a definition must have exactly one. In text a slash parts the key, as in the UI."""
+    if isinstance(asset, dg.AssetsDefinition):
+        return asset.key
+    if isinstance(asset, str):
+        return dg.AssetKey.from_user_string(asset)
+    return asset if isinstance(asset, dg.AssetKey) else dg.AssetKey(asset)
+
+
+def checked_partitions(
+    asset: CheckedAsset, partitions_def: dg.PartitionsDefinition[str] | None, *, whole_table: bool
+) -> dg.PartitionsDefinition[str] | None:
+    """The partitioning of a check on `asset`, None when it is to see the whole table.
+
+    A definition brings its own partitioning; with a bare key `partitions_def` has to say it. Without
+    either, Dagster hands every partition of the asset to the check, whatever the run wrote.
+    """
+    if whole_table and partitions_def is not None:
+        raise ContractError(
+            "A check on the whole table has no partitions.",
+            hint="Pass whole_table or partitions_def.",
+            reason="whole_table_with_partitions",
+        )
+    if whole_table:
+        return None
+    if partitions_def is None and isinstance(asset, dg.AssetsDefinition):
+        return asset.partitions_def
+    return partitions_def
+
+
+_CONSEQUENCES = {
+    False: "Blocks the publication when it fails; non-blocking means that the run's other steps go on.",
+    True: "A failure is published with a warning.",
+}
+"""The begin of a description: Dagster's page says "This is a non-blocking asset check" just above it."""
+
+
+def check_specs(
+    asset: CheckedAsset,
+    promises: Mapping[str, str],
+    partitions_def: dg.PartitionsDefinition[str] | None,
+    *,
+    warned: Collection[str],
+) -> list[dg.AssetCheckSpec]:
+    """One non-blocking spec per name in `promises`, which says the promise and what its failure does.
+
+    Never `blocking`: the gate is at publication, and a failed check must not keep the other steps of a
+    run from giving their evidence. Dagster's page calls such a check non-blocking, and means the steps.
+    """
+    with warnings.catch_warnings():
+        # Partitioned checks are a preview in Dagster 1.13; our tests hold what we need of them.
+        warnings.simplefilter("ignore", dg.PreviewWarning)
+        return [
+            dg.AssetCheckSpec(
+                name,
+                asset=asset_key(asset),
+                description=f"{_CONSEQUENCES[name in warned]} Promise: {promise.rstrip('.')}.",
+                partitions_def=partitions_def,
+                metadata={CHECK_SCOPE: "table" if partitions_def is None else "rows"},
+            )
+            for name, promise in promises.items()
+        ]
+
+
+@dataclass
+class _Group:
+    key: dg.AssetKey | None = None
+    partitions: dg.PartitionsDefinition[str] | None = None
+    members: list[dg.AssetChecksDefinition] = field(default_factory=list)
+
+
+def join_checks(checks: Iterable[dg.AssetChecksDefinition]) -> list[dg.AssetChecksDefinition]:
+    """Put the contracts and SQL checks of each asset into one step: opened once, counted in one Spark job.
+
+    Each check keeps its name, severity, scope and verdict: it can be run alone, and one that fails or cannot
+    be evaluated leaves the others theirs. Joined are checks of `pandera_checks` and `sql_check` on the same
+    asset and the same rows (those of the run's partitions, or the whole table); others stay as they are.
+
+    Args:
+        checks (Iterable[AssetChecksDefinition]): Checks of any kind, on any assets.
+
+    Returns:
+        List[AssetChecksDefinition]: The same checks in fewer steps, for `Definitions(asset_checks=…)`.
+
+    Raises:
+        ContractError: Two checks on the same rows have one name.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+
+            from branchlake_dagster import join_checks, pandera_checks, sql_check
+
+            defs = dg.Definitions(
+                assets=[prices],
+                asset_checks=join_checks(
+                    [
+                        pandera_checks(prices, Prices),
+                        sql_check(prices, "known_shops", "SELECT * FROM {this} WHERE shop IS NULL"),
+                    ]
+                ),
+            )
+    """
+    groups: list[_Group] = []
+    for one in checks:
+        if not declared_in(one):
+            groups.append(_Group(members=[one]))
+            continue
+        spec = next(iter(one.check_specs))
+        key, partitions = spec.asset_key, spec.partitions_def
+        like = (group for group in groups if group.key == key and group.partitions == partitions)
+        group = next(like, None)
+        if group is None:
+            groups.append(group := _Group(key, partitions))
+        group.members.append(one)
+    return [_joined(group) for group in groups]
+
+
+def _joined(group: _Group) -> dg.AssetChecksDefinition:
+    first = group.members[0]
+    if len(group.members) == 1 or group.key is None:
+        return first
+    specs = [spec for one in group.members for spec in one.check_specs]
+    twice = sorted(name for name, times in Counter(spec.name for spec in specs).items() if times > 1)
+    if twice:
+        raise ContractError(
+            f"Asset {group.key.to_user_string()} has two checks called {', '.join(twice)}.",
+            hint="Name them apart; a second contract takes name_prefix.",
+            reason="same_name",
+            subject=", ".join(twice),
+        )
+    whole = "" if group.partitions is not None else "table_"
+    declared = [part for one in group.members for part in declared_in(one)]
+    named = ", ".join(part.what for part in declared)
+    return check_step(
+        f"{group.key.to_python_identifier()}__{whole}checks",
+        group.key,
+        specs,
+        declared,
+        description=f"{named} on {group.key.to_user_string()}, in one Spark job.",
+        kind="spark",
+    )
+
+
+def pandera_checks(
+    asset: CheckedAsset,
+    model: type[DataFrameModel[Any]],
+    *,
+    partitions_def: dg.PartitionsDefinition[str] | None = None,
+    warn: Collection[str] = (),
+    examples: int = 5,
+    name_prefix: str | None = None,
+    whole_table: bool = False,
+) -> dg.AssetChecksDefinition:
+    """Asset checks for every promise of a pandera model, evaluated in one Spark job on the asset's rows.
+
+    The rows come through the asset's IO manager, so they are those of the run's branch and, for a
+    partitioned asset, of the run's partitions. A breach has severity ERROR and blocks the publication.
+
+    Args:
+        asset (AssetKey | str | Sequence[str] | AssetsDefinition): The asset; a definition brings its
+            partitioning.
+        model (type[DataFrameModel]): A model of `pandera.pyspark`.
+        partitions_def (Optional[PartitionsDefinition]): The asset's, when `asset` is a key.
+        warn (Collection[str]): Checks (by their name in Dagster) whose breach has severity WARN and is
+            published; those of pandera fields with `raise_warning=True` are as well. (default: none)
+        examples (int): Failing rows that are shown per check, 1 to 100. (default: 5)
+        name_prefix (Optional[str]): Tells the checks of two models on one asset apart.
+        whole_table (bool): Check all of the table, not the run's partitions alone. (default: False)
+
+    Returns:
+        AssetChecksDefinition: One step with a check for each promise.
+
+    Raises:
+        ContractError: The model cannot be a check, or has no check that `warn` names.
+        CheckFailedToRun: In the run: Spark could not evaluate it, so there is no verdict.
+
+    Examples:
+        .. code-block:: python
+
+            import pandera.pyspark as pa
+            import pyspark.sql.types as T
+
+            from branchlake_dagster import pandera_checks
+
+            class Prices(pa.DataFrameModel):
+                price: T.DoubleType() = pa.Field(gt=0)
+
+            prices_contract = pandera_checks(prices, Prices)
+    """
+    require_examples(examples)
+    if not (isinstance(model, type) and issubclass(model, DataFrameModel)):
+        raise ContractError(
+            f"The contract of {asset_key(asset).to_user_string()} is {model!r}: no pandera model for Spark.",
+            hint="Derive it from pandera.pyspark.DataFrameModel; rows are checked where they are, in Spark.",
+            reason="not_a_spark_model",
+            subject=asset_key(asset).to_user_string(),
+        )
+    schema = model.to_schema()
+    prefix = f"{name_prefix}_" if name_prefix else ""
+    constraints = [replace(one, name=f"{prefix}{one.name}") for one in compile_schema(schema)]
+    names = [one.name for one in constraints]
+    unknown = sorted(set(warn) - set(names))
+    if unknown:
+        raise ContractError(
+            f"warn names {', '.join(unknown)}, which {model.__name__} does not have.",
+            hint=f"It has {', '.join(names)}.",
+            reason="unknown_constraint",
+            subject=", ".join(unknown),
+        )
+    warned = {one.name for one in constraints if one.warn} | set(warn)
+    key = asset_key(asset)
+    specs = check_specs(
+        asset,
+        {one.name: one.text for one in constraints},
+        checked_partitions(asset, partitions_def, whole_table=whole_table),
+        warned=warned,
+    )
+
+    part = Declared(f"contract {model.__name__}", Asked(schema, constraints, examples), frozenset(warned))
+    return check_step(
+        f"{key.to_python_identifier()}__{prefix}contract",
+        key,
+        specs,
+        [part],
+        description=f"Contract {model.__name__} on {key.to_user_string()}, in one Spark job.",
+        kind="pandera",
+    )
+
+
+_QUERY = re.compile(
+    r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*(select|with|from|values|table)\b", re.IGNORECASE | re.DOTALL
+)
+
+
+def sql_check(
+    asset: CheckedAsset,
+    name: str,
+    sql: str,
+    *,
+    severity: Literal["error", "warn"] = "error",
+    partitions_def: dg.PartitionsDefinition[str] | None = None,
+    description: str | None = None,
+    examples: int = 5,
+) -> dg.AssetChecksDefinition:
+    """An asset check that passes when a query returns no row.
+
+    In the query, `{this}` is the asset's rows (on the run's branch, of the run's partitions), and any other
+    table is `nessie.<namespace>.<table>`, read on the same branch. It must be one query; a statement that
+    changes something does not parse here. A query Spark refuses leaves no verdict: the step fails and the
+    run is not published. To check the whole table, address it by name.
+
+    Args:
+        asset (AssetKey | str | Sequence[str] | AssetsDefinition): The asset; a definition brings its
+            partitioning.
+        name (str): The check's name: letters, digits and `_`.
+        sql (str): A query in Spark's SQL; the rows that it returns are the failures.
+        severity (Literal["error", "warn"]): `error` blocks the publication, `warn` publishes with a
+            warning. (default: `error`)
+        partitions_def (Optional[PartitionsDefinition]): The asset's, when `asset` is a key.
+        description (Optional[str]): For the UI. (default: the query)
+        examples (int): Failing rows that are shown, 1 to 100. (default: 5)
+
+    Returns:
+        AssetChecksDefinition: One step with one check.
+
+    Raises:
+        ContractError: The name, the severity or the number of examples is not allowed.
+        CheckFailedToRun: In the run: Spark could not evaluate the query.
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster import sql_check
+
+            known_shops = sql_check(
+                prices,
+                "known_shops",
+                "SELECT * FROM {this} WHERE shop NOT IN (SELECT name FROM nessie.shop.shops)",
+            )
+    """
+    require_examples(examples)
+    if not re.fullmatch(r"\w+", name, flags=re.ASCII):
+        raise ContractError(
+            f"SQL check name {name!r} may have letters, digits and _ only.", reason="check_name", subject=name
+        )
+    if severity not in ("error", "warn"):
+        raise ContractError(
+            f"SQL check {name} has severity {severity!r}.",
+            hint="Say 'error' or 'warn'.",
+            reason="severity",
+            subject=name,
+        )
+    key = asset_key(asset)
+    what = f"SQL check {name} on {key.to_user_string()}"
+    if not _QUERY.match(sql):
+        begins = " ".join(sql.split())[:40]
+        raise ContractError(
+            f"{what} is no query: it begins with {begins!r}.",
+            hint="The rows that a SELECT returns are failures.",
+            reason="not_a_query",
+            subject=name,
+        )
+    if THIS not in sql and "nessie." not in sql.lower():
+        raise ContractError(
+            f"{what} does not say which rows it checks.",
+            hint="Write {this} for the rows of the run, or nessie.<namespace>.<table> for a whole table.",
+            reason="no_rows_named",
+            subject=name,
+        )
+    text = description or " ".join(sql.split())
+    warned = frozenset({name} if severity == "warn" else ())
+    partitions = checked_partitions(asset, partitions_def, whole_table=False)
+    specs = check_specs(asset, {name: text}, partitions, warned=warned)
+    check = SqlConstraint(name=name, columns=(), text=text, sql=sql)
+    return check_step(
+        f"{key.to_python_identifier()}__sql_{name}",
+        key,
+        specs,
+        [Declared(f"SQL check {name}", Asked(None, [check], examples), warned)],
+        description=f"SQL check {name} on {key.to_user_string()}: rows returned are failures.",
+        kind="sql",
+    )

@@ -1,1 +1,0 @@
-"""Contracts and SQL as Dagster asset checks: specs, checks, reports."""

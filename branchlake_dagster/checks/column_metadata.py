@@ -1,0 +1,130 @@
+"""What a contract says of its columns, for the asset's page in Dagster: words, units, types, constraints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+from pandera.pyspark import DataFrameModel
+from pyspark.errors import PySparkException
+from pyspark.sql.pandas.types import to_arrow_type
+
+from branchlake_dagster.checks.compiler import compile_schema
+from branchlake_dagster.checks.constraints import (
+    Constraint,
+    ContractError,
+    SchemaConstraint,
+    UniqueConstraint,
+)
+from branchlake_dagster.tables.errors import ColumnUnsupported
+from branchlake_dagster.tables.schemas import in_words, stored_type
+
+if TYPE_CHECKING:
+    from pandera.api.pyspark.components import Column
+    from pyspark.sql.types import DataType
+
+COLUMN_SCHEMA = "dagster/column_schema"
+UNIT = "unit"
+
+
+def column_metadata(model: type[DataFrameModel[Any]]) -> dict[str, Any]:
+    """Asset metadata for `@dg.asset(metadata=…)`: the columns of a pandera model as Dagster shows them.
+
+    A column has the field's `description` (else its `title`) with its unit in brackets, the type that the
+    lake stores, and the promises of the contract in words; promises on several columns are the table's.
+    The unit is `"unit"` in the field's `metadata`, and a tag of the column as well. After a materialisation
+    Dagster shows the stored table's columns and types, and of this the descriptions and tags.
+
+    Args:
+        model (type[DataFrameModel]): A model of `pandera.pyspark`. Fields with `regex=True` name no column
+            and are left out.
+
+    Returns:
+        Dict[str, Any]: Metadata; combine it with that of `table_metadata`.
+
+    Raises:
+        ContractError: It is no such model, or one that cannot be a check.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+            import pandera.pyspark as pa
+            import polars as pl
+            import pyspark.sql.types as T
+
+            from branchlake_dagster import column_metadata, table_metadata
+
+            class Weather(pa.DataFrameModel):
+                station: T.StringType = pa.Field(description="Call sign of the station.")
+                wind: T.DoubleType = pa.Field(
+                    ge=0, description="Mean wind speed at 10 m.", metadata={"unit": "m/s"}
+                )
+
+            @dg.asset(metadata=table_metadata() | column_metadata(Weather))
+            def weather() -> pl.DataFrame:
+                return pl.DataFrame({"station": ["EDDF"], "wind": [3.2]})
+    """
+    if not (isinstance(model, type) and issubclass(model, DataFrameModel)):
+        raise ContractError(
+            f"{model!r} describes no columns: it is no pandera model for Spark.",
+            hint="Derive it from pandera.pyspark.DataFrameModel.",
+            reason="not_a_spark_model",
+        )
+    schema = model.to_schema()
+    columns = {name: column for name, column in schema.columns.items() if not column.regex}
+    of_column: dict[str, list[Constraint]] = {name: [] for name in columns}
+    of_table: list[str] = []
+    for constraint in compile_schema(schema):
+        if len(constraint.columns) == 1 and constraint.columns[0] in of_column:
+            of_column[constraint.columns[0]].append(constraint)
+        elif not isinstance(constraint, SchemaConstraint):
+            of_table.append(constraint.text)
+    return {
+        COLUMN_SCHEMA: dg.TableSchema(
+            columns=[
+                _described(name, column, schema.dtype or column.dtype, of_column[name])
+                for name, column in columns.items()
+            ],
+            constraints=dg.TableConstraints(other=of_table),
+        )
+    }
+
+
+def _described(name: str, column: Column, dtype: Any, promises: list[Constraint]) -> dg.TableColumn:
+    unit = str((column.metadata or {}).get(UNIT, ""))
+    words = " ".join((column.description or column.title or "").split())
+    return dg.TableColumn(
+        name,
+        type=_type_in_words(name, dtype.type) if dtype else "any",
+        description=_with_unit(words, unit) or None,
+        constraints=dg.TableColumnConstraints(
+            nullable=column.nullable,
+            unique=any(isinstance(one, UniqueConstraint) for one in promises),
+            other=_others(name, promises),
+        ),
+        tags={UNIT: unit} if unit else None,
+    )
+
+
+def _with_unit(words: str, unit: str) -> str:
+    """`Inclination.` and `deg` as `Inclination [deg].`, the way CCSDS messages write units."""
+    if not unit:
+        return words
+    stop = "." if words.endswith(".") else ""
+    return f"{words.removesuffix('.')} [{unit}]{stop}".lstrip()
+
+
+def _others(name: str, promises: list[Constraint]) -> list[str]:
+    """The promises that a column has beside nullable and unique, without its name in front."""
+    texts = [one.text for one in promises if not isinstance(one, UniqueConstraint)]
+    said = [text.removeprefix(name).removeprefix(":").strip() for text in texts]
+    return [text for text in said if text != "is not null"]
+
+
+def _type_in_words(name: str, dtype: DataType) -> str:
+    """As the page names the stored column's type; what the lake cannot store, as Spark names it."""
+    try:
+        return in_words(stored_type(to_arrow_type(dtype), name, name), table=name)
+    except (PySparkException, ColumnUnsupported):
+        return dtype.simpleString()

@@ -1,1 +1,0 @@
-"""Contracts as constraints: what pandera declares, compiled to Spark conditions."""

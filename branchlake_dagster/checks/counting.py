@@ -1,0 +1,435 @@
+"""Failing rows: counted in one Spark job, with examples and the partitions they are in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+from zoneinfo import ZoneInfo
+
+import pyspark.sql.types as pst
+from croniter import croniter
+from dagster import MultiPartitionKey, MultiPartitionsDefinition, TimeWindowPartitionsDefinition
+from pyspark.sql import Window
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
+
+from branchlake_dagster.checks.compiler import quoted
+from branchlake_dagster.checks.constraints import (
+    Example,
+    FailingPartitions,
+    RowConstraint,
+    SqlConstraint,
+    UniqueConstraint,
+    require_examples,
+)
+
+if TYPE_CHECKING:
+    from dagster import PartitionsDefinition
+    from pyspark.sql import Column, DataFrame, Row
+
+    from branchlake_dagster.io_manager.loading import RowPartitions
+
+THIS = "{this}"
+"""Stands for the checked rows in the text of a SQL check."""
+
+
+def query_of(check: SqlConstraint, view: str) -> str:
+    """The FROM clause of the rows that `check` returns, `view` standing for the checked rows.
+
+    As a subquery the text can only be a query: Spark's grammar has no INSERT or DROP there.
+    """
+    return f"FROM (\n{check.sql.strip().rstrip(';').replace(THIS, view)}\n) AS failures"
+
+
+def returned(rows: DataFrame, check: SqlConstraint, view: str) -> DataFrame:
+    """The rows that `check` returns; columns of one name are numbered."""
+    frame = rows.sparkSession.sql(f"SELECT * {query_of(check, view)}")
+    return frame.toDF(*_apart(frame.columns))
+
+
+def _apart(columns: Sequence[str]) -> list[str]:
+    """The column names, numbered where one repeats: `a.*, b.*` is a natural way to show a failure."""
+    names: list[str] = []
+    taken: set[str] = set()
+    for column in columns:
+        name, count = column, 1
+        while name.lower() in taken:  # Spark resolves names without regard to case
+            count += 1
+            name = f"{column}_{count}"
+        taken.add(name.lower())
+        names.append(name)
+    return names
+
+
+Collect = Callable[["DataFrame"], "list[Row]"]
+Countable = RowConstraint | UniqueConstraint | SqlConstraint
+
+_ADAPTIVE = "spark.sql.adaptive.enabled"
+_COUNT = "branchlake_count"
+
+
+@dataclass(frozen=True)
+class Count:
+    """Rows that fail; `total` is None where the rows judged are not those of the frame."""
+
+    failing: int
+    total: int | None
+
+
+def collect_rows(frame: DataFrame) -> list[Row]:
+    """Fetch `frame` as one Spark job: the only place where an evaluation makes Spark work.
+
+    Adaptive execution is off meanwhile. It would submit each shuffle of the query as a job of its own
+    (counted: 3 jobs, more with a uniqueness constraint, instead of 1) to replan what ends in a few rows.
+    """
+    conf = frame.sparkSession.conf
+    before = conf.get(_ADAPTIVE) or "true"
+    conf.set(_ADAPTIVE, "false")
+    try:
+        return frame.collect()
+    finally:
+        conf.set(_ADAPTIVE, before)
+
+
+def count(
+    rows: DataFrame, constraints: Sequence[Countable], *, view: str, collect: Collect = collect_rows
+) -> dict[str, Count]:
+    """The counts of each of `constraints` by name, with exactly one call of `collect`.
+
+    All columns of the constraints must exist in `rows`, and `view` must be what SQL checks call `{this}`.
+    """
+    rules = [one for one in constraints if isinstance(one, RowConstraint)]
+    parts = [_rules(rows, rules)] if rules else []
+    others = [one for one in constraints if not isinstance(one, RowConstraint)]
+    for number, one in enumerate(others, start=1):
+        counted = _repeated(rows, one) if isinstance(one, UniqueConstraint) else _returned(rows, one, view)
+        parts.append(_part(counted, number))
+    query = parts[0]
+    for part in parts[1:]:
+        query = query.unionByName(part)
+    found = {row["part"]: row for row in collect(query)}
+    counts: dict[str, Count] = {}
+    for index, rule in enumerate(rules):
+        counts[rule.name] = Count(int(found[0]["failing"][index]), int(found[0]["total"]))
+    for number, one in enumerate(others, start=1):
+        total = found[number]["total"]
+        counts[one.name] = Count(int(found[number]["failing"][0]), None if total is None else int(total))
+    return counts
+
+
+def fails(rows: DataFrame, rule: RowConstraint) -> Column:
+    """1 for a row that breaks `rule`, else 0."""
+    # A null condition is not a failure: ~null is null, and null counts as satisfied. Through `bit_count`,
+    # which Spark offers to no data source: its translation of some conditions for them fails with an
+    # internal error (4.1: a float column against 0.1, a time stamp in an empty range).
+    return F.bit_count(F.coalesce(~rule.holds(rows), F.lit(False)))
+
+
+def _rules(rows: DataFrame, rules: Sequence[RowConstraint]) -> DataFrame:
+    return rows.agg(
+        F.lit(0).alias("part"),
+        F.count(F.lit(1)).alias("total"),
+        F.array(*[F.coalesce(F.sum(fails(rows, rule)), F.lit(0)) for rule in rules])
+        .cast("array<bigint>")
+        .alias("failing"),
+    )
+
+
+def _repeated(rows: DataFrame, key: UniqueConstraint) -> DataFrame:
+    groups = rows.groupBy(*[quoted(column) for column in key.columns]).agg(F.count(F.lit(1)).alias(_COUNT))
+    size = F.col(_COUNT)
+    return groups.agg(
+        F.coalesce(F.sum(size), F.lit(0)).alias("total"),
+        F.coalesce(F.sum(F.when(size > 1, size)), F.lit(0)).alias("failing"),
+    )
+
+
+def _returned(rows: DataFrame, check: SqlConstraint, view: str) -> DataFrame:
+    frame = rows.sparkSession.sql(f"SELECT count(*) AS failing {query_of(check, view)}")
+    return frame.select(F.lit(None).cast("bigint").alias("total"), "failing")
+
+
+def _part(counted: DataFrame, number: int) -> DataFrame:
+    return counted.select(
+        F.lit(number).alias("part"), "total", F.array("failing").cast("array<bigint>").alias("failing")
+    )
+
+
+VALUE_CHARS = 80
+"""Longest printed value in an example row, in characters; longer ones are cut."""
+
+EXAMPLE_COLUMNS = 32
+"""Most columns carried per example row: those the contract speaks of first."""
+
+_FLAG = "branchlake_flag_"
+_CELLS = "branchlake_cells"
+_WEIGHT = "branchlake_weight"
+
+ANY_ROW = RowConstraint(name="returned", columns=(), text="", holds=lambda _: F.lit(False), typed=False)
+"""What every row fails: for rows that are failures already."""
+
+
+def examples_of(
+    rows: DataFrame,
+    constraints: Sequence[RowConstraint | UniqueConstraint],
+    *,
+    examples: int,
+    collect: Collect = collect_rows,
+) -> dict[str, tuple[Example, ...]]:
+    """Failing rows of each constraint by name, at most `examples`, with exactly one call of `collect`.
+
+    At least one row for each that any row fails. For a uniqueness constraint an example is a key with its
+    number of rows.
+    """
+    require_examples(examples)
+    rules = [constraint for constraint in constraints if isinstance(constraint, RowConstraint)]
+    keys = [constraint for constraint in constraints if isinstance(constraint, UniqueConstraint)]
+    shown = _example_columns(rows, rules)
+    parts = _failing(_flagged(rows, rules, shown), len(rules), examples) if rules else []
+    parts += [_repeated_examples(rows, key, examples, part=part) for part, key in enumerate(keys, start=1)]
+    query = parts[0]
+    for part in parts[1:]:
+        query = query.unionByName(part)
+    found = collect(query)
+    firsts = {row["part"]: row["first"] for row in found if row["first"] is not None}
+    shows: dict[str, tuple[Example, ...]] = {}
+    for index, rule in enumerate(rules):
+        order = [*(c for c in shown if c in rule.columns), *(c for c in shown if c not in rule.columns)]
+        cells = [firsts[0][index]] if firsts[0][index] is not None else []
+        cells += [row["cells"] for row in found if row["flags"] is not None and row["flags"][index]]
+        shows[rule.name] = tuple(_records(cells, shown, order)[:examples])
+    for number, key in enumerate(keys, start=1):
+        labels = [*key.columns, "rows"]
+        cells = [one for one in firsts[number] if one is not None]
+        shows[key.name] = tuple(_records(cells, labels, labels))
+    return shows
+
+
+def _example_columns(rows: DataFrame, rules: Sequence[RowConstraint]) -> list[str]:
+    spoken = dict.fromkeys(column for rule in rules for column in rule.columns)
+    # A frame may have two columns of one name; neither can be addressed, so neither is shown.
+    occurs = Counter(name.lower() for name in rows.columns)
+    named = [name for name in rows.columns if occurs[name.lower()] == 1]
+    return [*spoken, *(name for name in named if name not in spoken)][:EXAMPLE_COLUMNS]
+
+
+def _printed(column: str, dtype: pst.DataType) -> Column:
+    if isinstance(dtype, pst.BinaryType):
+        return F.hex(F.substring(quoted(column), 1, VALUE_CHARS // 2))
+    return F.left(quoted(column).cast("string"), F.lit(VALUE_CHARS))
+
+
+def _flagged(rows: DataFrame, rules: Sequence[RowConstraint], shown: Sequence[str]) -> DataFrame:
+    """One boolean per rule (True: the row fails it), and the row's printed values if it fails any."""
+    flags = [fails(rows, rule) == 1 for rule in rules]
+    any_fails = F.lit(False)
+    for flag in flags:
+        any_fails = any_fails | flag
+    schema = rows.schema
+    cells = F.array(*[_printed(column, schema[column].dataType) for column in shown])
+    return rows.select(
+        *[flag.alias(f"{_FLAG}{index}") for index, flag in enumerate(flags)],
+        F.when(any_fails, cells.cast("array<string>")).alias(_CELLS),
+    )
+
+
+def _repeated_examples(rows: DataFrame, key: UniqueConstraint, examples: int, *, part: int) -> DataFrame:
+    """One row in the form of `_failing`: up to `examples` keys that repeat.
+
+    They are the smallest of each of `examples` hash buckets: bounded, the same every time, and the
+    grouping, which costs a shuffle of the key columns, is read once.
+    """
+    schema = rows.schema
+    groups = rows.groupBy(*[quoted(column) for column in key.columns]).agg(F.count(F.lit(1)).alias(_WEIGHT))
+    printed = [_printed(column, schema[column].dataType) for column in key.columns]
+    keys = groups.where(F.col(_WEIGHT) > 1).select(
+        F.array(*printed, F.col(_WEIGHT).cast("string")).alias(_CELLS)
+    )
+    bucket = F.pmod(F.xxhash64(_CELLS), F.lit(examples))
+    return keys.agg(
+        F.lit(part).alias("part"),
+        F.array(*[F.min(F.when(bucket == index, F.col(_CELLS))) for index in range(examples)]).alias("first"),
+        F.lit(None).cast("array<boolean>").alias("flags"),
+        F.lit(None).cast("array<string>").alias("cells"),
+    )
+
+
+def _failing(flagged: DataFrame, rules: int, examples: int) -> list[DataFrame]:
+    """Rows `(part, first, flags, cells)`: one with a failing row per rule, then the sample."""
+    flags = [F.col(f"{_FLAG}{index}") for index in range(rules)]
+    first = flagged.agg(
+        F.lit(0).alias("part"),
+        # The smallest failing row: one is certain to be shown, and it is the same one every time.
+        F.array(*[F.min(F.when(flag, F.col(_CELLS))) for flag in flags])
+        .cast("array<array<string>>")
+        .alias("first"),
+        F.lit(None).cast("array<boolean>").alias("flags"),
+        F.lit(None).cast("array<string>").alias("cells"),
+    )
+    sample = flagged.where(F.col(_CELLS).isNotNull()).limit(examples * rules)
+    return [
+        first,
+        sample.select(
+            F.lit(0).alias("part"),
+            F.lit(None).cast("array<array<string>>").alias("first"),
+            F.array(*flags).alias("flags"),
+            F.col(_CELLS).alias("cells"),
+        ),
+    ]
+
+
+def _records(
+    cells: Sequence[Sequence[str | None]], labels: Sequence[str], order: Sequence[str]
+) -> list[Example]:
+    """Each of `cells` once, under its labels: the smallest failing row is often in the sample too."""
+    records = [dict(zip(labels, values, strict=True)) for values in dict.fromkeys(map(tuple, cells))]
+    return [{name: record[name] for name in order} for record in records]
+
+
+MOST_LISTED = 5
+"""Partitions of one check that are named."""
+MOST_GROUPS = 10_000
+"""Most groups of failing rows of one check that Spark returns."""
+
+_QUARTER_S, _MINUTE_S = 900, 60
+_NOON = 12
+_ROWS = "branchlake_rows"
+_PLACE = "branchlake_place"
+
+
+@dataclass(frozen=True)
+class _Dimension:
+    name: str
+    column: str
+    definition: PartitionsDefinition[str]
+
+
+def failing_partitions(
+    rows: DataFrame,
+    constraints: Sequence[RowConstraint | UniqueConstraint],
+    partitions: RowPartitions,
+    *,
+    collect: Collect = collect_rows,
+) -> dict[str, FailingPartitions]:
+    """The partitions of the rows that fail each of `constraints`, by name, with one call of `collect`.
+
+    At most `MOST_LISTED` are named for each. A constraint is left out if `rows` lack a partition column, or
+    if none of its failing rows belongs to a partition.
+    """
+    dimensions = _dimensions(partitions)
+    if not constraints or any(rows.columns.count(one.column) != 1 for one in dimensions):
+        return {}
+    placed = rows.withColumn(_PLACE, F.array(*[_place(rows, one) for one in dimensions]))
+    parts = [
+        _groups(rows, placed, one).select(F.lit(number).alias("part"), _PLACE, _ROWS)
+        for number, one in enumerate(constraints)
+    ]
+    found = collect(reduce(lambda left, right: left.unionByName(right), parts))
+    listed: dict[str, FailingPartitions] = {}
+    for number, one in enumerate(constraints):
+        groups = [(row[_PLACE], int(row[_ROWS])) for row in found if row["part"] == number]
+        if listing := _listing(groups, dimensions, partitions.definition):
+            listed[one.name] = listing
+    return listed
+
+
+def _dimensions(partitions: RowPartitions) -> list[_Dimension]:
+    definition, columns = partitions.definition, partitions.columns_by_dimension
+    if isinstance(definition, MultiPartitionsDefinition):
+        return [
+            _Dimension(one.name, columns[one.name], one.partitions_def)
+            for one in definition.partitions_defs
+            if one.name in columns
+        ]
+    return [_Dimension("", column, definition) for column in columns.values()]
+
+
+def _place(rows: DataFrame, dimension: _Dimension) -> Column:
+    """Which value or interval of the partition column a row has, as text; null if the column is null."""
+    column, kind = quoted(dimension.column), rows.schema[dimension.column].dataType
+    if not isinstance(kind, pst.TimestampType | pst.TimestampNTZType):
+        return column.cast("string")
+    local = isinstance(kind, pst.TimestampNTZType)  # the wall clock of UTC
+    epoch = F.expr("TIMESTAMP_NTZ '1970-01-01'" if local else "TIMESTAMP '1970-01-01T00:00:00Z'")
+    seconds = _interval_s(dimension.definition)
+    past = F.timestamp_diff("MICROSECOND", epoch, column) / F.lit(seconds * 1_000_000)
+    return (F.floor(past) * F.lit(seconds)).cast("bigint").cast("string")
+
+
+def _interval_s(definition: PartitionsDefinition[str]) -> int:
+    """Seconds of an interval that lies in one window: zones differ from UTC by quarters of an hour."""
+    if not isinstance(definition, TimeWindowPartitionsDefinition):
+        return _MINUTE_S
+    minutes: list[Any] = croniter.expand(definition.cron_schedule)[0][0]
+    regular = all(minute != "*" and int(minute) % 15 == 0 for minute in minutes)
+    return _QUARTER_S if regular else _MINUTE_S
+
+
+def _groups(rows: DataFrame, placed: DataFrame, constraint: RowConstraint | UniqueConstraint) -> DataFrame:
+    """Rows `(place, rows)`: how many rows of a place fail, the largest first."""
+    if isinstance(constraint, RowConstraint):
+        counted = (
+            placed.where(fails(rows, constraint) == 1).groupBy(_PLACE).agg(F.count(F.lit(1)).alias(_ROWS))
+        )
+    else:
+        key = [quoted(column) for column in constraint.columns]
+        by_key = placed.groupBy(*key, _PLACE).agg(F.count(F.lit(1)).alias(_ROWS))
+        of_key = F.sum(_ROWS).over(Window.partitionBy(*key))
+        repeated = by_key.withColumn("branchlake_of_key", of_key).where(F.col("branchlake_of_key") > 1)
+        counted = repeated.groupBy(_PLACE).agg(F.sum(_ROWS).alias(_ROWS))
+    return counted.orderBy(F.col(_ROWS).desc(), F.col(_PLACE)).limit(MOST_GROUPS)
+
+
+def _listing(
+    groups: Sequence[tuple[Sequence[str | None], int]],
+    dimensions: Sequence[_Dimension],
+    definition: PartitionsDefinition[str],
+) -> FailingPartitions | None:
+    rows: Counter[str] = Counter()
+    for place, count in groups:
+        key = _partition_key(place, dimensions, definition)
+        if key is not None:
+            rows[key] += count
+    ordered = sorted(rows.items(), key=lambda entry: (-entry[1], entry[0]))
+    if not ordered:
+        return None
+    return FailingPartitions(
+        dict(ordered[:MOST_LISTED]), max(0, len(ordered) - MOST_LISTED), len(groups) == MOST_GROUPS
+    )
+
+
+def _partition_key(
+    place: Sequence[str | None], dimensions: Sequence[_Dimension], definition: PartitionsDefinition[str]
+) -> str | None:
+    """The partition of a place; None if a column is null, before the first window, or no time at all."""
+    keys: dict[str, str] = {}
+    for value, one in zip(place, dimensions, strict=True):
+        key = value if value is None else _dimension_key(value, one.definition)
+        if key is None:
+            return None
+        keys[one.name] = key
+    if isinstance(definition, MultiPartitionsDefinition):
+        return str(MultiPartitionKey(keys)) if len(keys) == len(definition.partitions_defs) else None
+    return keys[""]
+
+
+def _dimension_key(value: str, definition: PartitionsDefinition[str]) -> str | None:
+    if not isinstance(definition, TimeWindowPartitionsDefinition):
+        return value
+    try:
+        at = _moment(value, definition.timezone)
+    except ValueError:
+        return None  # a column of another type, in a table that another writer made
+    if at < definition.start.timestamp():
+        return None
+    return definition.get_partition_key_for_timestamp(at)
+
+
+def _moment(value: str, timezone: str) -> float:
+    """A POSIX time stamp of an interval's begin, or of a date's noon: windows of dates are whole days."""
+    if value.lstrip("-").isdigit():
+        return float(value)
+    return datetime.fromisoformat(value).replace(hour=_NOON, tzinfo=ZoneInfo(timezone)).timestamp()

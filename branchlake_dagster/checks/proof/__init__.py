@@ -1,1 +1,0 @@
-"""Promises that file metadata proves: no row is read, and nothing is assumed where metadata is silent."""

@@ -1,0 +1,239 @@
+"""When a run branch is ended: the rules of the reaper, as a pure function of what is known about it.
+
+Why these: docs/adr/0007-closed-gate-and-reaping.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from enum import StrEnum
+
+from branchlake_dagster.runs.failure_detector import Liveness
+from branchlake_dagster.runs.origin import UNKNOWN, Maker, Origin
+from branchlake_dagster.runs.run_tags import Retention
+from branchlake_dagster.wording import Reason
+
+
+class RunState(StrEnum):
+    """What Dagster says about the run of a branch."""
+
+    ACTIVE = "active"
+    AWAITING_PUBLICATION = "awaiting publication"
+    PUBLISHED = "published"
+    UNPUBLISHED = "not published"
+    """It failed, or the publisher has said no."""
+    MISSING = "missing"
+    ENDED = "ended"
+    """Of a live run: what its batches have left nobody will publish."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When patience ends. `keep_failed` counts from the end of the run."""
+
+    max_age: timedelta
+    orphan_grace: timedelta
+    keep_failed: timedelta = timedelta(0)
+
+    def for_run(self, recorded: Retention | None) -> Limits:
+        """These limits, with those that the run itself has recorded in their place."""
+        if recorded is None:
+            return self
+        return replace(self, max_age=recorded.max_age, keep_failed=recorded.keep_failed)
+
+
+class ReapingAction(StrEnum):
+    """What becomes of a branch."""
+
+    KEEP = "kept"
+    DELETE = "deleted"
+    """Its data is on `main`, or it has none."""
+    DISCARD = "discarded"
+    """Fenced; its data is kept as a tag for a while."""
+    GIVE_BACK = "given back"
+    """It was fenced, but its run has passed: made again from the tag."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known about one branch. `age` is the time since its last sign of life; None: unknown.
+
+    `writers` and `publishers` are the pulses of those who beat on it. `reports` tells that the run still
+    writes events, although its writer is dead: its steps are processes of their own. `claimed`: by a
+    publisher that has not reported yet how it ended; it may be on `main` already. `told`: one has reported
+    its verdict. `made` is asked where Dagster does not know the run.
+    """
+
+    state: RunState
+    age: timedelta | None
+    since_end: timedelta | None = None
+    writers: frozenset[Liveness] = frozenset()
+    publishers: frozenset[Liveness] = frozenset()
+    reports: bool = False
+    claimed: bool = False
+    told: bool = False
+    made: Origin = UNKNOWN
+    """Who made the branch, where its run is not known."""
+    on_main: bool = False
+    """Whether `main` holds the publication, of a run that Dagster calls published."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The run that a branch belongs to."""
+
+    run_id: str
+    state: RunState
+    started: datetime | None = None
+    ended: datetime | None = None
+    told: bool = False
+    """Whether the publisher has told its verdict."""
+    publication: str = ""
+    """The commit on `main` that the run's tags name; empty if they name none."""
+    continued: bool = False
+    """Whether a retry took its work over, of a run that waits for the publisher."""
+    base_hash: str = ""
+    """The commit of `main` that its branch started from, by the run's tags; empty if they name none."""
+    retention: Retention | None = None
+    """How long its branch stays, by the run's tags; None if they do not record it."""
+
+
+@dataclass(frozen=True)
+class Reaping:
+    """The decision on one branch and its reason. `heartbeat` says `none` when nobody beats there."""
+
+    branch: str
+    run_id: str
+    action: ReapingAction
+    reason: Reason
+    state: RunState = RunState.MISSING
+    age: timedelta | None = None
+    heartbeat: str = "none"
+    instance: str = ""
+    """The Dagster instance that it belongs to, if it is another one's."""
+
+    @property
+    def delete(self) -> bool:
+        """Whether the branch goes."""
+        return self.action in (ReapingAction.DELETE, ReapingAction.DISCARD)
+
+    def __str__(self) -> str:
+        return f"{self.branch}: {self.action}, {self.reason}"
+
+
+def decide(facts: Facts, limits: Limits) -> tuple[ReapingAction, Reason]:
+    """What becomes of a branch, and why. A pure function."""
+    if facts.publishers - {Liveness.DEAD}:
+        return ReapingAction.KEEP, Reason("its publication is in progress", "being_published")
+    if facts.state is RunState.PUBLISHED and not facts.on_main:
+        return ReapingAction.KEEP, Reason(
+            "Dagster calls its run published, but main does not hold its publication",
+            "publication_not_on_main",
+        )
+    if facts.state is RunState.PUBLISHED:
+        return ReapingAction.DELETE, Reason(
+            "its run is published and only the clean-up was missed", "published"
+        )
+    if facts.claimed and facts.state is not RunState.MISSING:
+        return ReapingAction.KEEP, Reason(
+            "a publisher has claimed it and has not reported yet how it ended", "claimed"
+        )
+    if facts.state is RunState.UNPUBLISHED:
+        return _unpublished(facts, limits.keep_failed)
+    if facts.state is RunState.AWAITING_PUBLICATION:
+        waits = f" for {_hours(facts.since_end)}" if facts.since_end is not None else ""
+        return ReapingAction.KEEP, Reason(f"its run waits for the publisher{waits}", "awaiting_publication")
+    if Liveness.ALIVE in facts.writers:
+        return ReapingAction.KEEP, Reason("its writer beats", "writer_alive")
+    if Liveness.SUSPECT in facts.writers:
+        return ReapingAction.KEEP, Reason(
+            "its writer is silent, and only a watch can tell whether it is dead", "writer_silent"
+        )
+    if facts.state is RunState.ACTIVE:
+        return _active(facts, limits)
+    return _ended(facts, limits) if facts.state is RunState.ENDED else _missing(facts, limits)
+
+
+def decide_publication(
+    publishers: frozenset[Liveness], *, run_branch_exists: bool, state: RunState, made: Origin
+) -> tuple[ReapingAction, Reason]:
+    """What becomes of a branch on which a publisher prepares what had to be rebased, and why.
+
+    `state` is that of the run it is about, `made` says who made it where that is missing.
+    """
+    if publishers - {Liveness.DEAD}:
+        return ReapingAction.KEEP, Reason("a publication is in progress", "being_published")
+    if run_branch_exists:
+        return ReapingAction.KEEP, Reason("its run's branch waits for publication", "run_branch_waits")
+    if state is RunState.MISSING and made.maker is not Maker.HERE:
+        return ReapingAction.KEEP, Reason(f"no run of that id is known: {made}", "made_elsewhere")
+    return ReapingAction.DELETE, Reason("the branch that it was prepared for is gone", "run_branch_gone")
+
+
+def _unpublished(facts: Facts, keep: timedelta) -> tuple[ReapingAction, Reason]:
+    since_end = facts.since_end
+    if not keep and not facts.told:
+        # The reaper came before the publisher, and its word is what the run will show.
+        return ReapingAction.DISCARD, Reason("its run has failed, so it is not published", "run_failed")
+    if not keep:
+        return ReapingAction.DISCARD, Reason(
+            "its run was not published and only the clean-up was missed", "not_published"
+        )
+    if since_end is None or since_end < keep:
+        left = f" for another {_hours(keep - since_end)}" if since_end is not None else ""
+        return ReapingAction.KEEP, Reason(
+            f"its run was not published; it is kept for debugging{left}", "kept_for_debugging"
+        )
+    return ReapingAction.DISCARD, Reason(
+        f"its run was not published, and it was kept for {_hours(keep)}", "kept_long_enough"
+    )
+
+
+def _active(facts: Facts, limits: Limits) -> tuple[ReapingAction, Reason]:
+    if Liveness.DEAD in facts.writers:
+        if facts.reports:
+            return ReapingAction.KEEP, Reason(
+                "one of its writers is dead, but the run still reports", "run_still_reports"
+            )
+        return ReapingAction.DISCARD, Reason("its writer is dead", "writer_dead")
+    if facts.age is not None and facts.age > limits.max_age:
+        return (
+            ReapingAction.DISCARD,
+            Reason(
+                f"its run is active, but its last sign of life is {_hours(facts.age)} old", "no_sign_of_life"
+            ),
+        )
+    return ReapingAction.KEEP, Reason("its run is active", "run_active")
+
+
+def _ended(facts: Facts, limits: Limits) -> tuple[ReapingAction, Reason]:
+    # A run that was ended in Dagster alone may still have its process.
+    if facts.age is None or facts.age <= min(limits.orphan_grace, limits.max_age):
+        return ReapingAction.KEEP, Reason(
+            "its live run has ended, but it was written to a short while ago", "written_recently"
+        )
+    return ReapingAction.DISCARD, Reason(
+        "it is an unfinished batch of a live run that has ended", "live_run_ended"
+    )
+
+
+def _missing(facts: Facts, limits: Limits) -> tuple[ReapingAction, Reason]:
+    # Another Dagster instance may work on the same lake; its runs are not ours to judge.
+    if facts.made.maker is Maker.ELSEWHERE:
+        return ReapingAction.KEEP, Reason(f"no run of that id is known: {facts.made}", "made_elsewhere")
+    if facts.age is None:
+        return ReapingAction.KEEP, Reason("no run of that id is known, and its age is unknown", "age_unknown")
+    if facts.age <= min(limits.orphan_grace, limits.max_age):
+        return ReapingAction.KEEP, Reason(
+            "no run of that id is known, but it was written to a short while ago", "written_recently"
+        )
+    if facts.made.maker is Maker.UNKNOWN:
+        return ReapingAction.KEEP, Reason(f"no run of that id is known, and {facts.made}", "maker_unknown")
+    return ReapingAction.DISCARD, Reason(
+        "no run of that id is known any more to the Dagster instance that made it", "run_unknown"
+    )
+
+
+def _hours(span: timedelta) -> str:
+    return f"{span.total_seconds() / 3600:.1f} h"

@@ -1,0 +1,266 @@
+"""The rows of a change as Arrow tables, read from just the files in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyiceberg.expressions import AlwaysTrue
+from pyiceberg.io.pyarrow import ArrowScan, schema_to_pyarrow
+from pyiceberg.manifest import (
+    DataFile,
+    DataFileContent,
+    ManifestContent,
+    ManifestEntry,
+    ManifestEntryStatus,
+)
+from pyiceberg.schema import Schema
+from pyiceberg.table import FileScanTask, Table
+from pyiceberg.table.snapshots import Snapshot
+
+from branchlake_dagster.history import capture as history
+from branchlake_dagster.history.capture import files_gone
+from branchlake_dagster.history.change import ChangedFile, ChangeKind, ChangeSet, RowsUnreadable
+from branchlake_dagster.internals.column_metrics import data_paths
+from branchlake_dagster.internals.pyiceberg import deleted_positions
+
+CHANGE_TYPE = "_change_type"
+ORDINAL = "_change_ordinal"
+SNAPSHOT = "_commit_snapshot_id"
+"""The names that Iceberg's own changelog views have for them."""
+COMMIT = "_commit_hash"
+"""The commit on `main` that published the snapshot."""
+INSERT, DELETE = "INSERT", "DELETE"
+
+
+@dataclass(frozen=True)
+class ChangedRows:
+    """Rows that came and rows that went; together they are the difference of two states as multisets."""
+
+    added: pa.Table
+    removed: pa.Table
+
+    def tracked(self) -> pa.Table:
+        """All of them in one table, by type."""
+        sides = [_typed(self.added, INSERT), _typed(self.removed, DELETE)]
+        return pa.concat_tables(sides, promote_options="permissive")
+
+
+class RowReader:
+    """Reads the rows of one change of `table`. `columns`: only these, in the table's order.
+
+    `commits` adds `_change_ordinal` and `_commit_snapshot_id` to each row.
+    """
+
+    def __init__(
+        self, table: Table, change: ChangeSet, *, columns: Sequence[str] | None = None, commits: bool = False
+    ) -> None:
+        self._table = table
+        self._change = change
+        self._commits = commits
+        schema = table.schema()
+        self._schema = schema if columns is None else schema.select(*columns)
+        if change.equality_deletes:
+            raise self._by_value()
+
+    def _by_value(self) -> RowsUnreadable:
+        return RowsUnreadable(
+            "Rows were deleted by value (equality deletes), and only a scan of the table tells which.",
+            table=self._change.table,
+            hint="Use change ranges, or compute everything anew: run tag branchlake/rebuild.",
+        )
+
+    def read(self) -> ChangedRows:
+        """Both sides, as the files have them. Raises RowsUnreadable and ChangeLost."""
+        try:
+            return ChangedRows(self.added(), self.removed())
+        except FileNotFoundError as error:
+            raise files_gone(self._change.table) from error
+
+    def added(self) -> pa.Table:
+        """The rows of the added files, without those that were deleted again."""
+        deletes = [one.file for one in self._change.deletes]
+        return self._read(self._change.added, deletes)
+
+    def removed(self) -> pa.Table:
+        """The rows of removed files as they were at the position, and what delete files hit elsewhere."""
+        change = self._change
+        if change.only_appends:
+            return self._empty()
+        before = self._deletes_before()
+        gone = self._read(change.removed, before)
+        return self._together([gone, *self._hit(before)])
+
+    def whole_files(self) -> bool:
+        """Whether the files alone are the rows: no delete file takes any of them out."""
+        if self._change.deletes:
+            return False
+        before = self._deletes_before() if self._change.removed else []
+        return not any(_applying(one.file, before) for one in self._change.removed)
+
+    # -- files ---------------------------------------------------------------------------------------
+
+    def _read(self, files: Sequence[ChangedFile], deletes: Sequence[DataFile]) -> pa.Table:
+        parts: list[pa.Table] = []
+        ordered = sorted(files, key=_step)
+        for (ordinal, snapshot_id), some in groupby(ordered, key=_step):
+            tasks = [FileScanTask(one.file, delete_files=_applying(one.file, deletes)) for one in some]
+            parts.append(self._marked(self._scan(tasks), ordinal, snapshot_id))
+        return self._together(parts)
+
+    def _together(self, parts: Sequence[pa.Table]) -> pa.Table:
+        """All of them; scans differ in how they hold text, and a table without rows says nothing."""
+        filled = [part for part in parts if part.num_rows]
+        return pa.concat_tables(filled, promote_options="permissive") if filled else self._empty()
+
+    def _scan(self, tasks: Sequence[FileScanTask]) -> pa.Table:
+        return ArrowScan(self._table.metadata, self._table.io, self._schema, AlwaysTrue()).to_table(tasks)
+
+    def _empty(self) -> pa.Table:
+        return self._marked(arrow_schema(self._schema).empty_table(), 0, 0)
+
+    def _marked(self, rows: pa.Table, ordinal: int, snapshot_id: int) -> pa.Table:
+        if not self._commits:
+            return rows
+        count = rows.num_rows
+        rows = rows.append_column(ORDINAL, pa.repeat(pa.scalar(ordinal, pa.int32()), count))
+        return rows.append_column(SNAPSHOT, pa.repeat(pa.scalar(snapshot_id, pa.int64()), count))
+
+    # -- row-level deletes ---------------------------------------------------------------------------
+
+    def _deletes_before(self) -> list[DataFile]:
+        """The delete files that held at the position. Raises RowsUnreadable.
+
+        What the first snapshot after it kept and took out: the position's own may have expired. Those of the
+        consumer's own run came later on `main`, and held for it too.
+        """
+        since, metadata = self._change.since, self._table.metadata
+        if since is None:
+            return []
+        line, _ = history.line(metadata, since.snapshot_id)
+        known = {step.snapshot_id for step in self._change.steps}
+        found: list[DataFile] = []
+        for number, snapshot in enumerate(line):
+            if number and snapshot.snapshot_id in known:
+                continue
+            for entry in self._delete_entries(snapshot):
+                own = entry.snapshot_id == snapshot.snapshot_id
+                if entry.status == ManifestEntryStatus.DELETED:
+                    held = own and not number
+                elif own and entry.status == ManifestEntryStatus.ADDED:
+                    held = snapshot.snapshot_id not in known
+                else:
+                    held = not number
+                if held:
+                    found.append(entry.data_file)
+        if any(one.content is DataFileContent.EQUALITY_DELETES for one in found):
+            raise self._by_value()
+        return found
+
+    def _delete_entries(self, snapshot: Snapshot) -> Iterator[ManifestEntry]:
+        for manifest in snapshot.manifests(self._table.io):
+            if manifest.content == ManifestContent.DELETES:
+                yield from manifest.fetch_manifest_entry(self._table.io, discard_deleted=False)
+
+    def _hit(self, before: Sequence[DataFile]) -> Iterator[pa.Table]:
+        """The rows of files beyond this change that delete files hit, and none before did, each once.
+
+        A delete file may repeat what an older one names, to take its place.
+        """
+        change = self._change
+        # Of a file that goes, all rows go; one that is only compacted has lost these rows before.
+        known = {
+            changed.path
+            for step in change.steps
+            if step.kind is not ChangeKind.COMPACT
+            for changed in step.removed
+        }
+        known |= {changed.path for changed in change.added}
+        seen: dict[str, pa.Array] = {}
+        for one in change.deletes:
+            named = deleted_positions(self._table.io, one.file)
+            for file in self._live(named.keys() - known, one.snapshot_id):
+                path = file.file_path
+                if path not in seen:
+                    seen[path] = self._positions(file, before)
+                new = pc.unique(named[path].cast(pa.int64()))
+                new = new.filter(pc.invert(pc.is_in(new, seen[path])))
+                seen[path] = pa.concat_arrays([seen[path], new])
+                if len(new):
+                    taken = self._scan([FileScanTask(file)]).take(new.sort())
+                    yield self._marked(taken, one.ordinal, one.snapshot_id)
+
+    def _positions(self, file: DataFile, deletes: Sequence[DataFile]) -> pa.Array:
+        found = [pa.array([], pa.int64())]
+        for one in _applying(file, deletes):
+            named = deleted_positions(self._table.io, one).get(file.file_path)
+            found += [] if named is None else [part.cast(pa.int64()) for part in named.chunks]
+        return pa.concat_arrays(found)
+
+    def _live(self, wanted: AbstractSet[str], snapshot_id: int) -> Iterator[DataFile]:
+        """The data files of these paths in a snapshot."""
+        snapshot, paths = self._table.metadata.snapshot_by_id(snapshot_id), set(wanted)
+        for manifest in snapshot.manifests(self._table.io) if snapshot and paths else ():
+            if manifest.content != ManifestContent.DATA or not paths:
+                continue
+            for entry in manifest.fetch_manifest_entry(self._table.io):
+                if entry.data_file.file_path in paths:
+                    paths.discard(entry.data_file.file_path)
+                    yield entry.data_file
+
+
+def _step(one: ChangedFile) -> tuple[int, int]:
+    return one.ordinal, one.snapshot_id
+
+
+def _applying(file: DataFile, deletes: Sequence[DataFile]) -> set[DataFile]:
+    """The position delete files that may name rows of a data file."""
+    positions = (one for one in deletes if one.content is DataFileContent.POSITION_DELETES)
+    return {one for one in positions if (paths := data_paths(one)) is None or paths.may_name(file.file_path)}
+
+
+def arrow_schema(schema: Schema) -> pa.Schema:
+    """The Arrow schema that a scan of these columns gives."""
+    return schema_to_pyarrow(schema, include_field_ids=False)
+
+
+def _typed(rows: pa.Table, kind: str) -> pa.Table:
+    return rows.append_column(CHANGE_TYPE, pa.repeat(pa.scalar(kind), rows.num_rows))
+
+
+def without_carried(rows: ChangedRows) -> ChangedRows:
+    """Without the rows that are on both sides: a rewritten file carries those along that did not change.
+
+    Rows are compared as a whole, null equal to null; of a type that cannot be, nothing is left out.
+    """
+    if not rows.added.num_rows or not rows.removed.num_rows:
+        return rows
+    columns = rows.added.column_names
+    try:
+        sides = [
+            pl.DataFrame(pl.from_arrow(side)).with_columns(pl.lit(sign, pl.Int64).alias(_COUNT))
+            for side, sign in ((rows.added, 1), (rows.removed, -1))
+        ]
+        left = pl.concat(sides).group_by(columns).agg(pl.col(_COUNT).sum())
+        schema = rows.added.schema
+        return ChangedRows(
+            _repeated(left.filter(pl.col(_COUNT) > 0), schema),
+            _repeated(left.filter(pl.col(_COUNT) < 0), schema),
+        )
+    except (pl.exceptions.PolarsError, pa.ArrowException):  # a map, or an opaque type
+        return rows
+
+
+_COUNT = "branchlake_count"
+
+
+def _repeated(rows: pl.DataFrame, schema: pa.Schema) -> pa.Table:
+    """Each row as often as it is counted."""
+    times = rows[_COUNT].abs().to_numpy()
+    return rows.drop(_COUNT).to_arrow().cast(schema).take(pa.array(np.repeat(np.arange(len(times)), times)))

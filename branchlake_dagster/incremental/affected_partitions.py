@@ -1,0 +1,330 @@
+"""Which partitions of an asset a change affects, and how far beyond its own window a partition reads."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, time, timedelta, tzinfo
+from itertools import product
+from typing import Any
+from zoneinfo import ZoneInfo
+
+from dagster import (
+    DagsterInstance,
+    MultiPartitionKey,
+    MultiPartitionsDefinition,
+    PartitionMapping,
+    PartitionsDefinition,
+    TimeWindow,
+    TimeWindowPartitionMapping,
+    TimeWindowPartitionsDefinition,
+)
+
+from branchlake_dagster.history.ranges import Range, Ranges, joined
+
+_NONE = timedelta()
+_DAY = timedelta(days=1)
+LAST_DAY = date(9999, 12, 30)
+"""The day after it is a date too, which those who compare with `<` need."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """By how much a window is longer for the rows of an input than for the results.
+
+    `before` and `after` are lengths of time, not negative. The offsets count windows of the partition
+    definition, as those of Dagster's TimeWindowPartitionMapping do.
+    """
+
+    before: timedelta = _NONE
+    after: timedelta = _NONE
+    start_offset: int = 0
+    end_offset: int = 0
+
+    @property
+    def nothing(self) -> bool:
+        """Whether results depend on the rows of their own window alone."""
+        return self == Reach()
+
+    def of_window(self, definition: TimeWindowPartitionsDefinition, own: TimeWindow) -> TimeWindow:
+        """The window of the rows that the results of a window depend on; it may begin before the first."""
+        start = _border(definition, own.start, self.start_offset)
+        end = _border(definition, own.end, self.end_offset)
+        return TimeWindow(start - self.before, end + self.after)
+
+    def affected(
+        self, definition: TimeWindowPartitionsDefinition, start: datetime, end: datetime
+    ) -> TimeWindow:
+        """An interval that holds every window whose results depend on a row of `start` to `end`.
+
+        It may hold others too, which `of_window` sorts out.
+        """
+        low = _outer(definition, start - self.after, -1)
+        high = _outer(definition, end + self.before, 1)
+        return TimeWindow(
+            _border(definition, low, -self.end_offset), _border(definition, high, -self.start_offset)
+        )
+
+    def complete_before(
+        self, definition: TimeWindowPartitionsDefinition | None, through: datetime
+    ) -> datetime:
+        """The time before which no result depends on rows of `through` or later, at most `through`."""
+        if definition is None or self.end_offset <= 0:
+            return through - self.after
+        return min(
+            _border(definition, _outer(definition, through - self.after, -1), -self.end_offset), through
+        )
+
+    def around(self, ranges: Ranges, *, rows: bool) -> Ranges:
+        """The values whose results a change of these values affects; `rows`: that results of these need.
+
+        Dates are moved by whole days.
+        """
+        back, ahead = (self.before, self.after) if rows else (self.after, self.before)
+        if ranges.anything or self.nothing:
+            return ranges
+        parts = [Range(_moved(one.low, -back), _moved(one.high, ahead)) for one in ranges.parts]
+        return Ranges(joined(parts), ranges.nulls)
+
+
+def mapped(mapping: PartitionMapping | None, widen: tuple[timedelta, timedelta]) -> Reach:
+    """The reach that a partition mapping and a `widen` give together."""
+    if isinstance(mapping, TimeWindowPartitionMapping):
+        return Reach(*widen, start_offset=mapping.start_offset, end_offset=mapping.end_offset)
+    return Reach(*widen)
+
+
+def _border(definition: TimeWindowPartitionsDefinition, border: datetime, count: int) -> datetime:
+    """The border between two windows that is so many windows later; earlier with a negative count."""
+    for _ in range(abs(count)):
+        if count > 0:
+            following = definition.get_next_partition_window(border, respect_bounds=False)
+            border = following.end if following is not None else border
+        else:
+            previous = definition.get_prev_partition_window(border, respect_bounds=False)
+            border = previous.start if previous is not None else border
+    return border
+
+
+def _outer(definition: TimeWindowPartitionsDefinition, moment: datetime, direction: int) -> datetime:
+    """The nearest border between two windows that is not after a moment; with direction 1: not before it."""
+    if direction > 0:
+        following = definition.get_next_partition_window(moment, respect_bounds=False)
+        return following.start if following is not None else moment
+    previous = definition.get_prev_partition_window(moment, respect_bounds=False)
+    return previous.end if previous is not None else moment
+
+
+def _moved(value: Any, by: timedelta) -> Any:
+    """A date or time stamp moved, dates by whole days; at most to the ends of the calendar."""
+    try:
+        if isinstance(value, datetime):
+            return value + by
+        return value + _DAY * (-(abs(by) // -_DAY)) * (1 if by >= _NONE else -1)
+    except OverflowError:
+        day = LAST_DAY if by >= _NONE else date.min
+        at = time.max if by >= _NONE else time.min
+        return datetime.combine(day, at, value.tzinfo) if isinstance(value, datetime) else day
+
+
+_ANYTHING = Ranges(anything=True)
+_OWN_ROWS = Reach()
+_TICK = timedelta(microseconds=1)
+
+
+def dimensions(definition: PartitionsDefinition[str]) -> dict[str, PartitionsDefinition[str]]:
+    """The partition definition of each dimension; the only one has the empty string for a name."""
+    if isinstance(definition, MultiPartitionsDefinition):
+        return {one.name: one.partitions_def for one in definition.partitions_defs}
+    return {"": definition}
+
+
+def affected(
+    definition: PartitionsDefinition[str],
+    changed: Mapping[str, Ranges],
+    *,
+    reach: Reach = _OWN_ROWS,
+    instance: DagsterInstance | None = None,
+) -> set[str]:
+    """The keys of the partitions whose results may depend on rows of a change.
+
+    `changed` are the values by partition dimension, `reach` how far results depend on rows beside their own.
+    What is not told counts as all partitions. A date is a day of the partitions' own calendar, a time stamp
+    without zone the wall clock of UTC. Null is in none.
+    """
+    if any(ranges.empty for ranges in changed.values()):
+        return set()
+    if not isinstance(definition, MultiPartitionsDefinition):
+        return _keys(definition, changed.get("", _ANYTHING), reach, instance)
+    parts = dimensions(definition)
+    values = [_keys(part, changed.get(name, _ANYTHING), reach, instance) for name, part in parts.items()]
+    return {str(MultiPartitionKey(dict(zip(parts, combined, strict=True)))) for combined in product(*values)}
+
+
+def time_dimension(
+    definition: PartitionsDefinition[str] | None,
+) -> tuple[str, TimeWindowPartitionsDefinition] | None:
+    """The dimension whose partitions are time windows, with its definition; None if there is not just one."""
+    parts = dimensions(definition) if definition is not None else {}
+    found = [(name, one) for name, one in parts.items() if isinstance(one, TimeWindowPartitionsDefinition)]
+    return found[0] if len(found) == 1 else None
+
+
+class PartitionFinder:
+    """Finds which of some partitions rows may belong to, as `affected` does, for one file after another.
+
+    The windows of the partitions are computed once, so a question costs a binary search and its answer.
+    """
+
+    def __init__(
+        self, definition: PartitionsDefinition[str], keys: Iterable[str], *, reach: Reach = _OWN_ROWS
+    ) -> None:
+        self._keys: dict[str, Mapping[str, str]] = {}
+        for key in keys:
+            if isinstance(definition, MultiPartitionsDefinition):
+                self._keys[key] = definition.get_partition_key_from_str(key).keys_by_dimension
+            else:
+                self._keys[key] = {"": key}
+        self._by_dimension = {
+            name: _DimensionFinder(part, {values[name] for values in self._keys.values()}, reach)
+            for name, part in dimensions(definition).items()
+        }
+
+    def of(self, changed: Mapping[str, Ranges]) -> set[str]:
+        """The keys of the partitions; `changed` are the values by partition dimension, as for `affected`."""
+        if any(ranges.empty for ranges in changed.values()):
+            return set()
+        found = {name: finder.of(changed.get(name, _ANYTHING)) for name, finder in self._by_dimension.items()}
+        if len(found) == 1:
+            ((name, keys),) = found.items()
+            return keys if name == "" else {key for key, one in self._keys.items() if one[name] in keys}
+        return {
+            key
+            for key, values in self._keys.items()
+            if all(values[name] in keys for name, keys in found.items())
+        }
+
+
+class _DimensionFinder:
+    """The same in one dimension."""
+
+    def __init__(self, definition: PartitionsDefinition[str], keys: set[str], reach: Reach) -> None:
+        self._every = keys
+        self._zone: tzinfo | None = None
+        if isinstance(definition, TimeWindowPartitionsDefinition):
+            self._zone = ZoneInfo(definition.timezone)
+            windows = [
+                (reach.of_window(definition, definition.time_window_for_partition_key(key)), key)
+                for key in keys
+            ]
+            windows.sort(key=lambda one: one[0].start)
+            self._starts = [window.start for window, _ in windows]
+            self._ends = [window.end for window, _ in windows]
+            self._keys = [key for _, key in windows]
+
+    def of(self, changed: Ranges) -> set[str]:
+        if changed.anything:
+            return set(self._every)
+        if self._zone is None:
+            return {key for key in self._every if any(part.low <= key <= part.high for part in changed.parts)}
+        return {key for part in changed.parts for key in self._meeting(part, self._zone)}
+
+    def _meeting(self, part: Range, zone: tzinfo) -> Iterable[str]:
+        start, end = _moment(part.low, zone), _end(part.high, zone)
+        first = bisect_right(self._ends, start)
+        for number in range(first, len(self._keys)):
+            if self._starts[number] >= end:
+                return
+            yield self._keys[number]
+
+
+def coverage(
+    definition: PartitionsDefinition[str], *, instance: DagsterInstance | None = None
+) -> dict[str, Any]:
+    """Which partitions there are now, in few words: by dimension from when to when, or the keys."""
+    found: dict[str, Any] = {}
+    for name, part in dimensions(definition).items():
+        if isinstance(part, TimeWindowPartitionsDefinition):
+            first, last = part.get_first_partition_window(), part.get_last_partition_window()
+            ends = (first.start, last.end) if first and last else ()
+            found[name] = "/".join(one.astimezone(UTC).isoformat() for one in ends)
+        else:
+            found[name] = sorted(part.get_partition_keys(dynamic_partitions_store=instance))
+    return found
+
+
+def covers(told: Mapping[str, Any], definition: PartitionsDefinition[str], key: str) -> bool:
+    """Whether a partition was among those of a `coverage`."""
+    if isinstance(definition, MultiPartitionsDefinition):
+        values: Mapping[str, str] = definition.get_partition_key_from_str(key).keys_by_dimension
+    else:
+        values = {"": key}
+    return all(_covered(told.get(name), part, values[name]) for name, part in dimensions(definition).items())
+
+
+def _covered(told: Any, definition: PartitionsDefinition[str], key: str) -> bool:
+    if isinstance(definition, TimeWindowPartitionsDefinition):
+        if not isinstance(told, str) or told.count("/") != 1:
+            return False  # there were none, or it is not ours: what is not known to be covered is new
+        window = definition.time_window_for_partition_key(key)
+        start, end = map(datetime.fromisoformat, told.split("/"))
+        return start <= window.start and window.end <= end
+    return isinstance(told, list) and key in told
+
+
+def _keys(
+    definition: PartitionsDefinition[str], changed: Ranges, reach: Reach, instance: DagsterInstance | None
+) -> set[str]:
+    if isinstance(definition, TimeWindowPartitionsDefinition) and not changed.anything:
+        return {key for part in changed.parts for key in _windows(definition, part, reach)}
+    every = definition.get_partition_keys(dynamic_partitions_store=instance)
+    if changed.anything:
+        return set(every)
+    # Texts: another type of column cannot hold a partition key.
+    return {key for key in every if any(part.low <= key <= part.high for part in changed.parts)}
+
+
+def _windows(definition: TimeWindowPartitionsDefinition, part: Range, reach: Reach) -> Iterable[str]:
+    """The keys of the windows whose results depend on rows of a range of dates or time stamps."""
+    first, last = definition.get_first_partition_window(), definition.get_last_partition_window()
+    zone = ZoneInfo(definition.timezone)
+    start, end = _moment(part.low, zone), _end(part.high, zone)
+    if first is None or last is None:
+        return []
+    if reach != _OWN_ROWS:
+        around = reach.affected(definition, start, end)
+        found = _between(definition, first, last, around.start, around.end)
+        windows = {key: definition.time_window_for_partition_key(key) for key in found}
+        needed = {key: reach.of_window(definition, window) for key, window in windows.items()}
+        return [key for key, window in needed.items() if window.start < end and start < window.end]
+    return _between(definition, first, last, start, end)
+
+
+def _between(
+    definition: TimeWindowPartitionsDefinition,
+    first: TimeWindow,
+    last: TimeWindow,
+    start: datetime,
+    end: datetime,
+) -> Sequence[str]:
+    """The keys of the windows, from the first to the last, that meet an interval."""
+    if end <= first.start or start >= last.end:
+        return []
+    # Dagster asks for the windows that begin in an interval; the first of ours may have begun before it.
+    before = definition.get_prev_partition_window(max(start, first.start))
+    begin = before.end if before is not None else first.start
+    return definition.get_partition_keys_in_time_window(TimeWindow(begin, min(end, last.end)))
+
+
+def _moment(value: Any, zone: tzinfo) -> datetime:
+    if isinstance(value, datetime):
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value
+    return datetime(value.year, value.month, value.day, tzinfo=zone)
+
+
+def _end(value: Any, zone: tzinfo) -> datetime:
+    """The first moment after a value."""
+    return (
+        _moment(value, zone) + _TICK if isinstance(value, datetime) else _moment(value + timedelta(1), zone)
+    )

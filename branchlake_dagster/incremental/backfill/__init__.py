@@ -1,1 +1,0 @@
-"""Computing partitions again, and what follows from it stage by stage: planned, launched, looked at."""

@@ -1,0 +1,332 @@
+"""How an asset says that it consumes changes: metadata on the asset, read back as a `Declaration`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timedelta
+from typing import Any, Literal, get_args
+
+from dagster import AssetKey
+
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.internals.dagster import CoercibleToAssetKey
+from branchlake_dagster.tables.specification import plain
+
+Pattern = Literal["rows", "keys", "range"]
+WhenLost = Literal["fail", "rebuild", "skip"]
+WhenRemoved = Literal["fail", "apply", "ignore", "deliver"]
+
+CONSUMES = "branchlake/consumes"
+
+
+@dataclass(frozen=True)
+class ConsumedInput:
+    """How one input is consumed, with the names that its columns have there.
+
+    Made by `rows`, `keys` and `range_`. `keys` and `on` take the place of those of `consumes` for this input.
+    """
+
+    pattern: Pattern
+    keys: tuple[str, ...] = ()
+    on: str | None = None
+
+
+def rows(*, on: str | None = None) -> ConsumedInput:
+    """An input for `consumes` of which the asset gets the changed rows alone.
+
+    Args:
+        on (Optional[str]): The date or time stamp column of this input that decides on the partitions of the
+            asset. (default: as `consumes` says)
+
+    Returns:
+        ConsumedInput: For the mapping that `consumes` takes.
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster import consumes, rows
+
+            consumes({"orders": rows(on="ordered_at"), "refunds": rows(on="refunded_at")})
+    """
+    return ConsumedInput("rows", (), on)
+
+
+def keys(*columns: str, on: str | None = None) -> ConsumedInput:
+    """An input for `consumes` of which the asset gets all rows of the changed keys.
+
+    Args:
+        *columns (str): The key columns of this input, in the sequence of `consumes(keys=[…])`, which are
+            those of the asset's own table. (default: the same names)
+        on (Optional[str]): As for `rows`.
+
+    Returns:
+        ConsumedInput: For the mapping that `consumes` takes.
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster import consumes, keys
+
+            consumes({"orders": keys("customer_id"), "customers": keys("id")}, keys=["customer_id"])
+    """
+    return ConsumedInput("keys", columns, on)
+
+
+def range_(on: str | None = None) -> ConsumedInput:
+    """An input for `consumes` of which the asset gets all rows in the changed ranges.
+
+    Args:
+        on (Optional[str]): The date or time stamp column of this input. The changed values of all inputs are
+            put together, as dates and time stamps are compared. (default: as `consumes` says)
+
+    Returns:
+        ConsumedInput: For the mapping that `consumes` takes.
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster import consumes, range_
+
+            consumes({"orders": range_("ordered_at"), "refunds": range_("refunded_at")}, into="day")
+    """
+    return ConsumedInput("range", (), on)
+
+
+def consumes(
+    inputs: Mapping[CoercibleToAssetKey, Pattern | ConsumedInput],
+    *,
+    keys: Sequence[str] = (),
+    on: str | None = None,
+    into: str | None = None,
+    from_start: bool = False,
+    widen: timedelta | tuple[timedelta, timedelta] | None = None,
+    start: str = "beginning",
+    when_lost: WhenLost = "fail",
+    when_removed: WhenRemoved | None = None,
+    commits: bool = False,
+) -> dict[str, Any]:
+    """Asset metadata for `@dg.asset(metadata=…)`: which inputs it consumes by their changes, and how.
+
+    What it has consumed is stored with its table and published with it, so no change is skipped or taken
+    twice. Its first run, and one with the run tag `branchlake/rebuild`, get everything and replace the table.
+
+    Args:
+        inputs (Mapping[CoercibleToAssetKey, Literal["rows", "keys", "range"] | ConsumedInput]): By upstream
+            asset what the asset gets of it. `rows`: the changed rows alone, to append or to merge. `keys`:
+            all rows of the changed keys, whose result replaces the target's rows of these keys. `range`: all
+            rows in the changed ranges of `on`, whose result replaces the target's rows there. Where inputs
+            name their columns differently, `rows(…)`, `keys(…)` and `range_(…)` name those of one input. All
+            inputs have the same pattern. Inputs that are not named are read as usual.
+        keys (Sequence[str]): For `keys`: the columns of the asset's own table, and of the inputs that do not
+            name theirs.
+        on (Optional[str]): For `range`, and to find the affected partitions of a partitioned asset: the date
+            or time stamp column of the inputs. (default: the name of the asset's own column)
+        into (Optional[str]): The column of the asset's table that `on` becomes. A date column takes whole
+            days of it. (default: the asset's partition column, else `on`)
+        from_start (bool): For `range`: recompute from the smallest changed value on, not only where rows have
+            changed. For running totals and sessions: a row that comes three days late changes all that
+            follows. The asset reads earlier rows from its own table. Partitions must be in time; they are
+            computed in order, each when the one before it is published. (default: False)
+        widen (Optional[timedelta | Tuple[timedelta, timedelta]]): How much earlier, and how much later, the
+            rows may be on which a result depends; one value alone: earlier. For moving averages and the like,
+            with `range`, or with `keys` and partitions in time. The asset gets the rows of its partitions or
+            ranges and those beside them, a changed row leads to all results that depend on it, and of what
+            the asset returns only the rows of its own partitions or ranges are written. A partition mapping
+            with offsets does the same by windows. (default: none)
+        start (str): What a new consumer gets first: `beginning` (everything), `now` (nothing), or an ISO
+            time stamp with zone, from which on it consumes. (default: `beginning`)
+        when_lost (Literal["fail", "rebuild", "skip"]): When an input's change cannot be told any more,
+            because it was rolled back, created again, or its snapshots have expired. (default: `fail`)
+        when_removed (Optional[Literal["fail", "apply", "ignore", "deliver"]]): For `rows`, when rows of an
+            input were updated or deleted. `apply`, for upserts: the asset gets all rows of the changed keys,
+            and its result replaces the table's rows of these keys; the inputs must have the columns of the
+            upsert's keys. `fail`: the run fails with RowsRemoved. `ignore`: only the rows that came count.
+            `deliver`: the asset gets both with a column `_change_type` (`INSERT`, `DELETE`).
+            (default: `apply` for an upsert without `commits`, else `fail`)
+        commits (bool): For `rows`: add the columns `_change_ordinal` and `_commit_snapshot_id`, as Iceberg's
+            changelog views have them, and `_commit_hash`, the commit on `main` that published the row; null
+            where everything is computed anew. The asset's page names the commits. (default: False)
+
+    Returns:
+        Dict[str, Any]: Metadata, to be joined with that of `table_metadata` by `|`.
+
+    Raises:
+        ConfigurationError: It contradicts itself.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+            import polars as pl
+
+            from branchlake_dagster import consumes, table_metadata
+
+            @dg.asset(
+                metadata=table_metadata(write_mode="upsert", keys=["account"])
+                | consumes({"orders": "keys"}, keys=["account"])
+            )
+            def spent(orders: pl.DataFrame) -> pl.DataFrame:
+                return orders.group_by("account").agg(pl.col("price").sum())
+    """
+    told = {
+        "inputs": {
+            AssetKey.from_coercible(key).to_user_string(): how if isinstance(how, str) else asdict(how)
+            for key, how in inputs.items()
+        },
+        "keys": list(keys),
+        "on": on,
+        "into": into,
+        "from_start": from_start,
+        "widen": _seconds(widen),
+        "start": start,
+        "when_lost": when_lost,
+        "when_removed": when_removed,
+        "commits": commits,
+    }
+    _read(told, "this asset")
+    return {CONSUMES: told}
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What `consumes` said."""
+
+    inputs: Mapping[AssetKey, Pattern]
+    keys: tuple[str, ...] = ()
+    on: str | None = None
+    into: str | None = None
+    start: str = "beginning"
+    when_lost: WhenLost = "fail"
+    when_removed: WhenRemoved | None = None
+    commits: bool = False
+    from_start: bool = False
+    widen: tuple[timedelta, timedelta] = (timedelta(), timedelta())
+    columns: Mapping[AssetKey, ConsumedInput] = field(default_factory=dict)
+    """The inputs that name columns of their own."""
+    patterns: frozenset[Pattern] = field(default=frozenset(), init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "patterns", frozenset(self.inputs.values()))
+
+    def keys_of(self, key: AssetKey) -> tuple[str, ...]:
+        """The columns of an input that hold the keys, in the sequence of `keys`."""
+        named = self.columns.get(key)
+        return named.keys if named is not None and named.keys else self.keys
+
+    def on_of(self, key: AssetKey) -> str | None:
+        """The column of an input whose values in time decide on partitions and ranges, if it is named."""
+        named = self.columns.get(key)
+        return named.on if named is not None and named.on is not None else self.on
+
+    def range_column_of(self, key: AssetKey) -> str | None:
+        """The column of an input that the pattern `range` is about."""
+        return self.on_of(key) or self.into
+
+    @property
+    def range_column(self) -> str | None:
+        """The column of the asset's own table that the pattern `range` is about."""
+        if self.into or self.on:
+            return self.into or self.on
+        named = {one.on for one in self.columns.values()}
+        return named.pop() if len(named) == 1 and len(self.columns) == len(self.inputs) else None
+
+    @property
+    def start_time(self) -> datetime | None:
+        """From when on a new consumer consumes; None: from the beginning, or from now."""
+        return None if self.start in ("beginning", "now") else datetime.fromisoformat(self.start)
+
+
+def declared(metadata: Mapping[str, Any], *, asset: str) -> Declaration | None:
+    """What an asset's metadata says; None when it consumes no changes. Raises ConfigurationError."""
+    told = plain(metadata.get(CONSUMES))
+    if told is None:
+        return None
+    if not isinstance(told, Mapping):
+        raise ConfigurationError(f"{CONSUMES} of {asset} is {told!r}.", hint="Use consumes(…).")
+    return _read(told, asset)
+
+
+def _read(told: Mapping[str, Any], asset: str) -> Declaration:
+    inputs = {AssetKey.from_user_string(key): _input(how) for key, how in told["inputs"].items()}
+    found = Declaration(
+        {key: one.pattern for key, one in inputs.items()},
+        tuple(told.get("keys") or ()),
+        told.get("on"),
+        told.get("into"),
+        told.get("start") or "beginning",
+        told.get("when_lost") or "fail",
+        told.get("when_removed"),
+        bool(told.get("commits")),
+        bool(told.get("from_start")),
+        _lengths(told.get("widen")),
+        {key: one for key, one in inputs.items() if one.keys or one.on is not None},
+    )
+    wrong = _mistake(found)
+    if wrong:
+        raise ConfigurationError(f"consumes() of {asset}: {wrong}")
+    return found
+
+
+def _input(how: Any) -> ConsumedInput:
+    if isinstance(how, Mapping):
+        return ConsumedInput(how["pattern"], tuple(how.get("keys") or ()), how.get("on"))
+    return ConsumedInput(how)
+
+
+def _seconds(widen: timedelta | tuple[timedelta, timedelta] | None) -> list[float]:
+    if widen is None:
+        return [0.0, 0.0]
+    before, after = widen if isinstance(widen, tuple) else (widen, timedelta())
+    return [before.total_seconds(), after.total_seconds()]
+
+
+def _lengths(seconds: Sequence[float] | None) -> tuple[timedelta, timedelta]:
+    before, after = seconds or (0.0, 0.0)
+    return timedelta(seconds=before), timedelta(seconds=after)
+
+
+def _mistake(found: Declaration) -> str | None:
+    choices: tuple[tuple[str, Any, Any], ...] = (
+        *(("pattern", how, Pattern) for how in found.inputs.values()),
+        ("when_lost", found.when_lost, WhenLost),
+        *([("when_removed", found.when_removed, WhenRemoved)] if found.when_removed else []),
+    )
+    for name, value, allowed in choices:
+        if value not in get_args(allowed):
+            return f"{name} is {value!r}; it is one of {', '.join(get_args(allowed))}."
+    if not found.inputs:
+        return "it names no input."
+    if len(found.patterns) > 1:
+        return "its inputs have different patterns, and one result cannot replace keys and ranges at once."
+    if found.from_start and "range" not in found.patterns:
+        return "from_start=True is for the pattern `range`."
+    if min(found.widen) < timedelta():
+        return "widen=… is how much earlier and later rows may be, so it cannot be negative."
+    if found.from_start and any(found.widen):
+        return "from_start=True recomputes all that follows; it takes no widen=…."
+    if found.when_removed is not None and "rows" not in found.patterns:
+        return (
+            f"when_removed={found.when_removed!r} is for the pattern `rows`; the others follow by themselves."
+        )
+    if found.when_removed == "apply" and found.commits:
+        return (
+            "when_removed='apply' gives rows that no commit has changed, so commits=True has nothing to say."
+        )
+    if "keys" in found.patterns and not found.keys:
+        return "the pattern `keys` needs keys=[…], the columns of the asset's own table."
+    for key, one in found.columns.items():
+        if one.keys and len(one.keys) != len(found.keys):
+            return (
+                f"{key.to_user_string()} names the keys {', '.join(one.keys)}, and keys=[…] has"
+                f" {len(found.keys)}: each of its columns needs one of the input."
+            )
+    try:
+        started = found.start_time
+    except ValueError:
+        return (
+            f"start is {found.start!r}; it is `beginning`, `now` or a time stamp such as 2026-01-31T00:00Z."
+        )
+    if started is not None and started.tzinfo is None:
+        return f"start is {found.start!r}, without a time zone."
+    return None

@@ -1,1 +1,0 @@
-"""Launching work when something was published."""

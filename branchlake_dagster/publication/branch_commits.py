@@ -1,0 +1,101 @@
+"""Whether a run's branch holds exactly what its runs wrote: no foreign, missing or late commit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from pyiceberg.table.snapshots import Operation, Snapshot
+
+from branchlake_dagster.history.summary import RUN_ID
+from branchlake_dagster.nessie.model import LogEntry
+from branchlake_dagster.runs.added_snapshots import (
+    ReadMetadata,
+    added_snapshots,
+    newest_locations,
+    tables_put,
+)
+
+_APPLICATION = "application-type"
+"""Property of commits by Iceberg's Java client, which accepts no properties of its caller."""
+
+
+@dataclass(frozen=True)
+class BranchCommits:
+    """The commits of a run's branch since its base, and who may have made them.
+
+    Args:
+        branch (str): The branch's name.
+        base_hash (str): The commit of `main` that the branch started from.
+        base_snapshots (Mapping[str, int]): Snapshot ids of the changed tables at the base, by content id.
+        entries (Sequence[LogEntry]): The commits after the base, newest first, with their operations.
+        recorded_heads (Collection[str]): The hashes that the runs recorded after their writes.
+        run_ids (Collection[str]): The runs that worked on the branch.
+    """
+
+    branch: str
+    base_hash: str
+    base_snapshots: Mapping[str, int]
+    entries: Sequence[LogEntry]
+    recorded_heads: Collection[str]
+    run_ids: Collection[str]
+
+    def objection(self, read_metadata: ReadMetadata) -> str | None:
+        """Why the branch is not exactly what its runs wrote, as a clause; None if it is.
+
+        Three things must hold. Every recorded head is on the branch: otherwise the branch was set back, or
+        Nessie was restored from an older copy. Every commit is one of the runs', by its properties or, for
+        Spark, by the summaries of the snapshots that it added. The newest commit was recorded: no check saw a
+        later one.
+
+        `read_metadata` is only called for Spark's commits that add a snapshot. A commit of Spark that adds
+        none, as ALTER TABLE does, names no run and is accepted.
+        """
+        hashes = {entry.commit.hash for entry in self.entries}
+        if missing := sorted(set(self.recorded_heads) - hashes - {self.base_hash}):
+            return (
+                f"branch {self.branch} no longer contains commit {missing[0][:16]} that the run wrote:"
+                " the branch was set back, or Nessie was restored from an older copy"
+            )
+        if (foreign := self._foreign_commit(read_metadata)) is not None:
+            return f"{self._described(foreign)}, which is not the run's: somebody else changed the branch"
+        if self.entries and self.entries[0].commit.hash not in self.recorded_heads:
+            return f"{self._described(self.entries[0])} after the last commit that the run recorded"
+        return None
+
+    def _foreign_commit(self, read_metadata: ReadMetadata) -> LogEntry | None:
+        """The oldest commit that none of the runs made."""
+        snapshots, newest = dict(self.base_snapshots), newest_locations(self.entries)
+        for entry in reversed(self.entries):
+            properties = entry.commit.properties
+            if RUN_ID in properties:
+                is_own = properties[RUN_ID] in self.run_ids
+            else:
+                added = (
+                    added_snapshots(table, snapshots, read_metadata, newest) for _, table in tables_put(entry)
+                )
+                is_own = properties.get(_APPLICATION) == "iceberg" and all(
+                    found is not None and all(map(self._is_own_snapshot, found)) for found in added
+                )
+            if not is_own:
+                return entry
+            snapshots |= {table.content_id or "": table.snapshot_id for _, table in tables_put(entry)}
+        return None
+
+    def _is_own_snapshot(self, snapshot: Snapshot) -> bool:
+        """Whether one of the runs made the snapshot, or it changes no rows.
+
+        Spark's procedures (rewrite_data_files) ignore the session's snapshot properties.
+        """
+        summary = snapshot.summary
+        if summary is None:
+            return False
+        return (
+            summary.operation is Operation.REPLACE
+            or summary.additional_properties.get(RUN_ID) in self.run_ids
+        )
+
+    def _described(self, entry: LogEntry) -> str:
+        commit = entry.commit
+        by = f" by {commit.author}" if commit.author else ""
+        return f"branch {self.branch} contains commit {commit.hash[:16]}{by} ({commit.message})"

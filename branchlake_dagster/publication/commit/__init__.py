@@ -1,1 +1,0 @@
-"""The publisher: passed branches become visible on `main` in one atomic commit."""

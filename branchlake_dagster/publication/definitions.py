@@ -1,0 +1,124 @@
+"""Everything but the assets, ready to be merged into any `Definitions`."""
+
+from __future__ import annotations
+
+from dagster import Definitions, Executor, ExecutorDefinition, multi_or_in_process_executor
+
+from branchlake_dagster.internals.dagster import with_executor
+from branchlake_dagster.io_manager.io_manager import NessieBranchIOManager
+from branchlake_dagster.publication.cleanup_jobs import dead_writer_sensor, reap_job, reap_schedule
+from branchlake_dagster.publication.publication_sensor import publication_sensor
+from branchlake_dagster.publication.publish_at_end import publish_at_end
+from branchlake_dagster.publication.validation import validate
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.settings import Settings
+
+
+def branchlake_definitions(
+    settings: Settings | None = None,
+    definitions: Definitions | None = None,
+    *,
+    lakehouse: LakehouseResource | None = None,
+    name: str | None = None,
+    lakehouse_key: str | None = None,
+    spark_key: str | None = None,
+    io_manager_key: str | None = None,
+) -> Definitions:
+    """The IO manager, the Spark session, the publication sensor and the reaper of a lake, beside your own.
+
+    With `definitions` they are merged, mistakes in the assets of this lake are errors now instead of blocked
+    runs later, and runs judge and publish themselves at their end: the executor is wrapped in
+    `publish_at_end`. Without, the result can be merged into any other `Definitions`; the sensor then does all
+    of that.
+
+    Args:
+        settings (Optional[Settings]): The lake's settings; they reach every resource. (default:
+            `lakehouse`'s, else those of the environment, `BRANCHLAKE_…`)
+        definitions (Optional[Definitions]): Your assets, checks, jobs, schedules, sensors and other
+            resources.
+        lakehouse (Optional[LakehouseResource]): The lake's resource, where its fields are to come from
+            `dg.EnvVar`.
+        name (Optional[str]): Of the lake, where one code location has several. It is put before the names of
+            sensors, job and schedule, and before the default resource keys (`archive_io_manager`).
+        lakehouse_key (Optional[str]): The resource key of the lake. (default: `lakehouse`)
+        spark_key (Optional[str]): The resource key of the run's Spark session. (default: `spark`)
+        io_manager_key (Optional[str]): The resource key of the IO manager. (default: `io_manager`, which is
+            that of all assets that name none)
+
+    Returns:
+        Definitions: Ours, merged with `definitions` if there are any.
+
+    Raises:
+        ConfigurationError: Assets in `definitions` that could not be written or published, each by name.
+
+    Warns:
+        DefinitionsWarning: A check of a partitioned asset has no `partitions_def`, so it reads the
+            whole table on every run; the setting `unpartitioned_checks` makes it an error, or allows it. Or
+            an asset has a metadata key that nobody reads.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+            import polars as pl
+
+            from branchlake_dagster import Settings, branchlake_definitions, sql_check
+
+
+            @dg.asset
+            def prices() -> pl.DataFrame:
+                return pl.DataFrame({"item": ["a", "b"], "eur": [1.0, 2.5]})
+
+
+            positive = sql_check(prices, "positive", "SELECT * FROM {this} WHERE eur <= 0")
+
+            defs = branchlake_definitions(
+                Settings(default_namespace="shop"),
+                dg.Definitions(assets=[prices], asset_checks=[positive]),
+            )
+
+    """
+    if lakehouse is None:
+        settings = settings or Settings()
+        lakehouse = LakehouseResource.of(settings)
+    elif settings is None:
+        settings = lakehouse.effective()
+    prefix = f"{name}_" if name else ""
+    lakehouse_key = lakehouse_key or f"{prefix}lakehouse"
+    io_manager_key = io_manager_key or f"{prefix}io_manager"
+    spark = BranchSparkResource(lakehouse=lakehouse)
+    reaper = reap_job(lakehouse_key, prefix)
+    ours = Definitions(
+        resources={
+            lakehouse_key: lakehouse,
+            spark_key or f"{prefix}spark": spark,
+            io_manager_key: NessieBranchIOManager(lakehouse=lakehouse, spark=spark),
+        },
+        sensors=[
+            publication_sensor(settings, lakehouse_key, prefix),
+            dead_writer_sensor(settings, lakehouse_key, prefix),
+        ],
+        jobs=[reaper],
+        schedules=[reap_schedule(reaper, settings)],
+    )
+    if definitions is None:
+        return ours
+    merged = Definitions.merge(ours, definitions)
+    validate(
+        merged,
+        io_manager_key=io_manager_key,
+        default_namespace=settings.default_namespace,
+        require_checks=settings.require_checks,
+        unpartitioned_checks=settings.unpartitioned_checks,
+    )
+    return with_executor(merged, publish_at_end(_executor_of(definitions), lakehouse_key=lakehouse_key))
+
+
+def _executor_of(definitions: Definitions) -> ExecutorDefinition:
+    given = definitions.executor
+    if isinstance(given, Executor):
+        found: ExecutorDefinition = ExecutorDefinition.hardcoded_executor(given)
+        return found
+    default: ExecutorDefinition = multi_or_in_process_executor
+    return given or default

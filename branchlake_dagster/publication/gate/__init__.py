@@ -1,1 +1,0 @@
-"""The quality gate: evidence from Dagster, and the verdict on it."""

@@ -1,0 +1,123 @@
+"""What one pass did about a branch, and which branches there are to publish."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from dagster import AssetCheckKey, AssetKey, DagsterInstance, DagsterRun, RunRequest
+
+from branchlake_dagster.nessie.model import Reference
+from branchlake_dagster.publication.verdict import Verdict
+from branchlake_dagster.runs.branch_owner import owners
+from branchlake_dagster.runs.run_branch import run_id_of
+
+
+class PublicationAction(StrEnum):
+    """What was done about a branch."""
+
+    PUBLISHED = "published"
+    BLOCKED = "blocked"
+    REFUSED = "refused"
+    DISCARDED = "discarded"
+    CHECKING = "checking"
+    WAITING = "waiting"
+    KEPT = "kept"
+    UNBRANCHED = "unbranched"
+    UNKNOWN_RUN = "unknown run"
+    TRY_AGAIN = "try again"
+    SET_ASIDE = "set aside"
+
+
+@dataclass(frozen=True)
+class CheckRun:
+    """A Dagster run to be launched: these (asset, check) pairs and nothing else. `key` is its run key."""
+
+    key: str
+    checks: tuple[tuple[str, str], ...]
+    branch: str
+    tags: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        names = ", ".join(f"{check} on {asset}" for asset, check in self.checks)
+        return f"asks for {names} on {self.branch}, because main has moved"
+
+    def request(self) -> RunRequest:
+        """The same for a sensor."""
+        return RunRequest(
+            run_key=self.key,
+            tags=dict(self.tags),
+            asset_check_keys=[
+                AssetCheckKey(AssetKey.from_user_string(asset), name) for asset, name in self.checks
+            ],
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One branch in one pass. `publication` is the commit on `main`; `detail` says why or what.
+
+    `check_run` is the run that a rebased publication needs before it can go on, `next_step` what to do about
+    a run that was not published. `codes` has the causes in snake case: `check_failed`, `same_files`.
+    """
+
+    branch: str
+    run_id: str
+    action: PublicationAction
+    detail: str
+    verdict: Verdict | None = None
+    publication: str | None = None
+    tables: tuple[str, ...] = ()
+    check_run: CheckRun | None = None
+    next_step: str = ""
+    codes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.branch}: {self.action}, {self.detail}"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A branch by name and its run, which has ended."""
+
+    branch: str
+    run: DagsterRun
+
+
+def backlog(
+    instance: DagsterInstance, branches: Sequence[Reference], *, location: str | None
+) -> tuple[list[Ended], list[Outcome]]:
+    """The branches of the ended runs of a code location (None: of all), and what is said of the others.
+
+    The oldest first: it has waited longest, and a later run has seen less of what others did.
+    """
+    found: list[tuple[float, int, Ended]] = []
+    others: list[Outcome] = []
+    records = owners(instance, [branch.name for branch in branches])
+    for branch in branches:
+        record = records[branch.name]
+        if record is None:
+            detail = "Dagster knows no such run; left to the reaper"
+            others.append(Outcome(branch.name, run_id_of(branch.name), PublicationAction.UNKNOWN_RUN, detail))
+            continue
+        run = record.dagster_run
+        if (other := other_location(run, location)) is not None:
+            detail = f"the run belongs to code location {other}, whose own sensor judges it"
+        elif not run.is_finished:
+            detail = f"the run is {run.status.value.lower()}"
+        else:
+            found.append((record.end_time or 0.0, record.storage_id, Ended(branch.name, run)))
+            continue
+        others.append(Outcome(branch.name, run.run_id, PublicationAction.WAITING, detail))
+    found.sort(key=lambda one: one[:2])
+    return [one for _, _, one in found], others
+
+
+def other_location(run: DagsterRun, location: str | None) -> str | None:
+    """The code location of the run, if it is not `location`: only its own definitions know its checks."""
+    origin = run.remote_job_origin
+    if location is None or origin is None:
+        return None
+    name = origin.repository_origin.code_location_origin.location_name
+    return None if name == location else name

@@ -1,0 +1,83 @@
+"""The sensor that publishes passing branches and discards the others.
+
+No postponed annotations here: Dagster compares the annotation of `context` with the class itself.
+"""
+
+from itertools import chain
+
+from dagster import (
+    AssetSelection,
+    DefaultSensorStatus,
+    SensorDefinition,
+    SensorEvaluationContext,
+    SensorResult,
+    SkipReason,
+    sensor,
+)
+
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.conditions import never_evaluated
+from branchlake_dagster.publication.pass_lock import one_pass
+from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.publication.tick_report import BackfillWatch, Tick
+from branchlake_dagster.publication.unbranched import settle_unbranched
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.settings import Settings
+
+_PATIENCE_S = 5.0
+"""For runs that publish themselves, one by one. Longer than theirs, so that they do not starve it."""
+_NO_SENSOR = "add publication_automation_sensor() to the definitions."
+
+
+def publication_sensor(
+    settings: Settings, lakehouse_key: str = "lakehouse", prefix: str = ""
+) -> SensorDefinition:
+    """One pass over the lake's run branches per tick.
+
+    `lakehouse_key` is the key of the lake's resource, `prefix` is put before the sensor's name.
+    """
+    backfills = BackfillWatch()
+
+    @sensor(
+        name=f"{prefix}publication_sensor",
+        required_resource_keys={lakehouse_key},
+        minimum_interval_seconds=settings.publish_interval_s,
+        default_status=DefaultSensorStatus.RUNNING,
+        description="Publishes the branches of finished runs whose checks passed; discards the others.",
+        # It launches nothing but checks: those of whole tables that a rebase has changed.
+        asset_selection=AssetSelection.all_asset_checks(),
+    )
+    def publication_sensor_(context: SensorEvaluationContext, **_: object) -> SensorResult | SkipReason:
+        # `_`: called like a function, as in tests, Dagster passes the resources by name too.
+        resource: LakehouseResource = getattr(context.resources, lakehouse_key)
+        with one_pass(resource.lakehouse.settings, patience_s=_PATIENCE_S) as mine:
+            if not mine:
+                busy = "Another pass over this lake is at work."
+                return SensorResult(skip_reason=SkipReason(busy), cursor="another pass is at work")
+            return _tick(context, resource.lakehouse, backfills)
+
+    return publication_sensor_
+
+
+def _tick(
+    context: SensorEvaluationContext, lake: Lakehouse, backfills: BackfillWatch
+) -> SensorResult | SkipReason:
+    """One pass, in less time than Dagster gives a tick."""
+    repository = context.repository_def
+    assert repository is not None  # noqa: S101 - the daemon always evaluates within a code location
+    origin = context.code_location_origin
+    graph, location = repository.asset_graph, origin.location_name if origin else None
+    reconciler = Reconciler.of(lake, context.instance, graph, location=location)
+    unbranched = settle_unbranched(lake, context.instance, graph, location=location)
+    for key in never_evaluated(repository):
+        context.log.warning(f"{key.to_user_string()} follows publications, but no sensor looks: {_NO_SENSOR}")
+    for told in backfills.look(context.instance, graph):
+        context.log.warning(told)
+    tick = Tick()
+    for outcome in chain(reconciler.run(budget_s=lake.settings.publish_budget_s), unbranched):
+        if tick.add(outcome):
+            context.log.info(str(outcome))
+    if tick.check_runs:
+        requests = [one.request() for one in tick.check_runs]
+        return SensorResult(run_requests=requests, cursor=tick.row())
+    return SensorResult(skip_reason=SkipReason(tick.message()), cursor=tick.row())

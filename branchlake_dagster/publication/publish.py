@@ -1,0 +1,203 @@
+"""Publishing one finished run by hand: the publication sensor's own course, in the caller's process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import dagster as dg
+
+from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.assessment import NO_TABLE
+from branchlake_dagster.publication.outcome import CheckRun, Outcome, PublicationAction
+from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_branch import run_id_of
+from branchlake_dagster.runs.run_tags import (
+    NONE,
+    PENDING,
+    REASON_TAG,
+    STATUS_TAG,
+    VERDICT_TAG,
+    Place,
+    Status,
+    place_of,
+    publication_of,
+)
+
+_ACTIONS: Mapping[str, PublicationAction] = {
+    Status.BLOCKED: PublicationAction.BLOCKED,
+    Status.REFUSED: PublicationAction.REFUSED,
+    Status.UNBRANCHED: PublicationAction.UNBRANCHED,
+}
+"""By the run's tag; whatever else it says, the branch was discarded."""
+
+_PASSES = 20
+"""Each pass but the last one makes the checks that the one before asked for."""
+
+
+class RunUnknown(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """The Dagster instance has no run of this id, so nothing can be judged."""
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """What became of one run: whether `main` has it, and if not, why.
+
+    Attributes:
+        run_id (str): The run.
+        status (str): `published`; `blocked` by the gate; `refused` because its changes collide with what
+            `main` has become; `discarded` because it failed or changed no table; `waiting`, `checking` or
+            `try again` when nothing is decided yet; `unbranched` when it wrote to `main` directly; `set
+            aside` when judging it broke again and again.
+        reasons (tuple[str, ...]): Why it is not published, one sentence each; empty when it is.
+        warnings (tuple[str, ...]): Failed checks that do not block.
+        commit (str | None): The commit on `main` that holds its changes.
+        tables (tuple[str, ...]): The dotted names of the tables that this call published.
+
+    Examples:
+        .. code-block:: python
+
+            outcome = publish(result, defs, instance=instance)
+            assert outcome.published, outcome
+            assert outcome.commit
+    """
+
+    run_id: str
+    status: str
+    reasons: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    commit: str | None = None
+    tables: tuple[str, ...] = ()
+
+    @property
+    def published(self) -> bool:
+        """Whether `main` has it."""
+        return self.status == PublicationAction.PUBLISHED
+
+    def __str__(self) -> str:
+        told = "; ".join(self.reasons or self.warnings)
+        return f"run {self.run_id}: {self.status}" + (f": {told}" if told else "")
+
+
+def publish(
+    run: str | dg.ExecuteInProcessResult | dg.DagsterRun,
+    definitions: dg.Definitions,
+    *,
+    instance: dg.DagsterInstance | None = None,
+    lakehouse: Lakehouse | LakehouseResource | None = None,
+) -> RunOutcome:
+    """Judges one finished run and publishes it if it passes, in the caller's process.
+
+    It is what the publication sensor does about a run, for tests, scripts and notebooks: the same gate, the
+    same commit, the same tags and observations; its branch is gone afterwards. Sensors may be at work at the
+    same time. Checks of whole tables that have to be made again, because `main` has moved, are made in this
+    process. A run that has been judged is not judged again: what was told then is told again, its reasons
+    as short as its tags hold them (250 characters).
+
+    Args:
+        run (str | ExecuteInProcessResult | DagsterRun): The run, its id, or what `execute_in_process` or
+            `materialize` gave back.
+        definitions (Definitions): The assets and all of their checks: the gate blocks a run that left a
+            check out.
+        instance (Optional[DagsterInstance]): The instance that has the run. (default: the one of
+            `DAGSTER_HOME`)
+        lakehouse (Optional[Lakehouse | LakehouseResource]): The lake. (default: the `LakehouseResource`
+            among the resources of `definitions`)
+
+    Returns:
+        RunOutcome: Its status, the reasons when it is not published, the commit when it is. A run that is
+        blocked or refused is an outcome and no error.
+
+    Raises:
+        RunUnknown: The instance has no such run. That of `dg.materialize(…)` without an `instance` is
+            forgotten when it ends.
+        ConfigurationError: There is no lake among the resources, and none was given.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+
+            from branchlake_dagster import publish
+
+            result = defs.resolve_implicit_global_asset_job_def().execute_in_process(instance=instance)
+            outcome = publish(result, defs, instance=instance)
+            assert outcome.published, outcome.reasons
+    """
+    instance = instance or dg.DagsterInstance.get()
+    run_id = run if isinstance(run, str) else run.run_id
+    found = instance.get_run_by_id(run_id)
+    if found is None:
+        raise RunUnknown(
+            "The Dagster instance knows no such run.",
+            run_id=run_id,
+            hint="Give the instance that it ran in: execute_in_process(instance=instance) or"
+            " materialize(…, instance=instance), then publish(…, instance=instance).",
+        )
+    if not found.is_finished:
+        return RunOutcome(run_id, PublicationAction.WAITING, (f"the run is {found.status.value.lower()}",))
+    place = place_of(found.tags, run_id)
+    if place is None:
+        why = NO_TABLE if found.is_success else f"the run ended as {found.status.value.lower()}"
+        return RunOutcome(run_id, PublicationAction.DISCARDED, (why,))
+    lake = _lake_of(definitions, lakehouse)
+    reconciler = Reconciler.of(lake, instance, definitions.resolve_asset_graph())
+    outcome: Outcome | None = None
+    for _ in range(_PASSES):
+        outcome = reconciler.run_one(run_id_of(place.branch))
+        if outcome is None or outcome.check_run is None:
+            break
+        _make_checks(definitions, instance, outcome.check_run)
+    if outcome is None or (outcome.publication is not None and outcome.verdict is None):
+        return _told_before(instance.get_run_by_id(run_id) or found, place)
+    return _outcome_of(run_id, outcome)
+
+
+def _lake_of(definitions: dg.Definitions, lakehouse: Lakehouse | LakehouseResource | None) -> Lakehouse:
+    resources = (definitions.resources or {}).values()
+    found = lakehouse or next((one for one in resources if isinstance(one, LakehouseResource)), None)
+    if found is None:
+        raise ConfigurationError(
+            "There is no LakehouseResource among the definitions' resources, so the lake is not known.",
+            hint="Merge branchlake_definitions() into them, or say publish(…, lakehouse=…).",
+            reason="lake_unknown",
+        )
+    return found.lakehouse if isinstance(found, LakehouseResource) else found
+
+
+def _make_checks(definitions: dg.Definitions, instance: dg.DagsterInstance, wanted: CheckRun) -> None:
+    """Make the checks that a rebased state needs, as the daemon would; a check that fails is its answer."""
+    request = wanted.request()
+    job = definitions.resolve_implicit_global_asset_job_def().get_subset(
+        asset_selection=set(), asset_check_selection=set(request.asset_check_keys or [])
+    )
+    job.execute_in_process(instance=instance, tags=dict(request.tags), raise_on_error=False)
+
+
+def _outcome_of(run_id: str, outcome: Outcome) -> RunOutcome:
+    verdict = outcome.verdict
+    reasons: tuple[str, ...] = ()
+    if outcome.action is not PublicationAction.PUBLISHED:
+        blocked = outcome.action is PublicationAction.BLOCKED and verdict is not None
+        reasons = verdict.reasons if blocked and verdict is not None else (outcome.detail,)
+    warnings = verdict.warnings if verdict is not None else ()
+    return RunOutcome(run_id, outcome.action, reasons, warnings, outcome.publication, outcome.tables)
+
+
+def _told_before(run: dg.DagsterRun, place: Place) -> RunOutcome:
+    """The outcome of a run whose branch is gone, from its tags."""
+    if commit := publication_of(run.tags, place.branch):
+        return RunOutcome(run.run_id, PublicationAction.PUBLISHED, commit=commit)
+    reason, verdict = run.tags.get(REASON_TAG, NONE), run.tags.get(VERDICT_TAG, PENDING)
+    reasons = () if reason == NONE else (reason,)
+    if place.unbranched and verdict == PENDING:
+        waits = "it wrote to main directly; the publication sensor judges it"
+        return RunOutcome(run.run_id, PublicationAction.UNBRANCHED, (waits,))
+    if verdict == PENDING and run.is_success:
+        return RunOutcome(
+            run.run_id, PublicationAction.REFUSED, ("its branch is gone, and nobody judged it",)
+        )
+    action = _ACTIONS.get(run.tags.get(STATUS_TAG, ""), PublicationAction.DISCARDED)
+    return RunOutcome(run.run_id, action, reasons)

@@ -1,0 +1,236 @@
+"""The gate and the publication as the last act of a run, instead of waiting for the sensor.
+
+`branchlake_definitions(settings, definitions)` wraps the code location's executor in it; a job that names an
+executor of its own does the same:
+
+    dg.define_asset_job("prices_job", selection, executor_def=publish_at_end(dg.multiprocess_executor))
+
+It is the sensor's own publisher, started earlier; if the process dies in the middle, or Nessie is away, the
+sensor finds the branch and goes on from whatever state it is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextvars import copy_context
+from queue import Empty, Queue
+from threading import Thread
+from typing import Any
+
+import click
+import dagster as dg
+from dagster import DagsterEvent, Executor
+
+from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.internals.dagster import asset_graph_of, engine_event
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.publication.outcome import Outcome, PublicationAction
+from branchlake_dagster.publication.parked_runs import said
+from branchlake_dagster.publication.pass_lock import longest_pass_s, one_pass
+from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.runs.discarding import failure
+from branchlake_dagster.runs.heartbeats import HeartbeatStore, beating
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource, record_branch_heads
+from branchlake_dagster.runs.run_tags import BRANCH_TAG, LAKE_TAG, opened_by
+
+LEFT_TO_SENSOR = "Left to the publication sensor"
+"""How the event begins with which a run says that it could not publish itself."""
+_SEE_STATUS = "See: branchlake status"
+_PATIENCE_S = 2.0
+"""For the runs that publish themselves at this moment, each in some tenths of a second.
+
+A run that is left to the sensor is judged twice and waits for its tick: of a backfill of fifty runs, ten at a
+time, a third was left with a quarter of a second.
+"""
+
+
+class NotPublished(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """A run was blocked or refused at its end; `main` is as it was.
+
+    The run fails with it, after its steps have succeeded. Its text has the reasons and what to do: how to see
+    the rows that failed a check, or to launch the run again. The assets' pages have them too.
+
+    Examples:
+        .. code-block:: python
+
+            @dg.run_failure_sensor
+            def alert(context: dg.RunFailureSensorContext):
+                if context.dagster_run.tags.get("branchlake") in ("blocked", "refused"):
+                    context.log.error(context.failure_event.message)
+    """
+
+
+def publish_at_end(
+    inner: dg.ExecutorDefinition = dg.in_process_executor, *, lakehouse_key: str = "lakehouse"
+) -> dg.ExecutorDefinition:
+    """An executor that judges the run at its end, and publishes it if all its steps have succeeded.
+
+    A blocked or refused run fails, so that it shows. What cannot be decided in the run (checks to be
+    repeated on a rebased table, Nessie away) or is done better by the publication sensor (another publisher
+    is at work) is left to it. `branchlake_definitions(settings, definitions)` wraps the executor of
+    `definitions`; jobs with an executor of their own need it themselves.
+
+    Args:
+        inner (ExecutorDefinition): The executor that runs the steps. (default: `in_process_executor`)
+        lakehouse_key (str): The resource key of the lake, as given to `branchlake_definitions`. (default:
+            `lakehouse`)
+
+    Returns:
+        ExecutorDefinition: Named as `inner` is, with `_publishing` behind it.
+
+    Raises:
+        NotPublished: In the run: it was blocked or refused.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+
+            from branchlake_dagster import publish_at_end
+
+            prices_job = dg.define_asset_job(
+                "prices_job", selection="shop/prices", executor_def=publish_at_end(dg.in_process_executor)
+            )
+    """
+
+    def create(context: Any) -> Executor:
+        made: Executor = inner.executor_creation_fn(context)  # type: ignore[misc]
+        return _Publishing(made, lakehouse_key)
+
+    return dg.ExecutorDefinition(
+        name=f"{inner.name}_publishing",
+        config_schema=inner.config_schema.as_field(),
+        requirements=inner.get_requirements,
+        executor_creation_fn=create,
+        description=f"{inner.name}, then publication of the run's branch.",
+    )
+
+
+def format_fate(outcome: Outcome) -> str:
+    """What became of a run, in one line, with the command that shows more."""
+    run, why = f"Run {outcome.run_id}", " ".join(_reasons(outcome).split()).rstrip(".")
+    if outcome.action is PublicationAction.PUBLISHED:
+        return f"{run} is published as {(outcome.publication or '')[:16]}. {_SEE_STATUS}"
+    if outcome.action in (PublicationAction.BLOCKED, PublicationAction.REFUSED):
+        return f"{run} is {outcome.action}: {why}. {outcome.next_step or _SEE_STATUS}"
+    if outcome.action is PublicationAction.DISCARDED:
+        return f"{run} has nothing to publish: {why}."
+    return f"{run} waits for the publication sensor of dagster-daemon or dg dev: {why}. {_SEE_STATUS}"
+
+
+def _say_on_command_line(text: str) -> None:
+    """Print the line if a person runs assets by Dagster's own command; run workers print nothing."""
+    command = click.get_current_context(silent=True)
+    if command is not None and command.info_name == "materialize":
+        click.echo(text, err=True)
+
+
+class _Publishing(Executor):
+    def __init__(self, inner: Executor, lakehouse_key: str) -> None:
+        self._inner = inner
+        self._lakehouse_key = lakehouse_key
+
+    @property
+    def retries(self) -> Any:
+        return self._inner.retries
+
+    @property
+    def step_dependency_config(self) -> Any:
+        return self._inner.step_dependency_config
+
+    def execute(self, plan_context: Any, execution_plan: Any) -> Iterator[DagsterEvent]:
+        failed = False
+        for event in self._inner.execute(plan_context, execution_plan):
+            failed |= event.is_step_failure
+            if event.is_step_success:
+                # Of a step in this process. A branch that is set back during a later step is noticed by it.
+                record_branch_heads(plan_context.run_id)
+            yield event
+        if failed:
+            _say_on_command_line(
+                f"Run {plan_context.run_id} failed. Nothing of it is published. {_SEE_STATUS}"
+            )
+            return
+        outcome = self._publish(plan_context)
+        if outcome is None:
+            return
+        _say_on_command_line(format_fate(outcome))
+        if outcome.action in (PublicationAction.BLOCKED, PublicationAction.REFUSED):
+            raise NotPublished(
+                failure(_reasons(outcome)),
+                branch=outcome.branch,
+                run_id=outcome.run_id,
+                hint=outcome.next_step or None,
+            )
+        if outcome.action is not PublicationAction.PUBLISHED:
+            nothing = outcome.action is PublicationAction.DISCARDED
+            text = f"{'Nothing to publish' if nothing else LEFT_TO_SENSOR}: {outcome.detail}"
+            yield engine_event(plan_context, text)
+
+    def _publish(self, context: Any) -> Outcome | None:
+        run = context.instance.get_run_by_id(context.run_id)
+        if run is None or not opened_by(run.tags, run.run_id):
+            return None  # it has touched no table
+        branch = run.tags.get(BRANCH_TAG, "")
+        try:
+            return self._judged(context, run, branch)
+        except Exception as error:  # noqa: BLE001 - a run that passes must not fail of it, nor be lost with it
+            return Outcome(branch, run.run_id, PublicationAction.TRY_AGAIN, said(error))
+
+    def _judged(self, context: Any, run: dg.DagsterRun, branch: str) -> Outcome | None:
+        lake = self._lake(context)
+        settings = lake.settings
+        if branch == MAIN or run.tags.get(LAKE_TAG) != settings.lake_id:
+            return None  # it is unbranched, or another lake's
+        store, interval = HeartbeatStore.of(settings), settings.heartbeat_interval_s
+        reconciler = Reconciler.of(lake, context.instance, asset_graph_of(context.job))
+
+        def publish() -> Outcome:
+            # The steps' heartbeat has ended with their resources; the reaper must see that this goes on.
+            with beating(store, branch, run_id=run.run_id, interval_s=interval, kind="publisher"):
+                if not settings.publish_in_run:
+                    return reconciler.publish_now(run, judge_only=True)
+                # What waits longer is published by the sensor, many runs by one commit.
+                with one_pass(settings, patience_s=_PATIENCE_S) as mine:
+                    return reconciler.publish_now(run, judge_only=not mine)
+
+        return _within(longest_pass_s(settings), publish, branch, run.run_id)
+
+    def _lake(self, context: Any) -> Lakehouse:
+        """The lake of the job's own resource; the environment's for a job that has none."""
+        definition = context.job.get_definition().resource_defs.get(self._lakehouse_key)
+        if definition is None:
+            return LakehouseResource().lakehouse
+        with dg.build_resources({self._lakehouse_key: definition}, instance=context.instance) as resources:
+            resource: LakehouseResource = getattr(resources, self._lakehouse_key)
+            return resource.lakehouse
+
+
+def _within(seconds: float, publish: Callable[[], Outcome], branch: str, run_id: str) -> Outcome:
+    """The outcome of `publish`, or that it is left to the sensor because it has not ended after `seconds`.
+
+    A storage or a database that does not answer must not keep the run from ending. The call goes on in its
+    thread as long as the process does: the sensor may publish beside it, and finishes what it leaves.
+    """
+    outcomes: Queue[Outcome | BaseException] = Queue()
+
+    def call() -> None:
+        try:
+            outcomes.put(publish())
+        except BaseException as error:  # noqa: BLE001 - raised below, in the run's own thread
+            outcomes.put(error)
+
+    Thread(target=copy_context().run, args=(call,), name="publication", daemon=True).start()
+    try:
+        outcome = outcomes.get(timeout=seconds)
+    except Empty:
+        text = f"the publication has not ended within {seconds:g} s"
+        return Outcome(branch, run_id, PublicationAction.TRY_AGAIN, text)
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def _reasons(outcome: Outcome) -> str:
+    blocked = outcome.action is PublicationAction.BLOCKED and outcome.verdict is not None
+    return "; ".join(outcome.verdict.reasons) if blocked and outcome.verdict else outcome.detail

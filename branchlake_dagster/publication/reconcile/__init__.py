@@ -1,1 +1,0 @@
-"""One pass over all run branches: assess, publish, report, finish."""

@@ -1,0 +1,213 @@
+"""The quality gate: from evidence to a verdict, closed wherever evidence is missing. Pure functions."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from branchlake_dagster.history.summary import CHANGE_TABLE
+from branchlake_dagster.lakehouse.sql_names import sql_name
+from branchlake_dagster.nessie.model import ContentKey
+from branchlake_dagster.publication.evidence import CheckName, Evaluation, RunEvidence
+from branchlake_dagster.wording import Reason, named
+
+
+class Decision(StrEnum):
+    """What the gate says of a run."""
+
+    PASSED = "passed"
+    PASSED_WITH_WARNINGS = "passed_with_warnings"
+    BLOCKED = "blocked"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The decision, why it blocks, what it warns of, and how many checks passed out of those looked at.
+
+    `failed_tables` are the tables whose rows failed a check that blocks, by their dotted names.
+    """
+
+    decision: Decision
+    reasons: tuple[Reason, ...] = ()
+    warnings: tuple[Reason, ...] = ()
+    checks_passed: int = 0
+    checks_total: int = 0
+    failed_tables: tuple[str, ...] = ()
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the run may not be published."""
+        return self.decision is Decision.BLOCKED
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The codes of the reasons, each as often as there is such a reason."""
+        return tuple(reason.code for reason in self.reasons)
+
+    def summary(self) -> str:
+        """One line: decision, check counts, reasons or warnings."""
+        told = "; ".join(self.reasons or self.warnings)
+        return f"{self.decision} ({self.checks_passed}/{self.checks_total} checks)" + (
+            f": {told}" if told else ""
+        )
+
+
+def judge(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
+    """The verdict on a run.
+
+    Blocked by: the run did not succeed; a planned check without an evaluation (crashed, skipped); a
+    failed check of severity ERROR; a check older than the data it speaks of; a check that is defined on a
+    written asset and was left out, wholly or for a partition written; a written asset that demands checks
+    and has none; and, with `strict_tables`, a changed table, view or function that is not a materialized
+    asset's (nothing could have checked it); a serializable asset of which nobody can say all that it has
+    read; changed columns of a table whose columns are frozen; and a change table that a step has left on the
+    branch.
+    """
+    if not evidence.succeeded:
+        return Verdict(Decision.BLOCKED, (Reason("the run did not succeed", "run_failed"),))
+    reasons = [*_missing(evidence), *_failed(evidence), *_stale(evidence), *_left_out(evidence)]
+    reasons += _untold(evidence)
+    reasons += _changed_columns(evidence)
+    reasons += _unfinished(evidence)
+    if strict_tables:
+        reasons += _unexplained(evidence)
+    warnings = tuple(
+        _sentence(evidence, name, partition, result)
+        for (name, partition), result in sorted(evidence.evaluations.items(), key=repr)
+        if not result.passed and not result.blocks
+    )
+    passed = sum(result.passed for result in evidence.evaluations.values())
+    total = len(evidence.evaluations) + len(list(_missing(evidence)))
+    if reasons:
+        failed = _failed_tables(evidence)
+        return Verdict(Decision.BLOCKED, tuple(dict.fromkeys(reasons)), warnings, passed, total, failed)
+    decision = Decision.PASSED_WITH_WARNINGS if warnings else Decision.PASSED
+    return Verdict(decision, (), warnings, passed, total)
+
+
+def _missing(evidence: RunEvidence) -> Iterator[Reason]:
+    for name, partition in sorted(evidence.planned, key=repr):
+        # A check over all partitions of a run reports once, without one.
+        if (name, partition) not in evidence.evaluations and (name, None) not in evidence.evaluations:
+            yield Reason(
+                f"check {_label(name, partition)} was planned and never evaluated", "check_not_evaluated"
+            )
+
+
+def _failed(evidence: RunEvidence) -> Iterator[Reason]:
+    for (name, partition), result in sorted(evidence.evaluations.items(), key=repr):
+        if not result.passed and result.blocks:
+            yield _sentence(evidence, name, partition, result)
+
+
+def _failed_tables(evidence: RunEvidence) -> tuple[str, ...]:
+    failing = [of for of, result in evidence.evaluations.items() if result.blocks and not result.passed]
+    assets = {asset for (asset, _), _ in failing} & evidence.rules.keys()
+    return tuple(sorted({evidence.rules[asset].table for asset in assets}))
+
+
+def _stale(evidence: RunEvidence) -> Iterator[Reason]:
+    for (name, partition), result in sorted(evidence.evaluations.items(), key=repr):
+        for (asset, written_partition), written in evidence.written.items():
+            same = asset == name[0] and (partition is None or written_partition in (None, partition))
+            # Dagster chooses the order of one step's events. A step that ran again in a retry is two steps.
+            one_step = written.step == result.step and written.position.is_same_run(result.position)
+            if same and not one_step and written.position > result.position:
+                why = f"check {_label(name, partition)} ran before {asset} was written for the last time"
+                yield Reason(why, "check_before_write")
+
+
+def _left_out(evidence: RunEvidence) -> Iterator[Reason]:
+    seen = evidence.planned | evidence.evaluations.keys()
+    names = {name for name, _ in seen}
+    for asset, rules in sorted(evidence.rules.items()):
+        partitions = sorted({part for written, part in evidence.written if written == asset}, key=repr)
+        for check in sorted(rules.checks):
+            name = (asset, check)
+            if name not in names:
+                yield Reason(f"check {_label(name, None)} was left out of the run", "check_left_out")
+            elif (name, None) not in seen:
+                for partition in partitions:
+                    if partition is not None and (name, partition) not in seen:
+                        why = f"check {_label(name, partition)} was left out of the run"
+                        yield Reason(why, "check_left_out")
+        if rules.demands_checks and not any(name[0] == asset for name in names):
+            yield Reason(
+                f"asset {asset} has no check (add one, or allow it with"
+                " table_metadata(require_checks=False))",
+                "no_check",
+            )
+
+
+def _untold(evidence: RunEvidence) -> Iterator[Reason]:
+    if evidence.serializable and evidence.untold:
+        yield Reason(
+            f"{named('serializable asset', sorted(evidence.serializable))} may have read more than is known:"
+            f" {', '.join(sorted(evidence.untold))}",
+            "reads_unknown",
+        )
+
+
+def _changed_columns(evidence: RunEvidence) -> Iterator[Reason]:
+    for table, columns in sorted(evidence.changed_columns.items()):
+        yield Reason(
+            f"the run changed frozen columns of {table}: {', '.join(columns)} (leave them as they are, or"
+            ' declare table_metadata(columns="evolve"))',
+            "frozen_columns",
+        )
+
+
+def _unfinished(evidence: RunEvidence) -> Iterator[Reason]:
+    for table in sorted(evidence.write_set):
+        if CHANGE_TABLE in table:
+            why = f"the change table {table} is still there: the step that made it did not come to its end"
+            yield Reason(why, "change_table_left")
+
+
+def _unexplained(evidence: RunEvidence) -> list[Reason]:
+    known = {rules.table for rules in evidence.rules.values()}
+    return [
+        Reason(
+            f"{table} (a table, view or function) was changed, but no materialized asset is stored there",
+            "table_of_no_asset",
+        )
+        for table in sorted(evidence.write_set - known)
+    ]
+
+
+def _sentence(evidence: RunEvidence, name: CheckName, partition: str | None, result: Evaluation) -> Reason:
+    # Descriptions end as sentences do; reasons are joined to one.
+    told = f": {result.description.rstrip('.')}" if result.description else ""
+    return Reason(f"check {_label(name, partition)} failed{told}{_scope(evidence, name)}", "check_failed")
+
+
+def _scope(evidence: RunEvidence, name: CheckName) -> str:
+    """Says of a check on a whole partitioned table that the failing rows may be older than the run."""
+    asset, check = name
+    partitioned = any(written == asset and part is not None for written, part in evidence.written)
+    if not partitioned or asset not in evidence.rules or check not in evidence.rules[asset].whole_tables:
+        return ""
+    return " (the check reads all partitions, also those that this run did not write)"
+
+
+def _label(name: CheckName, partition: str | None) -> str:
+    return f"{name[1]} on {name[0]}" + (f" [{partition}]" if partition else "")
+
+
+LAUNCH_AGAIN = "Launch it again: the new run starts from what main is now."
+"""Of a run that passed its checks and met a change of the same rows on `main`."""
+
+
+def look_at_rows(tables: Sequence[str], run_id: str) -> str:
+    """How to see the rows that failed a check; empty if no table had any.
+
+    `tables` are dotted names. The command finds the run's rows on its branch, and later on the tag of the
+    discarded branch.
+    """
+    commands = [
+        f"branchlake sql {shlex.quote(f'FROM {sql_name(ContentKey.from_path(table))}')} --run {run_id[:8]}"
+        for table in tables
+    ]
+    return f"Look at the rows: {', '.join(commands)}." if commands else ""

@@ -1,0 +1,73 @@
+"""Names of the Nessie references that branchlake makes, and of those that check runs may read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from branchlake_dagster.runs.run_tags import CHECK_HASH_TAG, CHECK_REF_TAG
+from branchlake_dagster.settings import RUN_BRANCH_PREFIX
+from branchlake_dagster.tables.errors import InvalidCheckRun
+
+PUBLICATION_PREFIX = "publish-"
+"""Branches on which the publisher prepares what had to be rebased."""
+DISCARDED_PREFIX = "discarded-"
+SWEEPING_PREFIX = "sweeping-"
+CLAIM_PREFIX = "judged-"
+
+UUID_PATTERN = "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+"""As a regular expression of Python, and of Nessie's filters."""
+_ALL = (RUN_BRANCH_PREFIX, PUBLICATION_PREFIX, DISCARDED_PREFIX, SWEEPING_PREFIX, CLAIM_PREFIX)
+
+
+def _pattern(*prefixes: str) -> str:
+    return f"^({'|'.join(prefixes)}){UUID_PATTERN}([.]{UUID_PATTERN}[.]{UUID_PATTERN})?$"
+
+
+def branches(*prefixes: str) -> str:
+    """Nessie's filter for our branches with these prefixes."""
+    return f"refType == 'BRANCH' && ref.name.matches('{_pattern(*prefixes)}')"
+
+
+def tags(*prefixes: str) -> str:
+    """Nessie's filter for our tags with these prefixes."""
+    return f"refType == 'TAG' && ref.name.matches('{_pattern(*prefixes)}')"
+
+
+def is_ours(name: str, *prefixes: str) -> bool:
+    """Whether a reference has a name of ours: with one of these prefixes, or with any."""
+    return re.fullmatch(_pattern(*(prefixes or _ALL)), name) is not None
+
+
+def run_of(name: str) -> str:
+    """The run that a reference of ours is about, or what names a batch."""
+    for prefix in _ALL:
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
+    return name
+
+
+_HASH = re.compile(r"[0-9a-f]{16,64}")
+
+
+def checked_reference(run_id: str, tags: Mapping[str, str]) -> str | None:
+    """The reference `name@hash` that a check run reads; None for every other run.
+
+    The tags come from whoever launched the run. Only a publication branch is accepted, pinned at a hash: a
+    catalog or Spark session at a fixed hash is read-only. A tag that named `main` once made a run write there
+    without any check.
+
+    Raises:
+        InvalidCheckRun: The tags name another reference, or no hash.
+    """
+    if CHECK_REF_TAG not in tags:
+        return None
+    branch, hash_ = tags[CHECK_REF_TAG], tags.get(CHECK_HASH_TAG, "")
+    if not is_ours(branch, PUBLICATION_PREFIX) or not _HASH.fullmatch(hash_):
+        raise InvalidCheckRun(
+            f"The run's tags make it a check run, but {branch}@{hash_} is not a prepared publication state.",
+            branch=branch,
+            run_id=run_id,
+            hint=f"Remove the tags {CHECK_REF_TAG} and {CHECK_HASH_TAG}, and launch the run again.",
+        )
+    return f"{branch}@{hash_}"

@@ -1,0 +1,71 @@
+"""Claiming what is published: the first publisher's reading of a branch holds for all that follow.
+
+Creating a reference is Nessie's compare-and-set. Without it, two publishers on either side of a zombie's
+late write judged two states of one branch, and the second was merged on top of the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
+from branchlake_dagster.nessie.model import Reference
+from branchlake_dagster.runs.branch_names import CLAIM_PREFIX, tags
+from branchlake_dagster.runs.run_branch import branch_name, run_id_of
+
+CLAIM_TAGS = tags(CLAIM_PREFIX)
+"""Nessie's filter for the claims."""
+
+
+def claim_tag(branch: str) -> str:
+    """The tag that claims a run branch."""
+    return f"{CLAIM_PREFIX}{run_id_of(branch)}"
+
+
+def claim(client: NessieClient, branch: Reference) -> tuple[str, bool]:
+    """The hash at which the branch is published, and whether an earlier publisher has fixed it."""
+    try:
+        return client.create_tag(claim_tag(branch.name), from_ref=MAIN, from_hash=branch.hash).hash, False
+    except NessieAlreadyExists:
+        return client.reference(claim_tag(branch.name)).hash, True
+
+
+def is_claimed(client: NessieClient, branch: str) -> bool:
+    """Whether some publisher has claimed the branch."""
+    try:
+        client.reference(claim_tag(branch))
+    except ReferenceNotFound:
+        return False
+    return True
+
+
+def release_claim(client: NessieClient, branch: str, *, at: str | None = None) -> None:
+    """The end of it, after the branch is gone. One that is missed is left to the reaper.
+
+    `at`: where the claim most likely is, which saves asking.
+    """
+    name = claim_tag(branch)
+    try:
+        if at is not None:
+            with contextlib.suppress(NessieConflict):
+                client.delete_tag(name, expected_hash=at)
+                return
+        client.delete_tag(name, expected_hash=client.reference(name).hash)
+    except (ReferenceNotFound, NessieConflict):
+        return  # another publisher was faster
+
+
+def claimed_branches(client: NessieClient, listing: str = CLAIM_TAGS) -> list[str]:
+    """The branches that some publisher has claimed, gone ones too; `listing` is Nessie's filter."""
+    found = client.references(filter=listing)
+    return [branch_name(tag.name.removeprefix(CLAIM_PREFIX)) for tag in found]
+
+
+def release_leftover_claim(client: NessieClient, branch: str) -> None:
+    """Delete the claim of a branch, if the branch is gone."""
+    try:
+        client.reference(branch)
+    except ReferenceNotFound:
+        release_claim(client, branch)

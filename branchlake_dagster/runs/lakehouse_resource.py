@@ -1,0 +1,317 @@
+"""The lake and the run's branch as a Dagster resource."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from weakref import WeakValueDictionary
+
+from dagster import DagsterInstance, DagsterRun, InitResourceContext, MetadataValue
+from pyarrow import ArrowException
+from pydantic import PrivateAttr
+
+from branchlake_dagster.catalog import NessieCatalog
+from branchlake_dagster.catalog.options import COMMIT_PROPERTY, NAMESPACE_CREATE
+from branchlake_dagster.errors import ReadOnlyReference
+from branchlake_dagster.history.summary import RUN_ID
+from branchlake_dagster.internals.dagster import report_engine_event, running_context
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.runs.branch_names import checked_reference
+from branchlake_dagster.runs.branch_owner import is_retry
+from branchlake_dagster.runs.heartbeats import HeartbeatStore, SharedHeartbeats, first_heartbeat
+from branchlake_dagster.runs.lake_config import LakeConfig
+from branchlake_dagster.runs.leases import RunLeases
+from branchlake_dagster.runs.origin import INSTANCE, instance_id
+from branchlake_dagster.runs.provenance import BRANCH_HEAD
+from branchlake_dagster.runs.read_set import ReadSet, running_step
+from branchlake_dagster.runs.retries import CODE_OF_STEP, inherited, undo_earlier_attempts
+from branchlake_dagster.runs.run_branch import RunBranch, branch_name
+from branchlake_dagster.runs.run_tags import BRANCH_TAG, LAKE_TAG, Place, Retention, opened_by
+from branchlake_dagster.settings import Settings
+from branchlake_dagster.tables.errors import OneLakeOnly, RetryNeedsFullRun
+from branchlake_dagster.tables.specification import exclusive_name
+from branchlake_dagster.tables.table_files import TableFiles
+
+
+class ExclusiveNames:
+    """Those of one run. Nobody knows them outside its steps, so what a step has told is remembered."""
+
+    def __init__(self) -> None:
+        self._known: frozenset[str] | None = None
+
+    def __call__(self) -> frozenset[str]:
+        """The names; none where no step runs in this thread and none has told them."""
+        if self._known is None:
+            context = running_context()
+            if context is None:
+                return frozenset()
+            job = context.op_execution_context.get_step_execution_context().job_def
+            told = (
+                exclusive_name(spec.metadata, spec.key.to_user_string())
+                for one in job.asset_layer.data
+                for spec in one.assets_def.specs
+            )
+            self._known = frozenset(name for name in told if name)
+        return self._known
+
+
+_log = logging.getLogger(__name__)
+_heartbeats = SharedHeartbeats()
+_first_use = threading.Lock()
+_branches: WeakValueDictionary[tuple[int, str, Settings], RunBranch] = WeakValueDictionary()
+"""By process, run and lake: Dagster gives each user of a resource a copy of it, and they work together."""
+
+
+class LakehouseResource(LakeConfig):
+    """The lake, and inside a run the run's branch of it.
+
+    A run's branch is made when the run first asks for `open_branch()`, a catalogue or a session; a run that
+    never does has none. Outside a run (a sensor, a notebook) it stands on `main`.
+
+    Args:
+        **fields (Any): Those of `Settings`, each a value or a `dg.EnvVar`. (default: the environment's
+            `BRANCHLAKE_…`)
+
+    Raises:
+        RunBranchGone: From `open_branch()` and what uses it: the run was fenced, its branch is gone.
+        InvalidCheckRun: When the run starts: its tags make it a check run of a state that is not one.
+        LeaseHeld: The same, of a run that writes an exclusive asset: another one does, and did not end.
+        LeaseLost: The same: another run has taken over what is exclusive, for this one was silent.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+
+            from branchlake_dagster import LakehouseResource
+
+            @dg.asset
+            def price_count(lakehouse: LakehouseResource) -> dg.MaterializeResult:
+                table = lakehouse.catalog().load_table(("shop", "prices"))  # as the run's branch has it
+                return dg.MaterializeResult(metadata={"rows": table.scan().count()})
+
+            lake = LakehouseResource(nessie_uri=dg.EnvVar("NESSIE"), warehouse="s3://lake/tables")
+            defs = dg.Definitions(assets=[price_count], resources={"lakehouse": lake})
+    """
+
+    _lakehouse: Lakehouse | None = PrivateAttr(default=None)
+    _run_branch: RunBranch | None = PrivateAttr(default=None)
+    _reads: ReadSet | None = PrivateAttr(default=None)
+    _pinned: str | None = PrivateAttr(default=None)
+    _heartbeat: tuple[str, str] | None = PrivateAttr(default=None)
+    _instance: str | None = PrivateAttr(default=None)
+    _ended: Callable[[], bool] | None = PrivateAttr(default=None)
+    _retries_parent: bool = PrivateAttr(default=False)
+
+    def setup_for_execution(self, context: InitResourceContext) -> None:
+        """Bind to the run. Touches neither Nessie nor Spark: a run that uses no table gets no branch.
+
+        But for a retry: it takes its parent's work over now, because its remaining steps may use no table.
+        """
+        run, instance = context.run, context.instance
+        if run is None or instance is None:
+            return
+        settings = self.lakehouse.settings
+        shared = _branches.get((os.getpid(), run.run_id, settings))
+        if shared is None and instance.get_run_by_id(run.run_id) is None:
+            return
+        self._instance = instance_id(instance)
+        self._ended = lambda: (found := instance.get_run_by_id(run.run_id)) is None or found.is_finished
+        # From the start of the process: one that dies before it touches the lake would not be missed.
+        self._beat(branch_name(run.run_id), run.run_id)
+        if reference := checked_reference(run.run_id, run.tags):
+            # It sends heartbeats for a branch of its own, which never exists: publications wait for the run,
+            # so its death must be noticed.
+            self._pinned = reference
+            return
+        with _first_use:
+            bound = shared or self._bound(run, instance, context.log)
+            self._run_branch = _branches.setdefault((os.getpid(), run.run_id, settings), bound)
+        self._reads = ReadSet.of_run(instance, run, lambda: self.lakehouse.nessie, self.open_branch)
+        self._retries_parent = is_retry(run)
+        if self._retries_parent:
+            with contextlib.suppress(RetryNeedsFullRun):  # said again by the step that needs a table, if any
+                if self._run_branch.take_over():
+                    self.open_branch()
+
+    def teardown_after_execution(self, context: InitResourceContext) -> None:  # noqa: ARG002 - Dagster's signature
+        """Record the branch's head. Stop the heartbeat when no other resource here works on the branch."""
+        held, self._heartbeat = self._heartbeat, None
+        try:
+            if self._run_branch is not None:
+                self._run_branch.record_head()
+        finally:
+            if held is not None:
+                _heartbeats.give_back(held, self._ended)
+
+    def _bound(self, run: DagsterRun, instance: DagsterInstance, log: logging.Logger | None) -> RunBranch:
+        run_id, lake = run.run_id, self.lakehouse.settings.lake_id
+        retention = Retention.of(self.lakehouse.settings).tags()
+
+        def tags() -> Mapping[str, str]:
+            found = instance.get_run_by_id(run_id)
+            held = found.tags if found else {}
+            if opened_by(held, run_id) and held.get(LAKE_TAG, lake) != lake:
+                raise OneLakeOnly(
+                    "The run works on another lake already, and one run can be published to one lake only.",
+                    run_id=run_id,
+                    branch=held[BRANCH_TAG],
+                    hint="Materialise the assets of the two lakes in runs of their own.",
+                )
+            return held
+
+        def remember(new: Mapping[str, str]) -> None:
+            instance.add_run_tags(run_id, {**new, **retention, LAKE_TAG: lake})
+
+        def report_head(branch: str, hash_: str) -> None:
+            metadata = {BRANCH_HEAD: MetadataValue.text(hash_)}
+            report_engine_event(instance, f"Branch {branch} is at {hash_[:16]}.", run, metadata)
+
+        settings = self.lakehouse.settings
+        leases = RunLeases(
+            lambda: self.lakehouse.nessie,
+            instance,
+            run_id,
+            ExclusiveNames(),
+            lambda: HeartbeatStore.of(settings).all(),
+            interval_s=settings.heartbeat_interval_s,
+            wait_s=settings.exclusive_wait_s,
+            say=(log or _log).info,
+        )
+        return RunBranch(
+            lambda: self.lakehouse.nessie,
+            run_id,
+            tags=tags,
+            remember=remember,
+            inherit=lambda: inherited(self.lakehouse.nessie, instance, run),
+            direct_main=self.lakehouse.settings.when_unavailable == "direct_main",
+            warn=(log or _log).warning,
+            hold=leases.hold,
+            report_head=report_head,
+        )
+
+    @property
+    def lakehouse(self) -> Lakehouse:
+        """The connections of this process."""
+        if self._lakehouse is None:
+            self._lakehouse = Lakehouse(self.effective())
+        return self._lakehouse
+
+    @property
+    def run_branch(self) -> RunBranch | None:
+        """The branch of the current run; None outside a run."""
+        return self._run_branch
+
+    @property
+    def reads(self) -> ReadSet | None:
+        """Where the run's reads are noted down; None outside a run."""
+        return self._reads
+
+    def open_branch(self) -> str:
+        """The reference for reads and writes: the run's branch, made if needed, or `main` outside a run.
+
+        In a run that repeats checks for the publisher it is `name@hash`, which is read-only.
+        """
+        if self._run_branch is None:
+            return self._pinned or MAIN
+        place = self._run_branch.open()
+        if not place.unbranched:
+            self._beat(place.branch, self._run_branch.run_id)
+            self._undo_earlier_attempts(self._run_branch, place)
+        return place.branch
+
+    def _undo_earlier_attempts(self, branch: RunBranch, place: Place) -> None:
+        """Take out what earlier attempts of the running step wrote by their own code, at its first access."""
+        step = running_step()
+        key = step.key
+        if key is None or not (step.attempt > 1 or self._retries_parent):
+            return
+
+        def undo() -> None:
+            tables = undo_earlier_attempts(
+                self.lakehouse.nessie,
+                place.branch,
+                place.base_hash,
+                key,
+                TableFiles(self.lakehouse.settings.file_io_properties()).metadata,
+                {**self.maker(), CODE_OF_STEP: key},
+            )
+            if tables:
+                names = ", ".join(tables)
+                _log.warning("Took out the rows that an earlier attempt of step %s wrote to %s.", key, names)
+
+        branch.at_first_access(key, step.attempt, undo)
+
+    def require_writable(self) -> None:
+        """Raise ReadOnlyReference in a run that repeats checks for the publisher."""
+        if self._pinned is not None:
+            raise ReadOnlyReference(
+                "The run repeats checks for the publisher, and may not write.",
+                branch=self._pinned,
+                hint="Materialize the asset in a run of its own.",
+            )
+
+    def _beat(self, branch: str, run_id: str) -> None:
+        with _first_use:
+            if self._heartbeat is None:
+                settings = self.lakehouse.settings
+                beat = first_heartbeat(
+                    branch,
+                    run_id=run_id,
+                    interval_s=settings.heartbeat_interval_s,
+                    instance=self._instance or "",
+                )
+                try:
+                    store = HeartbeatStore.of(settings)
+                except (OSError, ValueError, ArrowException) as error:
+                    # Without a beat the reaper is only less patient; that must not fail the run.
+                    _log.warning("No heartbeat for %s: %s", branch, error)
+                    return
+                self._heartbeat = _heartbeats.take(store, beat)
+
+    def catalog(self) -> NessieCatalog:
+        """PyIceberg's catalogue on `open_branch()`. What a serializable asset loads is in the read set."""
+        on_load = self._reads.loaded if self._reads else None
+        ref, properties, step = self.open_branch(), self._commit_options(), running_step().key
+        if self._run_branch is not None:
+            self._run_branch.note_use_by_code()
+        if step is not None:
+            properties[f"{COMMIT_PROPERTY}{CODE_OF_STEP}"] = step
+        return self.lakehouse.catalog(ref, on_load=on_load, properties=properties)
+
+    def own_catalog(self) -> NessieCatalog:
+        """The same for the IO manager, which says itself what it reads (`provenance.tell_read`).
+
+        Its tables bring the namespaces that they need.
+        """
+        properties = {**self._commit_options(), NAMESPACE_CREATE: "true"}
+        return self.lakehouse.catalog(self.open_branch(), properties=properties)
+
+    def _commit_options(self) -> dict[str, str]:
+        return {f"{COMMIT_PROPERTY}{name}": value for name, value in self.maker().items()}
+
+    def session_conf(self) -> dict[str, str]:
+        """What Spark sessions of this run are to be opened with, beside the branch.
+
+        Spark's Nessie client writes no properties of ours into its commits, so the snapshots tell the maker.
+        """
+        return {f"spark.sql.iceberg.snapshot-property.{name}": value for name, value in self.maker().items()}
+
+    def maker(self) -> dict[str, str]:
+        """The properties of commits that name the Dagster instance and the run; empty outside a run.
+
+        The publisher recognizes the run's own commits on its branch by these properties.
+        """
+        if not self._instance or self._run_branch is None:
+            return {INSTANCE: self._instance} if self._instance else {}
+        return {INSTANCE: self._instance, RUN_ID: self._run_branch.run_id}
+
+
+def record_branch_heads(run_id: str) -> None:
+    """Record the heads of the branches that this run opened in this process, see `RunBranch.record_head`."""
+    for (process, owner, _), branch in list(_branches.items()):
+        if process == os.getpid() and owner == run_id:
+            branch.record_head()

@@ -1,0 +1,275 @@
+"""Retries: a run that continues its parent's branch, and a step that removes rows of an earlier attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from dagster import DagsterInstance, DagsterRun
+
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.model import (
+    Content,
+    ContentKey,
+    Delete,
+    IcebergTable,
+    LogEntry,
+    Operation,
+    Put,
+)
+from branchlake_dagster.runs.added_snapshots import (
+    ReadMetadata,
+    added_snapshots,
+    newest_locations,
+    tables_put,
+)
+from branchlake_dagster.runs.branch_owner import continuing_runs, is_retry, runs_on
+from branchlake_dagster.runs.claims import is_claimed
+from branchlake_dagster.runs.discarding import report_end, take_over
+from branchlake_dagster.runs.provenance import PREFIX
+from branchlake_dagster.runs.run_branch import branch_name, run_id_of
+from branchlake_dagster.runs.run_tags import CONTINUED, Place, base_hash_of, judged, place_of, publication_of
+from branchlake_dagster.tables.errors import RetryNeedsFullRun
+
+_HINT = "Re-execute all steps; the new run will start from today's main."
+
+
+def inherited(client: NessieClient, instance: DagsterInstance, run: DagsterRun) -> Place | None:
+    """Take over the work of the run that `run` retries, under `run`'s own branch name.
+
+    None when there is nothing to take over: `run` is no retry, or what it retries touched no table or wrote
+    to `main` directly. Raises RetryNeedsFullRun when the work is gone, was published already, or another
+    run is at it.
+    """
+    if not is_retry(run):
+        return None
+    place = _parents_place(client, instance, run)
+    if place is None or place.unbranched:
+        return None
+    _refuse_company(instance, run, place.branch)
+    # Asked after the company: a run that was at work then and has taken over since is seen here.
+    _refuse_second(instance, run, place.branch)
+    own = branch_name(run.run_id)
+    if take_over(client, place.branch, own) is None:
+        raise RetryNeedsFullRun(
+            "The branch of the run's parent is gone, and with it the outputs that a retry needs.",
+            branch=place.branch,
+            run_id=run.run_id,
+            hint=_HINT,
+        )
+    report_end(
+        instance,
+        run_id_of(place.branch),
+        place.branch,
+        verdict=CONTINUED,
+        reason=f"run {run.run_id} continues its work",
+    )
+    return Place(own, place.base_hash, continues=place.branch)
+
+
+def _parents_place(client: NessieClient, instance: DagsterInstance, run: DagsterRun) -> Place | None:
+    """Where the nearest ancestor worked that opened a branch, going up through retries only."""
+    parent = instance.get_run_by_id(run.parent_run_id) if run.parent_run_id else None
+    if parent is None:
+        raise RetryNeedsFullRun("Dagster does not know the run's parent.", run_id=run.run_id, hint=_HINT)
+    own = branch_name(parent.run_id)
+    place = place_of(parent.tags, parent.run_id)
+    if place is None and (base := base_hash_of(parent.tags, own)):
+        place = Place(own, base)
+    if place is None:
+        return _parents_place(client, instance, parent) if is_retry(parent) else None
+    if publication := publication_of(parent.tags, place.branch):
+        raise RetryNeedsFullRun(
+            f"The run's parent was published as {publication[:12]}, so there is nothing to continue.",
+            branch=place.branch,
+            run_id=run.run_id,
+            hint=_HINT,
+        )
+    told = place.unbranched or judged(parent.tags, place.branch)
+    if not told and (parent.is_success or is_claimed(client, place.branch)):
+        # Its rows may be on `main` already, or come there while the retry works on them too.
+        raise RetryNeedsFullRun(
+            "The run's parent waits for its verdict, so its work is not free to be continued.",
+            branch=place.branch,
+            run_id=run.run_id,
+            hint="Retry when its verdict is told.",
+        )
+    return place
+
+
+def _refuse_second(instance: DagsterInstance, run: DagsterRun, branch: str) -> None:
+    """The work is continued once, whatever the references say.
+
+    A clean-up that overlapped with the first retry leaves the parent's tag, and the parent's rows were once
+    published by two retries.
+    """
+    for _, other in continuing_runs(instance, [branch]):
+        if other.run_id != run.run_id:
+            raise RetryNeedsFullRun(
+                "The work of the run's parent was continued by another retry.",
+                branch=branch,
+                run_id=run.run_id,
+                hint=f"Run {other.run_id} continued it: retry that one.",
+            )
+
+
+def _refuse_company(instance: DagsterInstance, run: DagsterRun, branch: str) -> None:
+    """Two runs must not take over one branch; the older one may."""
+    for other in runs_on(instance, branch):
+        if other.run_id == run.run_id:
+            return
+        if not other.is_finished:
+            raise RetryNeedsFullRun(
+                f"Run {other.run_id} is at work on the branch of the run's parent.",
+                branch=branch,
+                run_id=run.run_id,
+                hint="Wait for that run.",
+            )
+
+
+CODE_OF_STEP = f"{PREFIX}code_of_step"
+"""The Dagster step whose own code wrote: a property of a commit, or an entry of a snapshot's summary.
+
+The session adds it to all its snapshots. Those of the IO manager name their step by `branchlake.step` too.
+"""
+_STEP = f"{PREFIX}step"
+"""In a snapshot's summary: the step whose value the IO manager wrote."""
+
+
+class _Writer(Enum):
+    """Who made a commit, as seen from one step."""
+
+    OWN_CODE = auto()
+    """The step's own code, in an earlier attempt."""
+    IO_MANAGER = auto()
+    """The IO manager, with the value of an earlier attempt of the step."""
+    NOBODY = auto()
+    """The commit does not name a writer and adds no rows, as Spark's CREATE TABLE."""
+    OTHER = auto()
+
+
+@dataclass
+class _TableHistory:
+    """The commits of one table since the first one of the step's own code, and its content before that."""
+
+    before: Content | None
+    now: Content | None = None
+    writers: set[_Writer] = field(default_factory=set)
+
+
+def undo_earlier_attempts(
+    client: NessieClient,
+    branch: str,
+    base_hash: str,
+    step: str,
+    read_metadata: ReadMetadata,
+    properties: Mapping[str, str],
+) -> tuple[str, ...]:
+    """Put the tables that earlier attempts of `step` wrote by their own code back as they were; their names.
+
+    All tables in one commit on the run's branch, with these `properties`. Costs three requests, and one file
+    for each commit since the base that names no step. Called at the first access to the lake by a step that
+    was attempted before.
+
+    Raises:
+        RetryNeedsFullRun: Another step wrote to one of the tables since. Nothing was changed then.
+        NessieConflict: Somebody committed to one of the tables at the same time. Nothing was changed.
+    """
+    head = client.reference(branch)
+    entries = list(client.log(head.pinned, since=base_hash, fetch_operations=True))
+    keys = {operation.key for entry in entries for operation in entry.operations}
+    at_base = client.contents(f"@{base_hash}", sorted(keys)) if keys else {}
+    histories = _own_tables(entries[::-1], dict(at_base), step, read_metadata)
+    for key, history in histories.items():
+        if _Writer.OTHER in history.writers:
+            raise RetryNeedsFullRun(
+                f"An earlier attempt of step {step} wrote to the table, and another step wrote to it since.",
+                table=key.name,
+                branch=branch,
+                hint="Re-execute all steps; the new run starts from today's main.",
+            )
+    operations = [_restored(key, history) for key, history in sorted(histories.items())]
+    if operations:
+        client.commit(
+            branch,
+            expected_hash=head.hash,
+            operations=operations,
+            message=f"Take out what an earlier attempt of step {step} wrote",
+            properties=properties,
+        )
+    return tuple(key.name for key in sorted(histories))
+
+
+def _own_tables(
+    oldest_first: Sequence[LogEntry],
+    contents: dict[ContentKey, Content],
+    step: str,
+    read_metadata: ReadMetadata,
+) -> dict[ContentKey, _TableHistory]:
+    """The tables that the step's own code changed and that still differ; `contents` are those at the base."""
+    snapshots = {
+        table.content_id or "": table.snapshot_id
+        for table in contents.values()
+        if isinstance(table, IcebergTable)
+    }
+    newest = newest_locations(reversed(oldest_first))
+    histories: dict[ContentKey, _TableHistory] = {}
+    for entry in oldest_first:
+        for operation in entry.operations:
+            key = operation.key
+            if not isinstance(operation, Put | Delete):
+                continue
+            writer = _writer_of(entry, operation, step, snapshots, read_metadata, newest)
+            if writer is _Writer.OWN_CODE and _is_table(operation, contents.get(key)):
+                histories.setdefault(key, _TableHistory(contents.get(key)))
+            if key in histories:
+                histories[key].writers.add(writer)
+                histories[key].now = operation.content if isinstance(operation, Put) else None
+                if histories[key].now == histories[key].before:
+                    del histories[key]  # an earlier attempt took its rows out
+            if isinstance(operation, Put):
+                contents[key] = operation.content
+            else:
+                contents.pop(key, None)
+        snapshots |= {table.content_id or "": table.snapshot_id for _, table in tables_put(entry)}
+    return histories
+
+
+def _is_table(operation: Put | Delete, before: Content | None) -> bool:
+    """Whether the operation is about a table: namespaces stay, another step may have put tables there."""
+    return isinstance(operation.content if isinstance(operation, Put) else before, IcebergTable)
+
+
+def _writer_of(
+    entry: LogEntry,
+    operation: Put | Delete,
+    step: str,
+    snapshots: dict[str, int],
+    read_metadata: ReadMetadata,
+    newest: Mapping[str, str],
+) -> _Writer:
+    properties = entry.commit.properties
+    if CODE_OF_STEP in properties:
+        return _Writer.OWN_CODE if properties[CODE_OF_STEP] == step else _Writer.OTHER
+    content = operation.content if isinstance(operation, Put) else None
+    if not isinstance(content, IcebergTable):
+        return _Writer.NOBODY
+    added = added_snapshots(content, snapshots, read_metadata, newest)
+    if added is None:
+        return _Writer.OTHER  # nobody can say any more
+    writers = {_writer_in(one.summary.additional_properties if one.summary else {}, step) for one in added}
+    for writer in (_Writer.OTHER, _Writer.OWN_CODE, _Writer.IO_MANAGER):
+        if writer in writers:
+            return writer
+    return _Writer.NOBODY
+
+
+def _writer_in(summary: Mapping[str, str], step: str) -> _Writer:
+    if _STEP in summary:
+        return _Writer.IO_MANAGER if summary[_STEP] == step else _Writer.OTHER
+    return _Writer.OWN_CODE if summary.get(CODE_OF_STEP) == step else _Writer.OTHER
+
+
+def _restored(key: ContentKey, history: _TableHistory) -> Operation:
+    return Delete(key) if history.before is None else Put(key, history.before)

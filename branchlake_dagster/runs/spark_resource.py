@@ -1,0 +1,148 @@
+"""The run's Spark session as a Dagster resource, configured through dagster-pyspark."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dagster import InitResourceContext
+from dagster_pyspark import PySparkResource
+from dagster_spark.utils import flatten_dict
+from pydantic import PrivateAttr
+from pyspark.sql import SparkSession
+
+from branchlake_dagster.internals.dagster import CopiedByFields
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.read_set import running_step
+from branchlake_dagster.runs.retries import CODE_OF_STEP
+from branchlake_dagster.spark.plan_reads import Scanned, watch
+from branchlake_dagster.spark.session import is_connect
+from branchlake_dagster.tables.errors import ReadsUnknown
+
+
+class BranchSparkResource(CopiedByFields, PySparkResource):
+    """dagster-pyspark's session resource, with a session per run that stands on the run's branch.
+
+    What `spark.spark_session.sql(…)` reads and writes in `nessie.<namespace>.<table>` is on that branch. The
+    session and the branch are made at their first use, and a Connect session is ended with the run. The base
+    class calls `getOrCreate()`: two runs in one process would share a session and its branch.
+
+    Args:
+        lakehouse (LakehouseResource): The lake; the same one that the IO manager has.
+        spark_config (Optional[Dict[str, Any]]): dagster-pyspark's: Spark settings, nested or dotted,
+            `spark.remote` included. (default: none)
+
+    Raises:
+        ReadsUnknown: From `spark_session`: a serializable asset asks for a classic session, whose reads
+            nobody can see.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+
+            from branchlake_dagster import BranchSparkResource
+
+            @dg.asset
+            def revenue(spark: BranchSparkResource):
+                return spark.spark_session.sql("SELECT shop, sum(price) FROM nessie.shop.sales GROUP BY shop")
+    """
+
+    lakehouse: LakehouseResource
+    spark_config: dict[str, Any] = {}  # noqa: RUF012 - a pydantic field, copied per instance
+
+    _holds: tuple[str, str] | None = PrivateAttr(default=None)
+
+    def setup_for_execution(self, context: InitResourceContext) -> None:
+        """Nothing yet: the session and the branch are made at their first use."""
+
+    def teardown_after_execution(self, context: InitResourceContext) -> None:  # noqa: ARG002 - Dagster's signature
+        """Give the session back; the last user of a run's session ends it on the server."""
+        key, self._holds, self._spark_session = self._holds, None, None
+        if key is not None:
+            _sessions.give_back(key)
+
+    @property
+    def spark_session(self) -> SparkSession:
+        """The session of this run; `spark.sql(…)` in it reads and writes the run's branch.
+
+        What a serializable asset reads with it is in its run's read set. Of a classic session that cannot
+        be known: ReadsUnknown.
+        """
+        self.lakehouse.open_branch()  # each step's access counts, also where the session is open already
+        if self.lakehouse.run_branch is not None:
+            self.lakehouse.run_branch.note_use_by_code()
+        session, reads = self.own_session(), self.lakehouse.reads
+        step = running_step().key
+        if step is not None and self._holds is not None:
+            _sessions.name_step(self._holds, step)
+        if reads is not None and not is_connect(session):
+            if reads.step().strict:
+                raise ReadsUnknown(
+                    "A serializable asset asks for a classic Spark session, whose reads nobody can see.",
+                    branch=self.lakehouse.open_branch(),
+                    hint="Use Spark Connect (session_kind=connect), load its inputs through the IO manager,"
+                    " or choose isolation snapshot.",
+                )
+            if reads.wanted():
+                reads.note(Scanned(untold=frozenset({"a classic Spark session"})))
+        return session
+
+    def own_session(self) -> SparkSession:
+        """The same for the IO manager, which says itself what it reads."""
+        if self._spark_session is None:
+            ref = self.lakehouse.open_branch()
+            conf = {key: str(value) for key, value in flatten_dict(self.spark_config)}  # type: ignore[no-untyped-call]
+            conf = self.lakehouse.session_conf() | conf
+            self._holds = (ref, repr(sorted(conf.items())))
+            self._spark_session = _sessions.take(self._holds, lambda: self._opened(ref, conf))
+        session: SparkSession = self._spark_session
+        return session
+
+    def _opened(self, ref: str, conf: Mapping[str, str]) -> SparkSession:
+        session = self.lakehouse.lakehouse.spark_session(ref, conf=conf)
+        reads = self.lakehouse.reads
+        if reads is not None and is_connect(session):
+            watch(session, reads.wanted, reads.note)
+        return session
+
+
+class _SharedSessions:
+    """The sessions of this process by branch and configuration, with the number of their users.
+
+    Dagster gives an asset and the IO manager a copy each of one resource; with a session each, a frame
+    read through one could not be joined with a frame of the other (SESSION_NOT_SAME).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[tuple[str, str], tuple[SparkSession, int]] = {}
+        self._steps: dict[tuple[str, str], str] = {}
+
+    def take(self, key: tuple[str, str], make: Callable[[], SparkSession]) -> SparkSession:
+        with self._lock:
+            session, users = self._open[key] if key in self._open else (make(), 0)
+            self._open[key] = (session, users + 1)
+            return session
+
+    def name_step(self, key: tuple[str, str], step: str) -> None:
+        """Let the snapshots that user code adds in this session name `step`."""
+        with self._lock:
+            if self._steps.get(key) != step and key in self._open:
+                session, _ = self._open[key]
+                session.conf.set(f"spark.sql.iceberg.snapshot-property.{CODE_OF_STEP}", step)
+                self._steps[key] = step
+
+    def give_back(self, key: tuple[str, str]) -> None:
+        with self._lock:
+            session, users = self._open.pop(key)
+            if users > 1:
+                self._open[key] = (session, users - 1)
+                return
+            self._steps.pop(key, None)
+            if is_connect(session):
+                session.stop()  # a classic session shares its JVM with the others
+
+
+_sessions = _SharedSessions()

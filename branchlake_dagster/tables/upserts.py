@@ -1,0 +1,288 @@
+"""Upserts by PyIceberg: the files that may hold one of the keys are found and written again."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyiceberg import types as ice
+from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression, GreaterThanOrEqual, In, LessThanOrEqual
+from pyiceberg.io.pyarrow import ArrowScan
+from pyiceberg.manifest import DataFile
+from pyiceberg.schema import Schema
+from pyiceberg.table import FileScanTask, Table
+
+from branchlake_dagster.history.file_facts import facts
+from branchlake_dagster.internals.pyiceberg import commit_files, data_files
+from branchlake_dagster.tables.arrow_frames import comparable, require_inside, require_unique
+from branchlake_dagster.tables.selection import Selection
+from branchlake_dagster.tables.specification import TableSpec
+from branchlake_dagster.tables.upsert_engine import (
+    CandidateFacts,
+    SparkReason,
+    TableFacts,
+    reason_of_candidates,
+    reason_of_table,
+    requires_values,
+)
+
+_MOST_LISTED = 200
+"""Values in a predicate: PyIceberg compares a longer list with no bounds and no partition."""
+_COUNTED: dict[type[ice.IcebergType], pa.DataType] = {
+    ice.DateType: pa.int32(),
+    ice.TimeType: pa.int64(),
+    ice.TimestampType: pa.int64(),
+    ice.TimestamptzType: pa.int64(),
+}
+"""Types whose bounds are whole numbers, and Arrow's type for those."""
+_BOUNDED = (ice.IntegerType, ice.LongType, ice.DecimalType, ice.StringType, ice.BinaryType, ice.UUIDType)
+"""Other types whose bounds are compared with keys."""
+
+
+def candidate_files(table: Table, keys: pa.Table) -> list[FileScanTask]:
+    """The data files in the current snapshot of `table` that may hold one of `keys`.
+
+    `keys` has the key columns only, in the table's types, without nulls and with at least one row. A file
+    that is left out holds none of them: its partition, or the bounds of a key column, prove it. Cost: the
+    manifests whose partitions may hold one of the keys.
+    """
+    row_filter: BooleanExpression = AlwaysTrue()
+    distinct = {name: pc.unique(comparable(keys[name])) for name in keys.column_names}
+    for name in keys.column_names:
+        row_filter = And(row_filter, _condition(name, keys[name], len(distinct[name])))
+    columns = [_SortedKeys(table, name, values) for name, values in distinct.items()]
+    tasks = table.scan(row_filter=row_filter).plan_files()
+    return [task for task in tasks if all(column.may_be_in(task.file) for column in columns)]
+
+
+def _condition(name: str, values: pa.ChunkedArray, distinct: int) -> BooleanExpression:
+    """A predicate that every row with one of the values meets."""
+    if distinct <= _MOST_LISTED:
+        return In(name, set(values.to_pylist()))
+    if isinstance(values.type, pa.BaseExtensionType) or pa.types.is_fixed_size_binary(values.type):
+        return AlwaysTrue()
+    ends = pc.min_max(values)
+    return And(GreaterThanOrEqual(name, ends["min"].as_py()), LessThanOrEqual(name, ends["max"].as_py()))
+
+
+class _SortedKeys:
+    """The distinct values of one key column, in order, to compare with the bounds of files."""
+
+    def __init__(self, table: Table, name: str, values: pa.Array) -> None:
+        self._specs = table.specs()
+        self._field = table.schema().find_field(name)
+        kind = self._field.field_type
+        self._values: _Ordered | None = None
+        if type(kind) in _COUNTED:
+            self._values = _Ordered(values.cast(_COUNTED[type(kind)]))
+        elif isinstance(kind, _BOUNDED):
+            self._values = _Ordered(values)
+
+    def may_be_in(self, file: DataFile) -> bool:
+        """Whether the file may hold one of the values. False is a proof, True is not."""
+        known = facts(file, self._field, self._specs[file.spec_id])
+        if known.all_null:
+            return False
+        if self._values is None:
+            return True
+        place = 0 if known.low is None else bisect_left(self._values, known.low)
+        return place < len(self._values) and (known.high is None or self._values[place] <= known.high)
+
+
+class _Ordered(Sequence[Any]):
+    """Values in ascending order. One becomes a Python object when it is asked for: a search needs few."""
+
+    def __init__(self, values: pa.Array) -> None:
+        self._values = values.take(pc.array_sort_indices(values))
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._values[place].as_py()
+
+
+def live_files(table: Table) -> tuple[int, bool]:
+    """How many data files the current snapshot has, and whether it has delete files.
+
+    Cost: one file, the manifest list.
+    """
+    data, deletes = 0, False
+    for count, deleting in _manifests(table):
+        data += 0 if deleting else count
+        deletes = deletes or (deleting and count > 0)
+    return data, deletes
+
+
+def _manifests(table: Table) -> Iterator[tuple[int, bool]]:
+    snapshot = table.current_snapshot()
+    for manifest in snapshot.manifests(table.io) if snapshot is not None else ():
+        counts = (manifest.added_files_count, manifest.existing_files_count)
+        # Version 1 of the format does not require the counts: then there may be files.
+        yield sum(1 if count is None else count for count in counts), manifest.content.name == "DELETES"
+
+
+_READERS = 8
+_ROW = "__branchlake_row"
+
+
+@dataclass(frozen=True)
+class UpsertPlan:
+    """An upsert that PyIceberg writes.
+
+    `matched` are the data files of `table` that hold a row with one of the frame's keys. `others` are the
+    rows of these files with other keys, a table for each file.
+    """
+
+    frame: pa.Table
+    table: Table
+    matched: tuple[FileScanTask, ...] = ()
+    others: tuple[pa.Table, ...] = ()
+
+
+def plan(
+    frame: pa.Table, table: Table, spec: TableSpec, selection: Selection | None
+) -> UpsertPlan | SparkReason:
+    """Decide which engine upserts `frame`, and for PyIceberg into which files.
+
+    Nothing is written. Rows are matched in the whole table, as by MERGE, not only in the run's partitions.
+
+    Args:
+        frame (pa.Table): At least one row, with the table's columns in the table's types.
+        table (Table): The table on the run's branch, which may have rows.
+        spec (TableSpec): Its `keys` are matched on.
+        selection (Optional[Selection]): The rows that the run may write. None: any.
+
+    Returns:
+        UpsertPlan | SparkReason: The plan for `write`, or why Spark has to do it. Cost: the manifests, the
+        key columns of the files whose bounds admit one of the keys, and the matched files. All rows of those
+        are held in memory.
+
+    Raises:
+        UpsertKeyInvalid: A key is null or occurs twice in the frame.
+        PartitionMismatch: The frame has rows outside `selection`.
+    """
+    if reason := reason_of_table(_table_facts(frame, table, spec)):
+        return reason
+    require_unique(frame, spec)
+    require_inside(frame, table.schema(), spec, selection)
+    candidates = candidate_files(table, frame.select(list(spec.keys)))
+    if reason := reason_of_candidates(_candidate_facts(candidates, columns=frame.num_columns)):
+        return reason
+    if not candidates:
+        return UpsertPlan(frame, table)
+    try:
+        return _matched(frame, table, spec, candidates)
+    except (ValueError, TypeError, NotImplementedError, pa.ArrowException):
+        # Files of other writers, such as files without field ids. What no engine can read, Spark reports.
+        return SparkReason.UNREADABLE
+
+
+def _matched(
+    frame: pa.Table, table: Table, spec: TableSpec, candidates: Sequence[FileScanTask]
+) -> UpsertPlan | SparkReason:
+    parts = _read(table, table.schema().select(*spec.keys), candidates)
+    rows = _matching_rows(_together(parts), frame, spec)
+    if rows.drop_nulls().is_duplicated().any():
+        return SparkReason.SHARED_KEYS
+    ends = np.cumsum([part.num_rows for part in parts])
+    numbers = np.unique(np.searchsorted(ends, rows.is_not_null().arg_true().to_numpy(), side="right"))
+    matched = tuple(candidates[number] for number in numbers)
+    return UpsertPlan(frame, table, matched, _other_rows(frame, table, spec, matched))
+
+
+def _other_rows(
+    frame: pa.Table, table: Table, spec: TableSpec, matched: Sequence[FileScanTask]
+) -> tuple[pa.Table, ...]:
+    """The rows of each file whose keys the frame has not, in the frame's types."""
+    if not matched:
+        return ()
+    parts = _read(table, table.schema(), matched)
+    keys = _together([part.select(list(spec.keys)) for part in parts])
+    others = _matching_rows(keys, frame, spec).is_null().to_arrow()
+    begin = 0
+    for number, part in enumerate(parts):  # in place, so that one file at a time is in memory twice
+        kept = part.filter(others.slice(begin, part.num_rows))
+        parts[number] = pa.table(
+            [kept[column.name].cast(column.type) for column in frame.schema], schema=frame.schema
+        )
+        begin += part.num_rows
+    return tuple(parts)
+
+
+def write(upsert: UpsertPlan, properties: Mapping[str, str]) -> Table:
+    """Write a planned upsert in one commit, and return the table after it.
+
+    Atomic: all rows are there afterwards, or none. The matched files are removed, and their other rows are
+    written again together with the frame's, one file for each partition (more from the table's target file
+    size on). The commit is not repeated if the table has changed meanwhile, because rows with the same keys
+    may have come: CommitFailedException.
+    """
+    table = upsert.table
+    rows = pa.concat_tables([upsert.frame, *upsert.others])
+    files = data_files(table.metadata, rows, table.io, commit=uuid.uuid4(), numbers=itertools.count())
+    removed = [task.file for task in upsert.matched]
+    return commit_files(table, added=files, removed=removed, properties=properties)
+
+
+def _together(parts: Sequence[pa.Table]) -> pa.Table:
+    """One table of several; scans differ in how they hold text."""
+    return pa.concat_tables(parts, promote_options="permissive")
+
+
+def _table_facts(frame: pa.Table, table: Table, spec: TableSpec) -> TableFacts:
+    schema, metadata = table.schema(), table.metadata
+    files, delete_files = live_files(table)
+    return TableFacts(
+        frame_rows=frame.num_rows,
+        keys=tuple(schema.find_type(key) for key in spec.keys),
+        format_version=metadata.format_version,
+        partition_specs=len(metadata.partition_specs),
+        partitioned_by=tuple(
+            (part.transform, schema.find_type(part.source_id)) for part in metadata.spec().fields
+        ),
+        sorted=not table.sort_order().is_unsorted,
+        required=requires_values(schema.fields),
+        delete_files=delete_files,
+        data_files=files,
+        properties=metadata.properties,
+    )
+
+
+def _candidate_facts(candidates: Sequence[FileScanTask], *, columns: int) -> CandidateFacts:
+    files = [task.file for task in candidates]
+    return CandidateFacts(
+        formats=frozenset(file.file_format.name for file in files),
+        size=sum(file.file_size_in_bytes for file in files),
+        values=sum(file.record_count for file in files) * columns,
+        partitions=len({file.partition for file in files}),
+    )
+
+
+def _read(table: Table, columns: Schema, tasks: Sequence[FileScanTask]) -> list[pa.Table]:
+    """The columns of each file, in the order of `tasks`."""
+
+    def rows(task: FileScanTask) -> pa.Table:
+        return ArrowScan(table.metadata, table.io, columns, AlwaysTrue()).to_table([task])
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        return list(pool.map(rows, tasks))
+
+
+def _matching_rows(rows: pa.Table, frame: pa.Table, spec: TableSpec) -> pl.Series:
+    """For each of `rows`, the number of the frame's row with the same key; null if there is none."""
+    keys = _key_columns(frame, spec).with_row_index(_ROW)
+    return _key_columns(rows, spec).join(keys, on=list(spec.keys), how="left", maintain_order="left")[_ROW]
+
+
+def _key_columns(rows: pa.Table, spec: TableSpec) -> pl.DataFrame:
+    return pl.DataFrame({key: pl.Series(pl.from_arrow(comparable(rows[key]))) for key in spec.keys})
