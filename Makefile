@@ -94,7 +94,7 @@ lock: setup  ## resolve both locks anew
 
 # Without `setup`, which fetches jars and refuses those that are not locked yet.
 lock-jars:  ## write the SHA-256 of each jar, after a version in the package has changed
-	$(BIN)/python -m branchlake_dagster.cli.local.lock_jars
+	$(BIN)/python -m branchlake_dagster.cli.lock_jars
 
 clean:  ## stop the servers and remove everything that was made here
 	-$(BIN)/branchlake down

@@ -25,14 +25,13 @@ if TYPE_CHECKING:
     from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
     from branchlake_dagster.incremental.declaration import consumes, keys, range_, rows
     from branchlake_dagster.incremental.sql_changes import Changes, consume
-    from branchlake_dagster.ingest.converting.avro import Avro, RegistryAvro
-    from branchlake_dagster.ingest.converting.formats import Decoded, Json
-    from branchlake_dagster.ingest.converting.protobuf import protobuf
-    from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
-    from branchlake_dagster.ingest.positions.start import CommittedOffsets, StartingOffsets
-    from branchlake_dagster.ingest.running.definitions import ingest_definitions
-    from branchlake_dagster.ingest.valid_through.check import published_through_check
-    from branchlake_dagster.ingest.valid_through.condition import published_through
+    from branchlake_dagster.ingest.binary_formats import Avro, RegistryAvro, protobuf
+    from branchlake_dagster.ingest.declaration import Ingest, IngestTable
+    from branchlake_dagster.ingest.definitions import ingest_definitions
+    from branchlake_dagster.ingest.formats import Decoded, Json
+    from branchlake_dagster.ingest.planning import CommittedOffsets, StartingOffsets
+    from branchlake_dagster.ingest.published_through import published_through
+    from branchlake_dagster.ingest.published_through_check import published_through_check
     from branchlake_dagster.io_manager.io_manager import NessieBranchIOManager
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.launching.launcher import WarmRunLauncher
@@ -149,26 +148,26 @@ _HOMES = {
         "Changes",
         "consume",
     ),
-    "ingest.converting.avro": (
+    "ingest.binary_formats": (
         "Avro",
         "RegistryAvro",
+        "protobuf",
     ),
-    "ingest.converting.formats": (
-        "Decoded",
-        "Json",
-    ),
-    "ingest.converting.protobuf": ("protobuf",),
-    "ingest.declaring.declaration": (
+    "ingest.declaration": (
         "Ingest",
         "IngestTable",
     ),
-    "ingest.positions.start": (
+    "ingest.definitions": ("ingest_definitions",),
+    "ingest.formats": (
+        "Decoded",
+        "Json",
+    ),
+    "ingest.planning": (
         "CommittedOffsets",
         "StartingOffsets",
     ),
-    "ingest.running.definitions": ("ingest_definitions",),
-    "ingest.valid_through.check": ("published_through_check",),
-    "ingest.valid_through.condition": ("published_through",),
+    "ingest.published_through": ("published_through",),
+    "ingest.published_through_check": ("published_through_check",),
     "io_manager.io_manager": ("NessieBranchIOManager",),
     "lakehouse.lakehouse": ("Lakehouse",),
     "launching.launcher": ("WarmRunLauncher",),

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import requests
 
-from branchlake_dagster.cli.local.dagster_dev import dagster_dev
-from branchlake_dagster.cli.local.home import dagster_home
+from branchlake_dagster.cli.dagster_home import dagster_dev, dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 
 LAUNCH = """

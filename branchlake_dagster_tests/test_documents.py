@@ -167,7 +167,7 @@ def test_module_paths_that_users_have_stored_stay_importable(path: str) -> None:
 def test_stored_module_paths_are_listed() -> None:
     """A path that our own configuration or a template brings to users is one that they store."""
     brought = {path for page in CONFIGURATION if page.suffix != ".py" for path in paths_in(page.read_text())}
-    own = {"branchlake_dagster.cli.local.lock_jars"}  # of our Makefile alone
+    own = {"branchlake_dagster.cli.lock_jars"}  # of our Makefile alone
     assert {path for path in brought if ".egg" not in path} - own - {*STORED_PATHS} == set()
 
 

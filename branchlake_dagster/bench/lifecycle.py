@@ -17,9 +17,8 @@ from branchlake_dagster.bench.daemon.floor import floor_seconds
 from branchlake_dagster.bench.daemon.materialise import measure as materialise_figures
 from branchlake_dagster.bench.daemon.ui import BenchFailed, launch_run
 from branchlake_dagster.bench.own_lake import own_lake
-from branchlake_dagster.cli.local.dagster_dev import dagster_dev
-from branchlake_dagster.cli.local.demo import plan_for
-from branchlake_dagster.cli.local.home import dagster_home
+from branchlake_dagster.cli.dagster_home import dagster_dev, dagster_home
+from branchlake_dagster.cli.demo import plan_for
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.ledger import Publication, publications
 from branchlake_dagster.runs.run_tags import REASON_TAG

@@ -12,12 +12,12 @@ from typing import Any
 import click
 from pydantic import ValidationError
 
+from branchlake_dagster.cli import backfill_commands as commands
+from branchlake_dagster.cli import column_commands as columns
 from branchlake_dagster.cli import reprocess, sql
-from branchlake_dagster.cli.columns import commands as columns
+from branchlake_dagster.cli.command_settings import MODULE_HELP, command_settings
 from branchlake_dagster.cli.conjunctions import commands as conjunctions
 from branchlake_dagster.cli.ending import ending_cleanly, interrupts_for_us_alone
-from branchlake_dagster.cli.incremental import commands
-from branchlake_dagster.cli.local.command_settings import MODULE_HELP, command_settings
 from branchlake_dagster.cli.receiving import commands as receiving
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.settings import Settings
@@ -94,7 +94,7 @@ def fetch(to: str | None, prepare: bool) -> None:
         for path in copied(jars, Path(to)):
             click.echo(path)
     if prepare:
-        from branchlake_dagster.cli.local.rehearsal import prepare_starts
+        from branchlake_dagster.cli.server_starts import prepare_starts
 
         try:
             prepare_starts(Settings(), say=say)
@@ -126,7 +126,7 @@ def up(module: str | None, also: tuple[str, ...]) -> None:
 
     Servers that run already are left alone. DAGSTER_HOME is prepared as well, and printed.
     """
-    from branchlake_dagster.cli.local.home import dagster_home
+    from branchlake_dagster.cli.dagster_home import dagster_home
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.lakehouse.web_page import nessie_page, rest_catalogue
 
@@ -141,7 +141,7 @@ def up(module: str | None, also: tuple[str, ...]) -> None:
     click.echo(f"Lake     {settings.warehouse_uri}")
     click.echo(f"Dagster  DAGSTER_HOME={home}")
     if "kafka" in also:
-        from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
+        from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
 
         kafka = EmbeddedKafka(settings, say=say)
         click.echo(f"Kafka    {kafka.up()}")
@@ -153,9 +153,9 @@ def up(module: str | None, also: tuple[str, ...]) -> None:
 @_location
 def down(module: str | None) -> None:
     """Stop the embedded servers; data is kept."""
-    from branchlake_dagster.cli.still_used import still_used
+    from branchlake_dagster.cli.status import still_used
     from branchlake_dagster.embedded.servers import EmbeddedServers
-    from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
+    from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
 
     settings = command_settings(module).settings
     if warning := still_used(settings):
@@ -197,15 +197,15 @@ def consumers(asset: str | None, partitions: bool, module: str | None, as_json: 
     why no run is launched for it.
     """
     if asset is None and not partitions:
-        from branchlake_dagster.cli.incremental.consumers import gather, show
+        from branchlake_dagster.cli.consumers import gather, show
 
         found = gather(command_settings(module).settings)
         click.echo(json.dumps(found, indent=2)) if as_json else show(found)
         return
     from datetime import UTC, datetime
 
-    from branchlake_dagster.cli.incremental.backfill import place
-    from branchlake_dagster.cli.incremental.partitions import as_dicts, gather_partitions, show_partitions
+    from branchlake_dagster.cli.backfill import place
+    from branchlake_dagster.cli.consumers import as_dicts, gather_partitions, show_partitions
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 
     at = datetime.now(UTC)
@@ -224,7 +224,7 @@ def doctor(module: str | None, as_json: bool) -> None:
 
     Says what to do about each thing that is wrong. Starts nothing; the exit code is 1 if something is wrong.
     """
-    from branchlake_dagster.cli.doctor.command import as_dict, examine, show
+    from branchlake_dagster.cli.doctor import as_dict, examine, show
 
     chosen = command_settings(module)
     found = examine(chosen.settings, chosen.source, chosen.trouble)
@@ -253,8 +253,8 @@ def reap(module: str | None, dry_run: bool, names: tuple[str, ...]) -> None:
     """
     from dagster import DagsterInstance
 
-    from branchlake_dagster.cli.local.home import dagster_home
-    from branchlake_dagster.cli.local.location import format_settings
+    from branchlake_dagster.cli.dagster_home import dagster_home
+    from branchlake_dagster.cli.location import format_settings
     from branchlake_dagster.cli.reaping import show
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.publication.cleanup_jobs import end_named, reap_branches, sweep_discarded
@@ -326,7 +326,7 @@ def demo(as_json: bool, catalogue: tuple[str, ...], more: tuple[str, ...]) -> No
 
     --catalogue FILE… takes real TLE or OMM files (.gz too); without it 2,000 objects are simulated.
     """
-    from branchlake_dagster.cli.local.starting import Starting
+    from branchlake_dagster.cli.server_starts import Starting
 
     settings, files = Settings(), [*catalogue, *more]
     with interrupts_for_us_alone():
@@ -334,7 +334,7 @@ def demo(as_json: bool, catalogue: tuple[str, ...], more: tuple[str, ...]) -> No
             say("Six runs, one of which the gate blocks: about a minute on 2 idle cores.")
         starting = Starting(settings, say=say)
         # Late: it takes as long as the servers do.
-        from branchlake_dagster.cli.local.demo import run_demo, show
+        from branchlake_dagster.cli.demo import run_demo, show
 
         result = run_demo(settings, files, say=say, starting=starting)
     click.echo(json.dumps(result.as_dict(), indent=2)) if as_json else show(result)

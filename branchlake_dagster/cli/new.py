@@ -9,7 +9,7 @@ from importlib.metadata import distribution
 from importlib.resources import files
 from pathlib import Path
 
-from branchlake_dagster.cli.local.home import prepare_home
+from branchlake_dagster.cli.dagster_home import prepare_home
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.extras import DISTRIBUTION
 

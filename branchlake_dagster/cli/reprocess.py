@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from branchlake_dagster.cli.local.command_settings import MODULE_HELP
+from branchlake_dagster.cli.command_settings import MODULE_HELP
 from branchlake_dagster.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from branchlake_dagster.ingest.batch.reprocess import Chosen
+    from branchlake_dagster.ingest.reprocessing import Chosen
 
 
 def add_to(main: click.Group) -> None:
@@ -43,7 +43,7 @@ def add_to(main: click.Group) -> None:
         One run of the ingestion does it, on a branch of its own, gated and published as any other. What
         fails again is a new dead letter. Letters of tables whose rows are merged are left out.
         """
-        from branchlake_dagster.ingest.batch.reprocess import Chosen
+        from branchlake_dagster.ingest.reprocessing import Chosen
 
         chosen = Chosen(kinds, table, _utc(since), _utc(until))
         counts, run_id = _put_back(ingestion, module, chosen, dry_run=dry_run)
@@ -69,11 +69,11 @@ def _put_back(
     """How many letters are chosen by table and kind, and the run that has put them back."""
     from dagster import DagsterInstance
 
-    from branchlake_dagster.cli.local.home import dagster_home
-    from branchlake_dagster.cli.local.location import required_location
-    from branchlake_dagster.ingest.batch.before import known_tables
-    from branchlake_dagster.ingest.batch.reprocess import waiting_letters
-    from branchlake_dagster.ingest.running.batch_assets import INGESTION_TAG, REPROCESS_TAG, declared
+    from branchlake_dagster.cli.dagster_home import dagster_home
+    from branchlake_dagster.cli.location import required_location
+    from branchlake_dagster.ingest.batch_assets import INGESTION_TAG, REPROCESS_TAG, declared
+    from branchlake_dagster.ingest.batch_context import known_tables
+    from branchlake_dagster.ingest.reprocessing import waiting_letters
     from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 
     location, lake_settings = required_location(module)

@@ -10,7 +10,7 @@ from dagster import DagsterInstance, DagsterRun
 from rich.console import Console
 from rich.table import Table
 
-from branchlake_dagster.cli.local.home import dagster_home
+from branchlake_dagster.cli.dagster_home import dagster_home
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.parked_runs import give_up, retry, set_aside

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from branchlake_dagster.cli.local.command_settings import MODULE_HELP, command_settings
+from branchlake_dagster.cli.command_settings import MODULE_HELP, command_settings
 
 _FORMATS = ("table", "csv", "arrow")
 

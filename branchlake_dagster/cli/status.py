@@ -1,21 +1,24 @@
-"""`branchlake status`: what runs, and every run branch with its run's state and its age."""
+"""`branchlake status`, and who still uses the servers."""
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from dagster import DagsterInstance
 from rich.console import Console
 from rich.table import Table
 
-from branchlake_dagster.cli.local.command_settings import ENVIRONMENT
-from branchlake_dagster.cli.local.home import dagster_home
+from branchlake_dagster.cli.command_settings import ENVIRONMENT
+from branchlake_dagster.cli.dagster_home import dagster_home
 from branchlake_dagster.embedded.servers import NESSIE, SPARK
-from branchlake_dagster.ingest.kafka.broker import KAFKA, EmbeddedKafka
+from branchlake_dagster.ingest.embedded_kafka import KAFKA, EmbeddedKafka
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.web_page import nessie_page
 from branchlake_dagster.publication.ledger import publications
@@ -183,3 +186,33 @@ def _show_publications(console: Console, rows: Sequence[dict[str, Any]]) -> None
         table.add_row(row["publication"][:16], row["run_id"], row["verdict"], tables)
     if console.width >= _ROOMY:
         console.print(table)
+
+
+_RECENT_S = 45.0
+"""Dagster's daemon writes a heartbeat every 30 s."""
+
+
+def still_used(settings: Settings) -> str | None:
+    """What will happen to a Dagster daemon that works on this lake, in words; None if none does.
+
+    It is known by its heartbeat in Dagster's storage, wherever it runs; so one that ended less than 45 s ago
+    may still run as far as this can tell, and the text says so. No Dagster home is made here.
+    """
+    home = Path(os.environ.get("DAGSTER_HOME") or settings.state_dir / "dagster")
+    if not (home / "dagster.yaml").exists():
+        return None
+    os.environ["DAGSTER_HOME"] = str(home.absolute())
+    from dagster import DagsterInstance, DagsterRunStatus, RunsFilter
+
+    with DagsterInstance.get() as instance:
+        beats = [beat.timestamp for beat in instance.get_daemon_heartbeats().values()]
+        running = instance.get_runs_count(RunsFilter(statuses=[DagsterRunStatus.STARTED]))
+    ages = [time.time() - beat for beat in beats]
+    if not ages or min(ages) > _RECENT_S:
+        return None
+    runs = f" Its {counted(running, 'running run')} will fail." if running else ""
+    return (
+        f"A Dagster daemon worked on this lake {min(ages):.0f} s ago.{runs} If you have not ended it since,"
+        " its publication sensor and its runs start the servers again within seconds: end `dagster dev` first"
+        " for them to stay down."
+    )

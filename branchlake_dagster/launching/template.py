@@ -1,10 +1,4 @@
-"""A warm process: it has loaded one code location, and forks a worker for each run it is asked for.
-
-Started by the launcher as `python -m branchlake_dagster.launching.template DESCRIPTOR`, with one end of a
-socket pair. It opens no storage and no connection and runs no thread, since a fork would share them. It ends
-when the launcher's end is closed (so also when that process dies) and its last worker has ended: it is the
-parent that learns how a worker ended.
-"""
+"""A warm process: it has loaded one code location, and forks a worker for each run."""
 
 from __future__ import annotations
 
@@ -15,12 +9,14 @@ import selectors
 import signal
 import socket
 import sys
+import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from branchlake_dagster.internals.dagster_launching import (
@@ -33,9 +29,44 @@ from branchlake_dagster.internals.dagster_launching import (
 )
 from branchlake_dagster.internals.dagster_sqlite import remember_engines, remember_revisions
 from branchlake_dagster.internals.json_channel import ChannelClosed, receive, send
-from branchlake_dagster.launching.leaving import leave, open_files
-from branchlake_dagster.launching.sources import Stamp, changed, imported_sources
-from branchlake_dagster.launching.worker import SETTLED, Run, execute, report_crash
+from branchlake_dagster.launching.worker import SETTLED, Run, execute, leave, open_files, report_crash
+
+Stamp = tuple[int, int]
+"""Time of the last change in nanoseconds, and size in bytes."""
+
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def imported_sources(
+    modules: Iterable[ModuleType], *, began_ns: int, ended_ns: int
+) -> dict[Path, Stamp | None]:
+    """The files of imported modules that a user may edit: not those of installed packages.
+
+    A file that was written while the imports went on (two times of `time.time_ns`) has no stamp: nobody knows
+    which of its versions was read, so it counts as changed.
+    """
+    found: dict[Path, Stamp | None] = {}
+    for module in modules:
+        name = getattr(module, "__file__", None)
+        if isinstance(name, str) and name.endswith(".py") and not name.startswith(_INSTALLED):
+            stamp = _stamp(path := Path(name))
+            if stamp is not None:
+                found[path] = None if began_ns <= stamp[0] <= ended_ns else stamp
+    return found
+
+
+def changed(known: Mapping[Path, Stamp | None]) -> list[Path]:
+    """Those of the files that were written or deleted since."""
+    return [path for path, stamp in known.items() if stamp is None or _stamp(path) != stamp]
+
+
+def _stamp(path: Path) -> Stamp | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
 
 _LATE = {
     "branchlake_dagster.nessie": ("branchlake_dagster.nessie.json_codec",),

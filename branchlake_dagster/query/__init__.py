@@ -4,7 +4,6 @@ Nothing here starts a server or writes to the lake.
 """
 
 from branchlake_dagster.query.connection import LakeReader, QueryResult, connect
-from branchlake_dagster.query.errors import QueryFailed, TableNotThere
-from branchlake_dagster.query.reference import Where
+from branchlake_dagster.query.reference import QueryFailed, TableNotThere, Where
 
 __all__ = ["LakeReader", "QueryFailed", "QueryResult", "TableNotThere", "Where", "connect"]

@@ -16,9 +16,8 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.lakehouse.sql_names import quoted, sql_name
 from branchlake_dagster.nessie.model import ContentKey
 from branchlake_dagster.query.dataset import IcebergDataset
-from branchlake_dagster.query.errors import QueryFailed
 from branchlake_dagster.query.names import Path, named_tables, resolve, table_keys
-from branchlake_dagster.query.reference import Where
+from branchlake_dagster.query.reference import QueryFailed, Where
 from branchlake_dagster.settings import Settings
 
 if TYPE_CHECKING:

@@ -1,25 +1,83 @@
-"""An Iceberg table as a PyArrow dataset that is read when DuckDB asks, by the columns and files it needs.
-
-DuckDB gives the columns and the filter of a query to whatever is a `pyarrow.dataset.Dataset`. PyIceberg reads
-the files, because it knows about row-level deletes, renamed columns and promoted types.
-"""
+"""An Iceberg table as a PyArrow dataset for DuckDB, which reads the columns and files that a query needs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
+from pyarrow.fs import LocalFileSystem
 from pyiceberg.expressions import AlwaysTrue
 from pyiceberg.io.pyarrow import ArrowScan, schema_to_pyarrow
+from pyiceberg.manifest import DataFile
+from pyiceberg.partitioning import PartitionSpec
+from pyiceberg.schema import Schema
 from pyiceberg.table import Table
+from pyiceberg.table.metadata import TableMetadata
+from pyiceberg.types import (
+    DateType,
+    DecimalType,
+    IntegerType,
+    LongType,
+    NestedField,
+    StringType,
+    TimestampType,
+    TimestamptzType,
+)
 
-from branchlake_dagster.query.errors import QueryFailed
-from branchlake_dagster.query.pruning import possible
+from branchlake_dagster.history.file_facts import facts
+from branchlake_dagster.query.reference import QueryFailed
 
 if TYPE_CHECKING:
     from pyiceberg.table import FileScanTask
+
+_BOUNDED = (IntegerType, LongType, DateType, DecimalType, StringType, TimestampType, TimestamptzType)
+"""Not floats: their bounds leave NaN out, which DuckDB sorts above every number."""
+
+
+def possible(
+    tasks: Sequence[FileScanTask], metadata: TableMetadata, arrow_schema: pa.Schema, condition: ds.Expression
+) -> list[FileScanTask]:
+    """The tasks whose file may hold a row for which `condition` is true."""
+    specs = metadata.specs()
+    fields = [
+        (field, schema_to_pyarrow(Schema(field)).types[0])
+        for field in metadata.schema().fields
+        if isinstance(field.field_type, _BOUNDED)
+    ]
+    parquet, files = ds.ParquetFileFormat(), LocalFileSystem()
+    fragments = [
+        parquet.make_fragment(
+            str(number), files, partition_expression=_promise(task.file, specs[task.file.spec_id], fields)
+        )
+        for number, task in enumerate(tasks)
+    ]
+    dataset = ds.FileSystemDataset(fragments, arrow_schema, parquet, files)
+    return [tasks[int(fragment.path)] for fragment in dataset.get_fragments(filter=condition)]
+
+
+def _promise(
+    file: DataFile, spec: PartitionSpec, fields: Iterable[tuple[NestedField, pa.DataType]]
+) -> ds.Expression:
+    """What is true of every row of the file."""
+    promise = pa.compute.scalar(True)
+    for field, kind in fields:
+        known, column = facts(file, field, spec), ds.field(field.name)
+        if known.all_null:
+            promise = promise & column.is_null()
+        elif known.low is not None and known.high is not None:
+            within = (column >= _scalar(known.low, kind)) & (column <= _scalar(known.high, kind))
+            promise = promise & (within if known.no_null else within | column.is_null())
+    return promise
+
+
+def _scalar(value: Any, kind: pa.DataType) -> pa.Scalar:
+    # Iceberg counts days and microseconds.
+    if isinstance(value, int):
+        return pa.scalar(value, pa.int32() if pa.types.is_date(kind) else pa.int64()).cast(kind)
+    return pa.scalar(value, kind)
+
 
 _TOGETHER = 64 << 20
 """Bytes of small files that are read at the same time. A larger file is read alone, to bound the memory."""

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from branchlake_dagster.lakehouse.sql_names import sql_name
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
-from branchlake_dagster.query.errors import QueryFailed, TableNotThere
-from branchlake_dagster.query.reference import Where
+from branchlake_dagster.query.reference import QueryFailed, TableNotThere, Where
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection

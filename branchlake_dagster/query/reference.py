@@ -1,4 +1,7 @@
-"""Which state of the lake is read: `main`, a branch or tag, a run, or `main` as it was."""
+"""Which state of the lake is read: `main`, a branch, a tag, a run, or `main` as it was."""
+
+# Named like the other outcomes of the package.
+# ruff: noqa: N818
 
 from __future__ import annotations
 
@@ -6,15 +9,27 @@ import re
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieNotFound, ReferenceNotFound
 from branchlake_dagster.nessie.model import Reference
 from branchlake_dagster.publication.ledger import RUN_ID, publications_in
-from branchlake_dagster.query.errors import NoSuchState
 from branchlake_dagster.runs.branch_names import DISCARDED_PREFIX, SWEEPING_PREFIX
 from branchlake_dagster.settings import RUN_BRANCH_PREFIX
+
+
+class QueryFailed(BranchlakeError, Terminal):
+    """The SQL cannot be run; the text quotes DuckDB."""
+
+
+class TableNotThere(QueryFailed):
+    """The SQL names a table that the lake does not have at that reference."""
+
+
+class NoSuchState(BranchlakeError, Terminal):
+    """No branch, run or moment of that name is in the lake."""
+
 
 _RUN_ID = re.compile(r"[0-9a-f]{6}[0-9a-f-]{0,30}")
 _HASH = re.compile(r"[0-9a-f]{8,64}")

@@ -1,4 +1,4 @@
-"""A throw-away lake in a test's hands: run assets, publish runs, read tables."""
+"""A throw-away lake for tests: run assets, publish runs, read tables."""
 
 from __future__ import annotations
 
@@ -8,21 +8,58 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 import polars as pl
 import pyarrow as pa
+from dagster import ConfigurableIOManagerFactory, ConfigurableResource
 from pyiceberg.exceptions import NoSuchTableError
 
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.io_manager.io_manager import NessieBranchIOManager
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.publication.publish import RunOutcome, publish
 from branchlake_dagster.runs.branch_names import DISCARDED_PREFIX
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.tables.errors import TableMissing
 from branchlake_dagster.tables.specification import identifier_of, table_name
-from branchlake_dagster.testing.rebinding import standing_on
 
 if TYPE_CHECKING:
     from branchlake_dagster.internals.dagster import CoercibleToAssetSelection
+
+_CONFIGURABLE = (ConfigurableResource, ConfigurableIOManagerFactory)
+
+
+def standing_on(lakehouse: LakehouseResource, resources: Mapping[str, Any]) -> dict[str, Any]:
+    """`resources` with `lakehouse` in place of every lake, also inside others; those of ours that lack.
+
+    A resource that others share stays shared.
+    """
+    made: dict[int, Any] = {}
+    found = {key: _rebound(one, lakehouse, made) for key, one in resources.items()}
+    spark = BranchSparkResource(lakehouse=lakehouse)
+    defaults = {
+        "lakehouse": lakehouse,
+        "spark": spark,
+        "io_manager": NessieBranchIOManager(lakehouse=lakehouse, spark=spark),
+    }
+    return defaults | found
+
+
+def _rebound(resource: Any, lakehouse: LakehouseResource, made: dict[int, Any]) -> Any:
+    if isinstance(resource, LakehouseResource):
+        return lakehouse
+    if not isinstance(resource, _CONFIGURABLE):
+        return resource
+    if id(resource) not in made:
+        fields = {name: getattr(resource, name) for name in type(resource).model_fields}
+        new = {
+            name: _rebound(value, lakehouse, made) if isinstance(value, _CONFIGURABLE) else value
+            for name, value in fields.items()
+        }
+        changed = any(new[name] is not fields[name] for name in fields)
+        made[id(resource)] = type(resource)(**new) if changed else resource
+    return made[id(resource)]
+
 
 Run = str | dg.ExecuteInProcessResult | dg.DagsterRun
 """A run, by its id or by what Dagster gave back."""

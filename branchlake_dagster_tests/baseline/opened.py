@@ -10,7 +10,7 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.cli.local.home import dagster_home
+from branchlake_dagster.cli.dagster_home import dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.receivers.landing_sink import LandingSink
 from branchlake_dagster.receivers.records import Origin, Record

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from branchlake_dagster.automation.approve_backfill import approve
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.incremental.positions import CONSUMED, Consumed
-from branchlake_dagster.ingest.positions.recorded import Recorded, ingestions_in
+from branchlake_dagster.ingest.offsets import Recorded, ingestions_in
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.publication.ledger import publications
 from branchlake_dagster.publication.outcome import PublicationAction

@@ -21,8 +21,8 @@ from uuid import uuid4
 import dagster as dg
 
 from branchlake_dagster.automation.backfill_launch import launch, launch_again
-from branchlake_dagster.ingest.batch.reprocess import Chosen
-from branchlake_dagster.ingest.running.batch_assets import REPROCESS_TAG
+from branchlake_dagster.ingest.batch_assets import REPROCESS_TAG
+from branchlake_dagster.ingest.reprocessing import Chosen
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieUnavailable

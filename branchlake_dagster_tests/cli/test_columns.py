@@ -20,7 +20,7 @@ from pyiceberg.types import LongType, NestedField, StringType, StructType, Times
 
 from branchlake_dagster import consumes, keys, table_metadata
 from branchlake_dagster.cleanup.reaper_rules import ReapingAction
-from branchlake_dagster.cli.columns.dependents import columns_of_asset, dependents_in_code
+from branchlake_dagster.cli.column_dependents import columns_of_asset, dependents_in_code
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.errors import NessieOutcomeUnknown

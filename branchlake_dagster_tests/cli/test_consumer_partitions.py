@@ -17,13 +17,8 @@ from rich.console import Console
 from branchlake_dagster import incremental_sensor
 from branchlake_dagster.automation.incremental_sensor import DeclaredSensor, declared_sensors
 from branchlake_dagster.automation.launch_decision import LaunchPolicy, LaunchState
-from branchlake_dagster.cli.incremental.backfill import Place
-from branchlake_dagster.cli.incremental.partitions import (
-    as_dicts,
-    gather_partitions,
-    missing_ticks,
-    show_partitions,
-)
+from branchlake_dagster.cli.backfill import Place
+from branchlake_dagster.cli.consumers import as_dicts, gather_partitions, missing_ticks, show_partitions
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.internals.dagster import SensorTicks
@@ -77,7 +72,7 @@ def place(p: Project, policy: LaunchPolicy, daily: Daily) -> Place:
 
 def ticked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "branchlake_dagster.cli.incremental.partitions.sensor_ticks",
+        "branchlake_dagster.cli.consumers.sensor_ticks",
         lambda *_: SensorTicks(started=None, ticked=True),
     )
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.automation.progress import TableStanding
-from branchlake_dagster.cli.incremental.consumers import _left, _told, gather, show
+from branchlake_dagster.cli.consumers import _left, _told, gather, show
 from branchlake_dagster.history.change import ChangedFile, ChangeSet, Position
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import project

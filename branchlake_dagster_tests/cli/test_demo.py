@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from branchlake_dagster.cli.local.demo import run_demo
+from branchlake_dagster.cli.demo import run_demo
 from branchlake_dagster.cli.status import gather
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.suite import soak

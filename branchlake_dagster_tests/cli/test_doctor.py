@@ -17,11 +17,10 @@ from dagster import DagsterInstance, DagsterRun, DagsterRunStatus
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.cleanup.reaper_rules import Reaping, ReapingAction, RunState
 from branchlake_dagster.cli import main
-from branchlake_dagster.cli.doctor.dagster import ownerless_branches
-from branchlake_dagster.cli.doctor.examination import Examination
+from branchlake_dagster.cli.doctor_examinations import Examination, ownerless_branches
 from branchlake_dagster.embedded.process import ProcessRecord
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.ingest.kafka import topics
+from branchlake_dagster.ingest import kafka_topics as topics
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.failure_detector import Liveness
 from branchlake_dagster.runs.origin import INSTANCE

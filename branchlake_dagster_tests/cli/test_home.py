@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from branchlake_dagster.cli.local.home import dagster_home
+from branchlake_dagster.cli.dagster_home import dagster_home
 from branchlake_dagster.settings import Settings
 
 MAKE = (
-    "from branchlake_dagster.cli.local.home import dagster_home\n"
+    "from branchlake_dagster.cli.dagster_home import dagster_home\n"
     "from branchlake_dagster.settings import Settings\n"
     "print(dagster_home(Settings()))"
 )

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import pytest
 
-from branchlake_dagster.cli.local.demo import DemoResult, Line
+from branchlake_dagster.cli.demo import DemoResult, Line
 from branchlake_dagster.cli.main import main
 from branchlake_dagster_tests.suite.json_contract import SCHEMAS, check_output, schema_of, validator
 

@@ -10,10 +10,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from branchlake_dagster.cli import main, set_aside, status
-from branchlake_dagster.cli.doctor import command as doctor
-from branchlake_dagster.cli.local.command_settings import ENVIRONMENT, command_settings, project_files
-from branchlake_dagster.cli.local.location import format_settings, required_location
+from branchlake_dagster.cli import doctor, main, set_aside, status
+from branchlake_dagster.cli.command_settings import ENVIRONMENT, command_settings, project_files
+from branchlake_dagster.cli.location import format_settings, required_location
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse import lakehouse
 from branchlake_dagster.settings import Settings

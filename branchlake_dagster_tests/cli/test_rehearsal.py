@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from branchlake_dagster.cli.local import rehearsal
+from branchlake_dagster.cli import server_starts as rehearsal
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.embedded.archives import archive_of, archives_folder
 from branchlake_dagster.embedded.java import bundled_java

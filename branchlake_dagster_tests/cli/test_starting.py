@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from branchlake_dagster.cli.local.starting import Starting
+from branchlake_dagster.cli.server_starts import Starting
 from branchlake_dagster.embedded.servers import EmbeddedServers, Endpoints
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse

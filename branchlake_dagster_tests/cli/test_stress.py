@@ -18,11 +18,9 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from branchlake_dagster.cli import main
+from branchlake_dagster.cli import demo, main
 from branchlake_dagster.cli.ending import ending_cleanly
-from branchlake_dagster.cli.local import demo
-from branchlake_dagster.cli.status import show
-from branchlake_dagster.cli.still_used import still_used
+from branchlake_dagster.cli.status import show, still_used
 from branchlake_dagster.embedded import jars
 from branchlake_dagster.embedded.jars import ICEBERG_SPARK, DownloadFailed, resolve
 from branchlake_dagster.embedded.state_folder import LakeMoved, note_place, require_place, state_folder

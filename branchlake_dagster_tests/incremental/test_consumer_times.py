@@ -37,9 +37,8 @@ from branchlake_dagster.incremental.valid_through import (
     table_time_ms,
     to_ms,
 )
-from branchlake_dagster.ingest.positions.offsets import TopicPartition
-from branchlake_dagster.ingest.positions.recorded import Recorded
-from branchlake_dagster.ingest.valid_through.published_time import PublishedTime, TimeReader
+from branchlake_dagster.ingest.offsets import Recorded, TopicPartition
+from branchlake_dagster.ingest.published_through import PublishedTime, TimeReader
 from branchlake_dagster_tests.incremental.iceberg import Row, Table
 from branchlake_dagster_tests.incremental.lake import Lake, Refused, Run
 from branchlake_dagster_tests.incremental.model_files import model_files

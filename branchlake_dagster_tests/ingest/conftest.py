@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.ingest.declaring.declaration import Ingest
+from branchlake_dagster.ingest.declaration import Ingest
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.suite.kafka import Broker

@@ -11,13 +11,12 @@ from pyiceberg.table import Table
 from pyspark.sql import SparkSession
 
 from branchlake_dagster.catalog.options import NAMESPACE_CREATE
-from branchlake_dagster.ingest.batch.before import Before, KnownTables, known_tables, look
-from branchlake_dagster.ingest.batch.ingest_batch import BatchResult, ingest_batch
-from branchlake_dagster.ingest.batch.place import Place
-from branchlake_dagster.ingest.batch.records import KafkaRecords, Records
-from branchlake_dagster.ingest.declaring.declaration import Ingest
-from branchlake_dagster.ingest.kafka.topics import KafkaTopics
-from branchlake_dagster.ingest.scanning.targets import Identifier
+from branchlake_dagster.ingest.batch_context import Before, KnownTables, Place, known_tables, look
+from branchlake_dagster.ingest.batch_tables import Identifier
+from branchlake_dagster.ingest.declaration import Ingest
+from branchlake_dagster.ingest.ingest_batch import BatchResult, ingest_batch
+from branchlake_dagster.ingest.kafka_topics import KafkaTopics
+from branchlake_dagster.ingest.record_frames import KafkaRecords, Records
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.suite.kafka import Broker
 

@@ -30,8 +30,7 @@ from pyiceberg.types import (
 )
 
 from branchlake_dagster.catalog.options import NAMESPACE_CREATE
-from branchlake_dagster.ingest.batch.ingest_batch import ingest_batch
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import (
     EarlierAttemptLate,
     PositionLost,
@@ -39,7 +38,8 @@ from branchlake_dagster.ingest.errors import (
     TopicChanged,
     TopicReplaced,
 )
-from branchlake_dagster.ingest.scanning.writer import SET
+from branchlake_dagster.ingest.ingest_batch import ingest_batch
+from branchlake_dagster.ingest.worker_writer import SET
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.kafka import Broker, Message
 from branchlake_dagster_tests.suite.raised import raising

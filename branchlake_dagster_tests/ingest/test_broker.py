@@ -19,12 +19,19 @@ from confluent_kafka.admin import AdminClient
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.cli.receiving.kafka_options import kafka_options
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.ingest import embedded_kafka as broker
+from branchlake_dagster.ingest.embedded_kafka import (
+    USER,
+    BrokerLogin,
+    EmbeddedKafka,
+    cluster_at,
+    cluster_of,
+    login_properties,
+    new_cluster_id,
+)
 from branchlake_dagster.ingest.errors import KafkaRefused
-from branchlake_dagster.ingest.kafka import broker
-from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka, cluster_at, cluster_of, new_cluster_id
-from branchlake_dagster.ingest.kafka.broker_login import USER, BrokerLogin, login_properties
-from branchlake_dagster.ingest.kafka.cluster import Cluster
-from branchlake_dagster.ingest.kafka.topics import KafkaTopics
+from branchlake_dagster.ingest.kafka_cluster import Cluster
+from branchlake_dagster.ingest.kafka_topics import KafkaTopics
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite.kafka import Broker
 from branchlake_dagster_tests.suite.lakes import BROKER_JARS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from confluent_kafka import KafkaError
 
-from branchlake_dagster.ingest.kafka import topics
+from branchlake_dagster.ingest import kafka_topics as topics
 from branchlake_dagster.receivers import kafka_sink as sinks
 from branchlake_dagster.receivers.kafka_errors import Cause, Complaints
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchlake_dagster.ingest.positions.division import Position, divide, halves, joined, without
-from branchlake_dagster.ingest.positions.offsets import OffsetRange, Ranges, TopicPartition, records
+from branchlake_dagster.ingest.division import Position, divide, halves, joined, without
+from branchlake_dagster.ingest.offsets import OffsetRange, Ranges, TopicPartition, records
 
 PARTS = [TopicPartition("t", "i", number) for number in range(3)]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from branchlake_dagster import Ingest, IngestTable, ingest_definitions
-from branchlake_dagster.ingest.converting import formats
+from branchlake_dagster.ingest import formats
 
 PAGE = Path(__file__).parents[2] / "docs" / "ingestion.md"
 

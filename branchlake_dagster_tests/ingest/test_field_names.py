@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pyspark.sql import Row, SparkSession
 
-from branchlake_dagster.ingest.converting.columns import Column
-from branchlake_dagster.ingest.converting.formats import VALUE, WHY, Json
+from branchlake_dagster.ingest.formats import VALUE, WHY, Json
+from branchlake_dagster.ingest.spark_expressions import Column
 
 NAMES = (
     *(

@@ -14,11 +14,10 @@ import pyarrow as pa
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.ingest.converting.avro import Avro, RegistryAvro
-from branchlake_dagster.ingest.converting.formats import Decoded, decoded
-from branchlake_dagster.ingest.converting.protobuf import protobuf
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.binary_formats import Avro, RegistryAvro, protobuf
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import KafkaUnavailable
+from branchlake_dagster.ingest.formats import Decoded, decoded
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.kafka import Broker
 from branchlake_dagster_tests.suite.raised import raising

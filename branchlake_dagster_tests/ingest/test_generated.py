@@ -11,11 +11,10 @@ from random import Random
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from branchlake_dagster.ingest.batch.unwritable import UNWRITABLE
-from branchlake_dagster.ingest.converting.avro import Avro
-from branchlake_dagster.ingest.converting.formats import Format, Json
-from branchlake_dagster.ingest.converting.protobuf import protobuf
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.binary_formats import Avro, protobuf
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.formats import Format, Json
+from branchlake_dagster.ingest.unwritable_records import UNWRITABLE
 from branchlake_dagster_tests.ingest import generated
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.kafka import Broker, Message

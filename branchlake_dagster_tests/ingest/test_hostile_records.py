@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from branchlake_dagster.ingest.converting.avro import Avro
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.binary_formats import Avro
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.kafka import Broker, Message
 

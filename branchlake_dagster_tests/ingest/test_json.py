@@ -7,7 +7,7 @@ from datetime import UTC, date, datetime
 from decimal import Decimal
 from typing import Any
 
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.kafka import Broker, Message
 

@@ -6,7 +6,7 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
-from branchlake_dagster.ingest.converting.json_text import is_deep_json, is_json_object
+from branchlake_dagster.ingest.spark_expressions import is_deep_json, is_json_object
 
 pytestmark = pytest.mark.spark
 

@@ -18,17 +18,15 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from branchlake_dagster.errors import ConfigurationError, Transient
-from branchlake_dagster.ingest.batch.records import LandingRecords
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.definitions import ingest_definitions
 from branchlake_dagster.ingest.errors import LandingUnavailable, TopicChanged, TopicReplaced
-from branchlake_dagster.ingest.landing.retention import least, remove_read
-from branchlake_dagster.ingest.landing.topics import LandingTopics
-from branchlake_dagster.ingest.positions.offsets import OffsetRange, TopicPartition
-from branchlake_dagster.ingest.reporting.observing import observations
-from branchlake_dagster.ingest.running.definitions import ingest_definitions
-from branchlake_dagster.ingest.running.landing_files import remove_landing_files
-from branchlake_dagster.ingest.running.sensor import waiting
-from branchlake_dagster.ingest.running.source import source_of
+from branchlake_dagster.ingest.ingest_sensor import waiting
+from branchlake_dagster.ingest.landing_files_job import remove_landing_files
+from branchlake_dagster.ingest.observation import observations
+from branchlake_dagster.ingest.offsets import OffsetRange, TopicPartition
+from branchlake_dagster.ingest.record_frames import LandingRecords
+from branchlake_dagster.ingest.topic_source import LandingTopics, least, remove_read, source_of
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.receivers.landing import Landing, LandingDamaged
 from branchlake_dagster.receivers.landing_sink import LandingSink

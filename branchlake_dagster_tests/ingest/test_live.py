@@ -20,14 +20,14 @@ from pyspark.sql import SparkSession
 from branchlake_dagster.cleanup.reaper import Reaper
 from branchlake_dagster.cleanup.reaper_rules import Limits, Reaping, ReapingAction
 from branchlake_dagster.embedded.servers import Endpoints
-from branchlake_dagster.ingest.batch.ingest_batch import BatchResult
-from branchlake_dagster.ingest.batch.records import KafkaRecords
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest import live as live_module
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import Superseded, TooManyDeadLetters
-from branchlake_dagster.ingest.kafka.topics import KafkaTopics
-from branchlake_dagster.ingest.positions.recorded import COMMIT_ID, OFFSETS, VALID_THROUGH, Recorded
-from branchlake_dagster.ingest.running import live as live_module
-from branchlake_dagster.ingest.running.live import LiveIngestion
+from branchlake_dagster.ingest.ingest_batch import BatchResult
+from branchlake_dagster.ingest.kafka_topics import KafkaTopics
+from branchlake_dagster.ingest.live import LiveIngestion
+from branchlake_dagster.ingest.offsets import COMMIT_ID, OFFSETS, VALID_THROUGH, Recorded
+from branchlake_dagster.ingest.record_frames import KafkaRecords
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.publication.cleanup_jobs import DagsterRuns, reap_branches

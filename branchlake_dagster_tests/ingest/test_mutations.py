@@ -13,13 +13,13 @@ import pytest
 
 from branchlake_dagster.catalog.written_prefixes import recorded_prefixes
 from branchlake_dagster.cleanup.sweep_plan import SweepPlanner
-from branchlake_dagster.ingest.batch import ingest_batch as batches
-from branchlake_dagster.ingest.batch.ingest_batch import ingest_batch
-from branchlake_dagster.ingest.batch.merge import merge, staging_table, staging_tables
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.running.earlier_attempts import take_back
-from branchlake_dagster.ingest.scanning.scan import Scanned
-from branchlake_dagster.ingest.scanning.targets import Target
+from branchlake_dagster.ingest import ingest_batch as batches
+from branchlake_dagster.ingest.batch_commit import merge, staging_table, staging_tables
+from branchlake_dagster.ingest.batch_tables import Target
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.earlier_attempts import take_back
+from branchlake_dagster.ingest.ingest_batch import ingest_batch
+from branchlake_dagster.ingest.scan import Scanned
 from branchlake_dagster.nessie.errors import NessieConflict, NessieOutcomeUnknown, NessieUnavailable
 from branchlake_dagster.tables.table_files import TableFiles, plain
 from branchlake_dagster_tests.ingest.conftest import Driving
@@ -148,7 +148,7 @@ def test_an_attempt_that_was_given_up_takes_no_staged_rows_away(
         staging_table(place.catalog, target, "the earlier attempt's")
         merge(session, target, staged, properties)
 
-    monkeypatch.setattr("branchlake_dagster.ingest.batch.ingest_batch.merge", late)
+    monkeypatch.setattr("branchlake_dagster.ingest.ingest_batch.merge", late)
     result = ingest_batch(drive.look(place.branch), place, drive.records, tasks=2)
     names = [entry.key.name for entry in drive.lake.nessie.entries(place.branch)]
     assert not [one for one in names if "staged" in one]

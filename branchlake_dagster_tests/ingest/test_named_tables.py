@@ -12,12 +12,18 @@ import pytest
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.summary import OFFSETS, TABLES
-from branchlake_dagster.ingest.batch.before import with_new_names
-from branchlake_dagster.ingest.batch.ingest_batch import ingest_batch
-from branchlake_dagster.ingest.batch.reprocess import Chosen, reprocess_batch
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.declaring.families import NamedTable, expanded, names_from, names_text
+from branchlake_dagster.ingest.batch_context import with_new_names
+from branchlake_dagster.ingest.declaration import (
+    Ingest,
+    IngestTable,
+    NamedTable,
+    expanded,
+    names_from,
+    names_text,
+)
 from branchlake_dagster.ingest.errors import AnotherIngestion, EarlierAttemptLate, PositionLost
+from branchlake_dagster.ingest.ingest_batch import ingest_batch
+from branchlake_dagster.ingest.reprocessing import Chosen, reprocess_batch
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver
@@ -352,7 +358,7 @@ def test_what_an_earlier_attempt_sends_late_between_two_passes_is_not_built_on(
             ingest_batch(waiting.pop(), place, drive.records, tasks=2)
         return found
 
-    monkeypatch.setattr("branchlake_dagster.ingest.batch.place.with_new_names", named)
+    monkeypatch.setattr("branchlake_dagster.ingest.batch_context.with_new_names", named)
     with pytest.raises(EarlierAttemptLate):
         ingest_batch(before, place, drive.records, tasks=2)
     held = drive.lake.catalog(place.branch).load_table((namespace, "a")).scan().to_arrow()

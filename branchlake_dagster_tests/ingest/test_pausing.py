@@ -8,9 +8,9 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.running.batch_assets import INGESTION_TAG
-from branchlake_dagster.ingest.running.pausing import pause
+from branchlake_dagster.ingest.batch_assets import INGESTION_TAG
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.ingest_sensor import pause
 from branchlake_dagster.runs.run_tags import STATUS_TAG, Status
 
 JOB = "ingest_orders_live"

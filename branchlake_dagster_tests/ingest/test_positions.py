@@ -14,25 +14,27 @@ from pyiceberg.table import Table
 
 from branchlake_dagster.history.summary import OFFSETS
 from branchlake_dagster.ingest.errors import AnotherIngestion, PositionLost, TopicChanged
-from branchlake_dagster.ingest.positions.offsets import (
+from branchlake_dagster.ingest.offsets import (
+    COMMIT_ID,
+    VALID_THROUGH,
     OffsetRange,
     Offsets,
+    Recorded,
+    Topic,
     TopicPartition,
     covers,
     in_words,
     merged,
     records,
 )
-from branchlake_dagster.ingest.positions.planning import BatchPlan, Rules, plan_batch
-from branchlake_dagster.ingest.positions.recorded import COMMIT_ID, VALID_THROUGH, Recorded
-from branchlake_dagster.ingest.positions.standing import (
+from branchlake_dagster.ingest.planning import BatchPlan, Rules, plan_batch
+from branchlake_dagster.ingest.progress import (
     OnRollback,
     Standing,
     require_alone,
     require_replayable,
     standing,
 )
-from branchlake_dagster.ingest.positions.topic import Topic
 from branchlake_dagster_tests.suite.raised import raising
 
 NAME = "orders"

@@ -9,9 +9,13 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.ingest.valid_through.check import published_through_check
-from branchlake_dagster.ingest.valid_through.condition import PublishedThrough, published_through
-from branchlake_dagster.ingest.valid_through.published_time import PublishedTime, parse_time
+from branchlake_dagster.ingest.published_through import (
+    PublishedThrough,
+    PublishedTime,
+    parse_time,
+    published_through,
+)
+from branchlake_dagster.ingest.published_through_check import published_through_check
 from branchlake_dagster.publication.conditions import (
     awaiting_verdict,
     never_evaluated,

@@ -7,12 +7,11 @@ import dagster as dg
 import polars as pl
 
 from branchlake_dagster import consumes, table_metadata
-from branchlake_dagster.cli.incremental.consumers import gather
+from branchlake_dagster.cli.consumers import gather
 from branchlake_dagster.history.summary import OFFSETS
-from branchlake_dagster.ingest.positions.offsets import TopicPartition
-from branchlake_dagster.ingest.positions.recorded import Recorded
-from branchlake_dagster.ingest.valid_through.check import published_through_check
-from branchlake_dagster.ingest.valid_through.condition import published_through
+from branchlake_dagster.ingest.offsets import Recorded, TopicPartition
+from branchlake_dagster.ingest.published_through import published_through
+from branchlake_dagster.ingest.published_through_check import published_through_check
 from branchlake_dagster.internals.pyiceberg import transaction_on
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction

@@ -9,11 +9,10 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.running import batch_assets
-from branchlake_dagster.ingest.valid_through.check import published_through_check
-from branchlake_dagster.ingest.valid_through.condition import published_through
-from branchlake_dagster.ingest.valid_through.published_time import PublishedTime, published_time
+from branchlake_dagster.ingest import batch_assets
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.published_through import PublishedTime, published_through, published_time
+from branchlake_dagster.ingest.published_through_check import published_through_check
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.publication.publish import RunOutcome, publish
@@ -50,7 +49,7 @@ def test_all_tables_of_an_ingestion_are_published_through_its_time(
     driving: Driving, kafka: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_assets, "declared", declared := dict[str, Ingest]())
-    monkeypatch.setattr("branchlake_dagster.ingest.valid_through.published_time.declared", declared)
+    monkeypatch.setattr("branchlake_dagster.ingest.published_through.declared", declared)
     topic = kafka.topic(partitions=2)
     ingest = an_ingestion(topic)
     drive = driving(ingest)

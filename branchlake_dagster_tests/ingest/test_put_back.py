@@ -12,15 +12,10 @@ from typing import Any, cast
 from pyiceberg.table import Table
 
 from branchlake_dagster.history.summary import REPLAYED_FROM, REPROCESSED
-from branchlake_dagster.ingest.batch.reprocess import Chosen, reprocess_batch
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import PositionLost
-from branchlake_dagster.ingest.positions.put_back import (
-    PutBack,
-    put_back,
-    require_put_back,
-    with_put_back,
-)
+from branchlake_dagster.ingest.progress import PutBack, put_back, require_put_back, with_put_back
+from branchlake_dagster.ingest.reprocessing import Chosen, reprocess_batch
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.suite.kafka import Broker

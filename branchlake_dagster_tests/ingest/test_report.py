@@ -8,14 +8,12 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.ingest.batch.ingest_batch import BatchResult
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.declaring.families import expanded
-from branchlake_dagster.ingest.positions.offsets import OffsetRange, TopicPartition
-from branchlake_dagster.ingest.positions.planning import BatchPlan
-from branchlake_dagster.ingest.positions.recorded import Recorded
-from branchlake_dagster.ingest.reporting.report import check_results, combined, offsets_table
-from branchlake_dagster.ingest.scanning.scan import Scanned
+from branchlake_dagster.ingest.batch_report import check_results, combined, offsets_table
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable, expanded
+from branchlake_dagster.ingest.ingest_batch import BatchResult
+from branchlake_dagster.ingest.offsets import OffsetRange, Recorded, TopicPartition
+from branchlake_dagster.ingest.planning import BatchPlan
+from branchlake_dagster.ingest.scan import Scanned
 
 ONE, OTHER = TopicPartition("t", "id", 0), TopicPartition("t", "id", 1)
 

@@ -19,12 +19,12 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 from branchlake_dagster.catalog.options import NAMESPACE_CREATE
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.ingest.batch.place import Place
-from branchlake_dagster.ingest.batch.reprocess import Chosen, reprocess_batch, waiting_letters
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.batch_context import Place
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import EarlierAttemptLate, LettersLeftOut
-from branchlake_dagster.ingest.scanning.prepared import Prepared
-from branchlake_dagster.ingest.scanning.scan import Scanned
+from branchlake_dagster.ingest.prepared_records import Prepared
+from branchlake_dagster.ingest.reprocessing import Chosen, reprocess_batch, waiting_letters
+from branchlake_dagster.ingest.scan import Scanned
 from branchlake_dagster.runs.run_branch import branch_name
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver

@@ -14,20 +14,20 @@ import pytest
 from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from branchlake_dagster.ingest.batch.reprocess import Chosen
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.positions.start import CommittedOffsets, StartingOffsets
-from branchlake_dagster.ingest.reporting.topics import topic_key
-from branchlake_dagster.ingest.running import batch_assets
-from branchlake_dagster.ingest.running.batch_assets import REPROCESS_TAG
-from branchlake_dagster.ingest.running.definitions import ingest_definitions
-from branchlake_dagster.ingest.running.live_job import live_sensor
-from branchlake_dagster.ingest.running.sensor import (
+from branchlake_dagster.ingest import batch_assets
+from branchlake_dagster.ingest.batch_assets import REPROCESS_TAG
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.definitions import ingest_definitions
+from branchlake_dagster.ingest.ingest_sensor import (
     INGESTION_TAG,
     batch_sensor,
     told_and_observations,
     waiting,
 )
+from branchlake_dagster.ingest.live_job import live_sensor
+from branchlake_dagster.ingest.observation import topic_key
+from branchlake_dagster.ingest.planning import CommittedOffsets, StartingOffsets
+from branchlake_dagster.ingest.reprocessing import Chosen
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.publication.publish import RunOutcome, publish

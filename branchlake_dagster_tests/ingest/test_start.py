@@ -10,19 +10,17 @@ from typing import Any
 import pytest
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.declaring.families import expanded
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable, expanded
 from branchlake_dagster.ingest.errors import StartOffsetsMissing, StartOffsetsOutOfRange
-from branchlake_dagster.ingest.landing.topics import LandingTopics
-from branchlake_dagster.ingest.positions.offsets import TopicPartition
-from branchlake_dagster.ingest.positions.start import (
+from branchlake_dagster.ingest.offsets import Topic, TopicPartition
+from branchlake_dagster.ingest.planning import (
     CommittedOffsets,
     Otherwise,
     StartingOffsets,
     format_offsets,
     starting_offsets,
 )
-from branchlake_dagster.ingest.positions.topic import Topic
+from branchlake_dagster.ingest.topic_source import LandingTopics
 
 TABLE = IngestTable(key="raw/orders", columns={"id": "bigint"})
 TOPIC = Topic("orders", "i", {0: 10, 1: 0, 2: 7}, {0: 20, 1: 0, 2: 9})

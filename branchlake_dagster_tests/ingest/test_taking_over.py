@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from branchlake_dagster.errors import Transient
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import (
     ConsumerGroupActive,
     StartOffsetsMissing,
     StartOffsetsOutOfRange,
     Superseded,
 )
-from branchlake_dagster.ingest.kafka.topics import KafkaTopics
-from branchlake_dagster.ingest.positions.start import CommittedOffsets, StartingOffsets
+from branchlake_dagster.ingest.kafka_topics import KafkaTopics
+from branchlake_dagster.ingest.planning import CommittedOffsets, StartingOffsets
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver

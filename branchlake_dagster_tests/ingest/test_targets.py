@@ -11,11 +11,10 @@ from pyiceberg.schema import Schema
 from pyiceberg.types import ListType, LongType, NestedField, StringType, StructType
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.ingest.converting.columns import NAME_MAPPING, columns_of
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.declaring.families import expanded
-from branchlake_dagster.ingest.running.batch_assets import asset_specs
-from branchlake_dagster.ingest.scanning.targets import prepare
+from branchlake_dagster.ingest.batch_assets import asset_specs
+from branchlake_dagster.ingest.batch_tables import prepare
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable, expanded
+from branchlake_dagster.ingest.spark_expressions import NAME_MAPPING, columns_of
 from branchlake_dagster_tests.changes.tables import SCHEMA, catalogue
 
 NESTED = Schema(

@@ -17,12 +17,12 @@ from confluent_kafka import ConsumerGroupTopicPartitions
 from confluent_kafka.admin import AdminClient
 
 from branchlake_dagster.history.summary import OFFSETS
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import AnotherIngestion, KafkaRefused
-from branchlake_dagster.ingest.kafka.cluster import Cluster
-from branchlake_dagster.ingest.kafka.topics import KafkaTopics
-from branchlake_dagster.ingest.landing.topics import LandingTopics
-from branchlake_dagster.ingest.positions.offsets import TopicPartition
+from branchlake_dagster.ingest.kafka_cluster import Cluster
+from branchlake_dagster.ingest.kafka_topics import KafkaTopics
+from branchlake_dagster.ingest.offsets import TopicPartition
+from branchlake_dagster.ingest.topic_source import LandingTopics
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.kafka import Broker, Message
 from branchlake_dagster_tests.suite.raised import raising

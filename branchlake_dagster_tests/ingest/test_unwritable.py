@@ -13,12 +13,12 @@ import pytest
 from pyspark.errors import PySparkException
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.ingest.batch import ingest_batch as module
-from branchlake_dagster.ingest.batch.ingest_batch import ingest_batch
-from branchlake_dagster.ingest.batch.unwritable import is_caused_by_records, reason_of
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest import ingest_batch as module
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.division import divide
 from branchlake_dagster.ingest.errors import KafkaUnavailable
-from branchlake_dagster.ingest.positions.division import divide
+from branchlake_dagster.ingest.ingest_batch import ingest_batch
+from branchlake_dagster.ingest.unwritable_records import is_caused_by_records, reason_of
 from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.spark.session import SparkGone
 from branchlake_dagster.tables.errors import SchemaMismatch

@@ -7,10 +7,9 @@ from datetime import timedelta
 import pytest
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.positions.offsets import TopicPartition
-from branchlake_dagster.ingest.positions.topic import Topic
-from branchlake_dagster.ingest.positions.valid_through import latest_times, valid_through_ms
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.offsets import Topic, TopicPartition
+from branchlake_dagster.ingest.planning import latest_times, valid_through_ms
 
 NOW = 1_000_000
 ONE, OTHER = TopicPartition("t", "i", 0), TopicPartition("t", "i", 1)

@@ -18,10 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyiceberg.catalog.memory import InMemoryCatalog
 
-from branchlake_dagster.ingest.scanning import unpublished_files, writer
-from branchlake_dagster.ingest.scanning.targets import DEAD_LETTERS
-from branchlake_dagster.ingest.scanning.unpublished_files import FailedScans
-from branchlake_dagster.ingest.scanning.writer import Work, WorkerTarget, writing
+from branchlake_dagster.ingest import scan as unpublished_files
+from branchlake_dagster.ingest import worker_writer as writer
+from branchlake_dagster.ingest.batch_tables import DEAD_LETTERS
+from branchlake_dagster.ingest.scan import FailedScans
+from branchlake_dagster.ingest.worker_writer import Work, WorkerTarget, writing
 from branchlake_dagster_tests.changes.tables import catalogue
 
 _REASON = pa.struct([("kind", pa.string()), ("detail", pa.string())])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from branchlake_dagster.cli.local.lock_jars import digests_of
+from branchlake_dagster.cli.lock_jars import digests_of
 from branchlake_dagster.embedded import jar_lock as verification
 from branchlake_dagster.embedded.jar_lock import (
     LOCK_FILE,
@@ -33,7 +33,7 @@ from branchlake_dagster.embedded.jars import (
 )
 from branchlake_dagster.embedded.servers import EmbeddedServers
 from branchlake_dagster.errors import ConfigurationError, Terminal
-from branchlake_dagster.ingest.kafka.broker import BROKER, BROKER_LOGGING
+from branchlake_dagster.ingest.embedded_kafka import BROKER, BROKER_LOGGING
 from branchlake_dagster.settings import Settings
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,9 @@ from pyspark.sql.connect.client import DefaultChannelBuilder
 from branchlake_dagster import LakehouseResource
 from branchlake_dagster.embedded.servers import Endpoints
 from branchlake_dagster.errors import ConfigurationError, SecretWithoutTls
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.kafka.cluster import Cluster
-from branchlake_dagster.ingest.running import source
+from branchlake_dagster.ingest import topic_source as source
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.kafka_cluster import Cluster
 from branchlake_dagster.settings import Settings, require_tls
 from branchlake_dagster.spark.session import open_session
 

@@ -21,7 +21,7 @@ from branchlake_dagster.internals.dagster_launching import serialize_value
 from branchlake_dagster.internals.json_channel import ChannelClosed, receive, send
 from branchlake_dagster.launching import templates as templates_module
 from branchlake_dagster.launching.process import WorkerProcess
-from branchlake_dagster.launching.sources import changed, imported_sources
+from branchlake_dagster.launching.template import changed, imported_sources
 from branchlake_dagster.launching.templates import Load, NoWorker, Templates
 from branchlake_dagster_tests.dagster_internals import FileCodePointer, RepositoryPythonOrigin
 from branchlake_dagster_tests.suite.raised import raising

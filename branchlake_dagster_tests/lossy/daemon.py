@@ -13,7 +13,7 @@ from typing import Any
 import dagster as dg
 import requests
 
-from branchlake_dagster.cli.local.dagster_dev import dagster_dev
+from branchlake_dagster.cli.dagster_home import dagster_dev
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.runs.branch_names import is_ours
 from branchlake_dagster.runs.run_branch import branch_name

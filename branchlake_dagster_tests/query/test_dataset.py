@@ -16,7 +16,7 @@ from pyiceberg.types import LongType
 
 from branchlake_dagster.query import dataset
 from branchlake_dagster.query.dataset import IcebergDataset
-from branchlake_dagster.query.errors import QueryFailed
+from branchlake_dagster.query.reference import QueryFailed
 from branchlake_dagster_tests.publication.rebase.deleting import delete_equal
 from branchlake_dagster_tests.suite.raised import raising
 

@@ -8,8 +8,8 @@ import duckdb
 import pytest
 
 from branchlake_dagster.lakehouse.sql_names import sql_name
-from branchlake_dagster.query.errors import QueryFailed
 from branchlake_dagster.query.names import named_tables
+from branchlake_dagster.query.reference import QueryFailed
 from branchlake_dagster_tests.suite.raised import raising
 
 

@@ -20,7 +20,7 @@ from branchlake_dagster.cli import main
 from branchlake_dagster.embedded.state_folder import LakeNotRunning
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.query import LakeReader, QueryFailed, TableNotThere, connect
-from branchlake_dagster.query.errors import NoSuchState
+from branchlake_dagster.query.reference import NoSuchState
 from branchlake_dagster.runs.discarding import discard
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.tables.specification import table_metadata

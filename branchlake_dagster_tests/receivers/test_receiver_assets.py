@@ -8,7 +8,7 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster import Ingest, IngestTable, branchlake_definitions, ingest_definitions
-from branchlake_dagster.ingest.reporting.receivers import receiver_key, receiver_observations
+from branchlake_dagster.ingest.observation import receiver_key, receiver_observations
 from branchlake_dagster.receivers.metrics_client import Monitored, TopicCounts
 
 ADDRESS = "http://radar-1:9464"

@@ -15,7 +15,7 @@ import pytest
 
 from branchlake_dagster.definitions import LIVE_SENSORS, build_definitions
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.ingest.declaring.declaration import Ingest
+from branchlake_dagster.ingest.declaration import Ingest
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.receivers.kafka_sink import KafkaSink
 from branchlake_dagster.receivers.landing_sink import LandingSink

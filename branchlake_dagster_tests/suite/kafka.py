@@ -12,7 +12,7 @@ from typing import Any
 from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from branchlake_dagster.ingest.kafka.cluster import Cluster
+from branchlake_dagster.ingest.kafka_cluster import Cluster
 
 
 def as_settings(cluster: Cluster) -> dict[str, str]:

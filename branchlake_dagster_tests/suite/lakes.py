@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from branchlake_dagster.embedded.servers import EmbeddedServers
-from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
-from branchlake_dagster.ingest.kafka.cluster import Cluster
+from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
+from branchlake_dagster.ingest.kafka_cluster import Cluster
 from branchlake_dagster.settings import Settings
 
 _LISTING = Path("jars", "jars.classpath")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from branchlake_dagster.cli.local import command_settings
+from branchlake_dagster.cli import command_settings
 
 REPOSITORY = Path(__file__).parents[2]
 

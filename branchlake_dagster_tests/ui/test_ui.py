@@ -19,8 +19,7 @@ from click.testing import CliRunner
 from playwright.sync_api import Page, expect, sync_playwright
 
 from branchlake_dagster.cli import main
-from branchlake_dagster.cli.local.dagster_dev import dagster_dev
-from branchlake_dagster.cli.local.home import dagster_home
+from branchlake_dagster.cli.dagster_home import dagster_dev, dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.waiting import holds_within
 from branchlake_dagster_tests.suite.absent import absent

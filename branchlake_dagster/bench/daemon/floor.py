@@ -10,7 +10,7 @@ from pathlib import Path
 import dagster as dg
 
 from branchlake_dagster.bench.daemon.ui import BenchFailed, launch_run
-from branchlake_dagster.cli.local.dagster_dev import dagster_dev
+from branchlake_dagster.cli.dagster_home import dagster_dev
 from branchlake_dagster.waiting import holds_within
 
 _MODULE = "branchlake_dagster.bench.daemon.trivial"

@@ -14,9 +14,8 @@ from branchlake_dagster.bench.daemon.ui import BenchFailed, start_sensor
 from branchlake_dagster.bench.ingestion.feed import Feed, sending
 from branchlake_dagster.bench.ingestion.runs_project import NAME, TABLE, TOPIC
 from branchlake_dagster.bench.ingestion.visible import delays, publications
-from branchlake_dagster.cli.local.dagster_dev import dagster_dev
-from branchlake_dagster.cli.local.home import dagster_home
-from branchlake_dagster.ingest.kafka.cluster import Cluster
+from branchlake_dagster.cli.dagster_home import dagster_dev, dagster_home
+from branchlake_dagster.ingest.kafka_cluster import Cluster
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.waiting import holds_within
 

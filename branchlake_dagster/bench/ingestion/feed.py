@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from branchlake_dagster.bench.daemon.ui import BenchFailed
 from branchlake_dagster.ingest.errors import IngestError
-from branchlake_dagster.ingest.kafka.cluster import Cluster
-from branchlake_dagster.ingest.kafka.topics import KafkaTopics
+from branchlake_dagster.ingest.kafka_cluster import Cluster
+from branchlake_dagster.ingest.kafka_topics import KafkaTopics
 from branchlake_dagster.waiting import holds_within
 
 PARTITIONS = 4

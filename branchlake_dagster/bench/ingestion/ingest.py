@@ -17,14 +17,14 @@ from branchlake_dagster.bench.ingestion.by_runs import delays_by_runs
 from branchlake_dagster.bench.ingestion.feed import COLUMNS, SITES, Feed, sending
 from branchlake_dagster.bench.ingestion.visible import PLACE, delays, packed, publications
 from branchlake_dagster.bench.own_lake import own_lake
-from branchlake_dagster.ingest.batch.records import KafkaRecords
-from branchlake_dagster.ingest.converting.columns import ddl
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
-from branchlake_dagster.ingest.kafka.cluster import Cluster
-from branchlake_dagster.ingest.kafka.topics import KafkaTopics
-from branchlake_dagster.ingest.running.batch_assets import tasks_of
-from branchlake_dagster.ingest.running.live import LiveBatch, LiveIngestion
+from branchlake_dagster.ingest.batch_assets import tasks_of
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
+from branchlake_dagster.ingest.kafka_cluster import Cluster
+from branchlake_dagster.ingest.kafka_topics import KafkaTopics
+from branchlake_dagster.ingest.live import LiveBatch, LiveIngestion
+from branchlake_dagster.ingest.record_frames import KafkaRecords
+from branchlake_dagster.ingest.spark_expressions import ddl
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.runs.run_branch import main_with_history
 from branchlake_dagster.settings import Settings

@@ -6,8 +6,8 @@ import dagster as dg
 
 from branchlake_dagster.bench.ingestion.feed import COLUMNS
 from branchlake_dagster.bench.ingestion.visible import PLACE
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.running.definitions import ingest_definitions
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.definitions import ingest_definitions
 from branchlake_dagster.publication.definitions import branchlake_definitions
 
 TOPIC = "BENCH_TOPIC"

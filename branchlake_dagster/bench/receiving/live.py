@@ -22,10 +22,9 @@ from branchlake_dagster.bench.daemon.ui import BenchFailed, start_sensor
 from branchlake_dagster.bench.ingestion.visible import added_rows, publications
 from branchlake_dagster.bench.own_lake import own_lake
 from branchlake_dagster.bench.receiving.process import COMMAND
-from branchlake_dagster.cli.local.dagster_dev import dagster_dev
-from branchlake_dagster.cli.local.home import dagster_home
+from branchlake_dagster.cli.dagster_home import dagster_dev, dagster_home
 from branchlake_dagster.embedded.process import LOOPBACK, choose_port
-from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
+from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.runs.run_branch import main_with_history
 from branchlake_dagster.settings import Settings

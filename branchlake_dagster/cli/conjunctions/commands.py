@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from branchlake_dagster.cli.local.command_settings import command_settings
+from branchlake_dagster.cli.command_settings import command_settings
 from branchlake_dagster.wording import counted
 
 if TYPE_CHECKING:

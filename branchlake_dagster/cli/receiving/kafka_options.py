@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.ingest.kafka.broker import cluster_at
+from branchlake_dagster.ingest.embedded_kafka import cluster_at
 from branchlake_dagster.settings import Settings
 
 

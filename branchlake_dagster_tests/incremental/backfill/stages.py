@@ -10,7 +10,7 @@ import dagster as dg
 import polars as pl
 
 from branchlake_dagster import consumes, incremental_sensor, table_metadata
-from branchlake_dagster.cli.incremental import backfill
+from branchlake_dagster.cli import backfill
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster_tests.harness import Project
 from branchlake_dagster_tests.incremental.sources import FREE

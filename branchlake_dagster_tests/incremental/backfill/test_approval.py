@@ -10,7 +10,7 @@ import pytest
 from branchlake_dagster import approve_backfill_job
 from branchlake_dagster.automation.approve_backfill import approve
 from branchlake_dagster.automation.backfill_progress import Progress
-from branchlake_dagster.cli.incremental import backfill
+from branchlake_dagster.cli import backfill
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.internals.dagster import fail_backfill
 from branchlake_dagster.runs.run_tags import APPROVAL_TAG, FOLLOWS_TAG, GIVEN, HELD_TAG, REQUIRED

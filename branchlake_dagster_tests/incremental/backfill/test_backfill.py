@@ -17,7 +17,7 @@ from branchlake_dagster.automation.backfill_retry import RetryPlan
 from branchlake_dagster.automation.backlog import Standing
 from branchlake_dagster.automation.consumers import consumers
 from branchlake_dagster.automation.in_flight import InFlight
-from branchlake_dagster.cli.incremental import backfill
+from branchlake_dagster.cli import backfill
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental.step_consumption import REBUILD_TAG

@@ -11,7 +11,7 @@ import dagster as dg
 import pytest
 from click.testing import CliRunner
 
-from branchlake_dagster.cli.local.dagster_dev import dagster_dev
+from branchlake_dagster.cli.dagster_home import dagster_dev
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.daemon import home_of, wait_for

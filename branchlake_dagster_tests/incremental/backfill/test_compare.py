@@ -11,7 +11,7 @@ import pytest
 
 from branchlake_dagster import replaced_check, table_metadata
 from branchlake_dagster.automation.backfill_comparison import EarlierStateLost, compare_stage, hash_before
-from branchlake_dagster.cli.incremental import backfill
+from branchlake_dagster.cli import backfill
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.internals.dagster import backfill_of
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse

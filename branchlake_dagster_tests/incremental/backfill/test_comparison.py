@@ -20,7 +20,7 @@ from branchlake_dagster.automation.backfill_comparison import (
     fingerprints,
     sums_of,
 )
-from branchlake_dagster.cli.incremental.compared import comparison_dict, show_comparisons, total_text
+from branchlake_dagster.cli.backfill import comparison_dict, show_comparisons, total_text
 
 COLUMNS = ["key", "value"]
 

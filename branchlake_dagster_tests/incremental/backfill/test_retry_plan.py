@@ -12,7 +12,7 @@ from rich.console import Console
 from branchlake_dagster.automation.backfill_plan import Stage
 from branchlake_dagster.automation.backfill_progress import Progress, partition_states, requested_partitions
 from branchlake_dagster.automation.backfill_retry import LostStage, RetryPlan, StageRetry, plan_retry
-from branchlake_dagster.cli.incremental.shown import retry_dict, show_retry
+from branchlake_dagster.cli.backfill import retry_dict, show_retry
 from branchlake_dagster.internals.dagster import BackfillState
 
 KEYS = [dg.AssetKey(name) for name in ("events", "daily", "total")]

@@ -14,9 +14,9 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from urllib3.exceptions import ConnectTimeoutError
 
-from branchlake_dagster.ingest.batch.records import RawRecord, Records
-from branchlake_dagster.ingest.positions.division import Position
-from branchlake_dagster.ingest.positions.offsets import Ranges
+from branchlake_dagster.ingest.division import Position
+from branchlake_dagster.ingest.offsets import Ranges
+from branchlake_dagster.ingest.record_frames import RawRecord, Records
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie import failures
 from branchlake_dagster.nessie.client import NessieClient

@@ -12,10 +12,10 @@ from random import Random
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from branchlake_dagster.ingest.batch.records import KafkaRecords
-from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
-from branchlake_dagster.ingest.kafka.topics import KafkaTopics
-from branchlake_dagster.ingest.running.live import LiveIngestion
+from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
+from branchlake_dagster.ingest.kafka_topics import KafkaTopics
+from branchlake_dagster.ingest.live import LiveIngestion
+from branchlake_dagster.ingest.record_frames import KafkaRecords
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster_tests.ingest.histories.tokens import DEAD, KINDS, PARTITIONS, Tokens, ingestion
 from branchlake_dagster_tests.suite.kafka import Broker

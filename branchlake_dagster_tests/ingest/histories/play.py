@@ -11,10 +11,10 @@ from random import Random
 
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.ingest.batch.records import KafkaRecords
 from branchlake_dagster.ingest.errors import Superseded
-from branchlake_dagster.ingest.kafka.topics import KafkaTopics
-from branchlake_dagster.ingest.running.live import LiveIngestion, may_go_on
+from branchlake_dagster.ingest.kafka_topics import KafkaTopics
+from branchlake_dagster.ingest.live import LiveIngestion, may_go_on
+from branchlake_dagster.ingest.record_frames import KafkaRecords
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster_tests.ingest.histories.faults import (
     Died,

@@ -21,10 +21,10 @@ from pyiceberg.exceptions import CommitFailedException
 
 from branchlake_dagster.embedded import process
 from branchlake_dagster.embedded.servers import NESSIE, SPARK
-from branchlake_dagster.ingest.batch.records import KafkaRecords
-from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
-from branchlake_dagster.ingest.kafka.topics import KafkaTopics
-from branchlake_dagster.ingest.running.live import LiveIngestion
+from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
+from branchlake_dagster.ingest.kafka_topics import KafkaTopics
+from branchlake_dagster.ingest.live import LiveIngestion
+from branchlake_dagster.ingest.record_frames import KafkaRecords
 from branchlake_dagster.internals.dagster_sqlite import STORAGES
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.cleanup_jobs import reap_branches

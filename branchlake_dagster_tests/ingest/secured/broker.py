@@ -20,8 +20,8 @@ from confluent_kafka.admin import (
 )
 
 from branchlake_dagster.embedded.process import LOOPBACK, choose_port
-from branchlake_dagster.ingest.kafka import broker_login
-from branchlake_dagster.ingest.kafka.broker import EmbeddedKafka
+from branchlake_dagster.ingest import embedded_kafka as broker_login
+from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.waiting import holds_within
 

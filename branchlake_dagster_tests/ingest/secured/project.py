@@ -8,8 +8,8 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.ingest.declaring.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.running.definitions import ingest_definitions
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.definitions import ingest_definitions
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource

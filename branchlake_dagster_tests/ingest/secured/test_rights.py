@@ -10,9 +10,9 @@ import pytest
 from confluent_kafka.admin import AclOperation, ResourceType
 
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.ingest.embedded_kafka import cluster_of
 from branchlake_dagster.ingest.errors import KafkaRefused
-from branchlake_dagster.ingest.kafka.broker import cluster_of
-from branchlake_dagster.ingest.kafka.topics import KafkaTopics
+from branchlake_dagster.ingest.kafka_topics import KafkaTopics
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.ingest.secured.authority import Authority

@@ -22,12 +22,12 @@ from confluent_kafka.admin import AdminClient
 
 from branchlake_dagster.cli import main
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError
-from branchlake_dagster.ingest.batch.records import KafkaRecords
+from branchlake_dagster.ingest import kafka_topics as topics
+from branchlake_dagster.ingest.batch_report import moment
+from branchlake_dagster.ingest.embedded_kafka import cluster_of
 from branchlake_dagster.ingest.errors import KafkaRefused, KafkaUnavailable
-from branchlake_dagster.ingest.kafka import topics
-from branchlake_dagster.ingest.kafka.broker import cluster_of
-from branchlake_dagster.ingest.kafka.topics import KafkaTopics
-from branchlake_dagster.ingest.reporting.report import moment
+from branchlake_dagster.ingest.kafka_topics import KafkaTopics
+from branchlake_dagster.ingest.record_frames import KafkaRecords
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.receivers import kafka_sink as sinks
 from branchlake_dagster.receivers.kafka_sink import BrokerRefused, BrokerUnreachable, KafkaSink

@@ -15,8 +15,7 @@ import dagster as dg
 import pytest
 import requests
 
-from branchlake_dagster.cli.local.dagster_dev import dagster_dev
-from branchlake_dagster.cli.local.home import dagster_home
+from branchlake_dagster.cli.dagster_home import dagster_dev, dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.heartbeats import Heartbeat, HeartbeatStore
 from branchlake_dagster.runs.run_branch import branch_name

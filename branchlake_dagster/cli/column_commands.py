@@ -1,0 +1,128 @@
+"""`branchlake columns drop` and `rename`. What they need is imported when one of them runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import click
+
+from branchlake_dagster.cli.command_settings import MODULE_HELP, command_settings
+
+
+def add_to(main: click.Group) -> None:
+    """The group `columns`."""
+
+    @main.group(name="columns")
+    def group() -> None:
+        """Drop or rename columns of a published table.
+
+        The change is a publication of its own: it is made on a branch and comes to main in one commit. No
+        data file is written.
+        """
+
+    module = click.option("-m", "--module", help=MODULE_HELP)
+    dry_run = click.option("--dry-run", is_flag=True, help="Only list what depends on the table.")
+    as_json = click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+
+    @group.command()
+    @click.argument("table")
+    @click.argument("columns", nargs=-1, required=True, metavar="COLUMN...")
+    @module
+    @dry_run
+    @as_json
+    def drop(table: str, columns: tuple[str, ...], module: str | None, dry_run: bool, as_json: bool) -> None:
+        """Drop columns of TABLE (namespace.name) on main.
+
+        Older snapshots and data files keep the values. A column that belongs to the table's partitions, sort
+        order, identifier fields or upsert keys is refused.
+        """
+        _change(table, columns, None, module, dry_run=dry_run, as_json=as_json)
+
+    @group.command()
+    @click.argument("table")
+    @click.argument("column")
+    @click.argument("new_name")
+    @module
+    @dry_run
+    @as_json
+    def rename(
+        table: str, column: str, new_name: str, module: str | None, dry_run: bool, as_json: bool
+    ) -> None:
+        """Rename COLUMN of TABLE (namespace.name) on main.
+
+        Change the code of its asset too: a frame with the old name does not fit the table any more.
+        """
+        _change(table, (column,), new_name, module, dry_run=dry_run, as_json=as_json)
+
+
+def _change(
+    table: str,
+    columns: tuple[str, ...],
+    new_name: str | None,
+    module: str | None,
+    *,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    from dagster import DagsterInstance
+
+    from branchlake_dagster.automation.progress import Unreadable
+    from branchlake_dagster.cli import column_dependents as dependents
+    from branchlake_dagster.cli.dagster_home import dagster_home
+    from branchlake_dagster.errors import ConfigurationError
+    from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+    from branchlake_dagster.nessie.model import ContentKey
+    from branchlake_dagster.publication.column_changes import (
+        ColumnChange,
+        change_columns,
+        load_table,
+        require_possible,
+    )
+    from branchlake_dagster.runs.origin import instance_id
+
+    chosen = command_settings(module)
+    settings = chosen.settings
+    try:
+        key = ContentKey.from_path(table)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{table!r} is not the name of a table.", hint="Write namespace.name."
+        ) from error
+    identifier = key.elements if len(key) > 1 else (settings.default_namespace, *key.elements)
+    change = ColumnChange(identifier, columns, new_name)
+    lake = Lakehouse(settings, start=False)
+    lake.endpoints(spark=False)
+    tables = [*dependents.consuming_tables(lake, change)]
+    unreadable = [one for one in tables if isinstance(one, Unreadable)]
+    found = [one for one in tables if not isinstance(one, Unreadable)]
+    used: set[str] = set()
+    for location in chosen.locations:
+        graph = location.repository.asset_graph
+        found += dependents.dependents_in_code(graph, change, settings.default_namespace)
+        used |= dependents.columns_of_asset(graph, change, settings.default_namespace)
+    require_possible(change, load_table(lake, change).metadata, used)
+    if not as_json:
+        for one in found:
+            by = f", which consumes its changes by {', '.join(one.declares)}" if one.declares else ""
+            click.echo(f"Depends on {change.table}: {one.kind} {one.name}{by}")
+        for lost in unreadable:
+            click.echo(f"May depend on {change.table}: table {lost.table}, {lost.trouble}")
+    commit = None
+    if not dry_run:
+        dagster_home(settings)
+        with DagsterInstance.get() as instance:
+            commit = change_columns(lake, change, instance=instance_id(instance), used=used)
+    if as_json:
+        told = {"table": change.table, "columns": list(columns), "new_name": new_name, "publication": commit}
+        listed = {
+            "dependents": [one.as_dict() for one in found],
+            "unreadable": [asdict(lost) for lost in unreadable],
+        }
+        click.echo(json.dumps({**told, **listed}, indent=2))
+    elif commit is None:
+        click.echo("Nothing was changed.")
+    else:
+        done = "Dropped" if new_name is None else "Renamed"
+        to = "" if new_name is None else f" to {new_name}"
+        click.echo(f"{done} {', '.join(columns)} of {change.table}{to}, commit {commit[:16]} on main.")

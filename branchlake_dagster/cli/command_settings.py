@@ -1,0 +1,83 @@
+"""The settings that a command works with, and where they come from: the environment or a code location.
+
+This module imports Dagster only where a code location is named: other commands start without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from branchlake_dagster.settings import Settings
+
+if TYPE_CHECKING:
+    from branchlake_dagster.cli.location import LoadedLocation
+
+ENVIRONMENT = "the environment"
+MODULE_HELP = "The module with your Definitions; without it, what the project's files name."
+_FILES = ("dg.toml", "pyproject.toml", "workspace.yaml", "workspace.yml")
+"""Files that name code locations, in the order in which dg and Dagster look for them."""
+_TABLES = ("[tool.dagster", "[tool.dg")
+"""How the tables of a pyproject.toml begin that may name code locations."""
+
+
+@dataclass(frozen=True)
+class CommandSettings:
+    """The settings of a command with their source.
+
+    `source` is `the environment`, or the lake's resource key and its code location. `locations` are the
+    loaded code locations that these settings belong to. `trouble` says which others could not be loaded.
+    """
+
+    settings: Settings
+    source: str = ENVIRONMENT
+    locations: tuple[LoadedLocation, ...] = ()
+    trouble: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The source for people, with the code locations that could not be loaded."""
+        return f"{self.source}; {self.trouble}" if self.trouble else self.source
+
+
+def project_files() -> list[Path]:
+    """The files of the working folder that may name code locations; none outside a project."""
+    paths = (Path(name) for name in _FILES)
+    return [path for path in paths if path.is_file() and (path.suffix != ".toml" or _may_name(path))]
+
+
+def _may_name(path: Path) -> bool:
+    if path.name == "dg.toml":
+        return True
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return any(table in text for table in _TABLES)
+
+
+def command_settings(module: str | None) -> CommandSettings:
+    """The settings of the lake in a module, of the project in the working folder, or of the environment.
+
+    Imports the code location. Prints a line to standard error unless the environment alone was asked.
+
+    Args:
+        module: A module with `Definitions`, as `dagster dev -m` takes it. None: what `dg.toml`,
+            `pyproject.toml` or `workspace.yaml` of the working folder names.
+
+    Returns:
+        The settings and their source. A code location without a lake has the environment's settings, and so
+        has a project whose code locations cannot be loaded.
+
+    Raises:
+        ConfigurationError: `module` cannot be loaded, or several lakes come into question.
+    """
+    files = [] if module is not None else project_files()
+    if module is None and not files:
+        return CommandSettings(Settings())
+    from branchlake_dagster.cli import location
+
+    found = location.module_settings(module) if module is not None else location.project_settings(files)
+    if found.source != ENVIRONMENT or found.trouble:
+        click.echo(f"settings: {found.text}", err=True)
+    return found

@@ -1,1 +1,0 @@
-"""`branchlake doctor`: every configured address, version and permission, and what to do."""

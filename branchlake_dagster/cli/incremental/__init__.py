@@ -1,1 +1,0 @@
-"""`branchlake consumers` and `branchlake backfill`."""

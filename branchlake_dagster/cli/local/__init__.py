@@ -1,1 +1,0 @@
-"""Dagster on this machine: its home, `dagster dev`, and the demo that runs in them."""

@@ -1,0 +1,73 @@
+"""Writes the lock file of the jars: `make lock-jars`, after a version in the package has changed.
+
+A jar whose name the lock file already has must still have the same digest, because released artifacts never
+change. A new jar enters the lock file as Ivy has downloaded it, compared with the repository's own checksum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import click
+
+from branchlake_dagster.embedded.jar_lock import LOCK_FILE, JarRefused, format_lock, read_lock, sha256_of
+from branchlake_dagster.embedded.jars import (
+    ICEBERG_AWS,
+    ICEBERG_SPARK,
+    NESSIE_SERVER,
+    SPARK_KAFKA,
+    resolve,
+    resolve_with_all,
+)
+from branchlake_dagster.ingest.embedded_kafka import BROKER, BROKER_LOGGING
+from branchlake_dagster.settings import Settings
+
+
+def digests_of(paths: Iterable[Path], lock: dict[str, str]) -> dict[str, str]:
+    """Return the SHA-256 digest of each jar by its file name.
+
+    Raises JarRefused if `lock` has another digest for a jar.
+    """
+    digests = {}
+    for path in paths:
+        digest = sha256_of(path)
+        if lock.get(path.name, digest) != digest:
+            raise JarRefused(path, lock[path.name], digest)
+        digests[path.name] = digest
+    return digests
+
+
+def server_jars(ivy_settings: Path | None, say: Callable[[str], None]) -> list[Path]:
+    """Return all jars that an embedded server can load, downloaded if necessary, without verification."""
+    with TemporaryDirectory(prefix="branchlake-lock-") as name:
+        folder = Path(name)
+        servers = [ICEBERG_SPARK, ICEBERG_AWS, *SPARK_KAFKA, NESSIE_SERVER]
+        resolved = resolve(servers, folder / "servers", ivy_settings=ivy_settings, say=say, verify=_accept)
+        logging = resolve(
+            [BROKER_LOGGING], folder / "broker", ivy_settings=ivy_settings, say=say, verify=_accept
+        )
+        broker = resolve_with_all(
+            BROKER, folder / "broker", ivy_settings=ivy_settings, say=say, verify=_accept
+        )
+        return [*resolved.values(), *logging.values(), *broker]
+
+
+def _accept(_: Iterable[Path]) -> None:
+    """Accept every jar: this command compares the jars itself."""
+
+
+def main() -> None:
+    """Write the lock file, and print which jars were added and removed."""
+    lock = read_lock(LOCK_FILE) if LOCK_FILE.exists() else {}
+    digests = digests_of(server_jars(Settings().ivy_settings, lambda text: click.echo(text, err=True)), lock)
+    LOCK_FILE.write_text(format_lock(digests))
+    for sign, names in (("+", digests.keys() - lock.keys()), ("-", lock.keys() - digests.keys())):
+        for jar in sorted(names):
+            click.echo(f"{sign} {jar}")
+    click.echo(f"{LOCK_FILE}: {len(digests)} jars.")
+
+
+if __name__ == "__main__":
+    main()

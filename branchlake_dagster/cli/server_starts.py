@@ -1,0 +1,142 @@
+"""Starts of the embedded servers: beside the imports of a command, and once as a rehearsal."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pyarrow as pa
+
+from branchlake_dagster.embedded import process
+from branchlake_dagster.embedded.archives import Archive, making
+from branchlake_dagster.embedded.servers import EmbeddedServers
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.settings import Settings
+from branchlake_dagster.spark.session import warm_up
+
+_log = logging.getLogger(__name__)
+
+
+class Starting:
+    """Starts the lake's servers in a thread; imports nothing that takes long."""
+
+    def __init__(self, settings: Settings, *, say: Callable[[str], None]) -> None:
+        self.began = time.monotonic()
+        self._settings = settings
+        self._say = say
+        self._answer = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="starting", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when the servers answer; raise what kept them from it. Spark may still be warming up."""
+        self._answer.wait()
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> None:
+        """Return when the warm-up is over, too."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        servers = EmbeddedServers(self._settings, say=self._say)
+        try:
+            fresh = servers.running() is None
+            endpoints = servers.endpoints()
+        except Exception as error:  # noqa: BLE001 - it is raised where somebody waits
+            self._error = error
+            return
+        finally:
+            self._answer.set()
+        if not fresh:
+            return
+        try:
+            from branchlake_dagster.spark.session import warm_up
+
+            self._say("Warming Spark up, in a table that is thrown away …")
+            warm_up(self._settings, endpoints)
+        except Exception as error:  # noqa: BLE001 - a run will meet it, if it is more than a slow start
+            _log.info("The warm-up failed: %s", error)
+
+
+_BRANCH = "rehearsal"
+_TABLE = f"nessie.{_BRANCH}.t"
+_GRACE_S = 300.0
+"""For a server that writes its archive when it ends."""
+
+
+def prepare_starts(settings: Settings, *, say: Callable[[str], None]) -> list[Path]:
+    """Make the archives that the servers of `settings` do not have yet; where they are.
+
+    Takes two processors for half a minute. Raises OSError where they cannot be kept, ServerDidNotStart and
+    what the servers answer.
+    """
+    servers = EmbeddedServers(settings, say=say)
+    if not _missing(servers):
+        return []
+    with making(), TemporaryDirectory(prefix="branchlake-rehearsal-") as folder:
+        missing = _missing(servers)  # somebody else may have made them while we waited
+        if missing:
+            say("Rehearsing the servers' start, once, so that the next ones take half as long (40 s) …")
+            _rehearse(settings, Path(folder))
+        return [path for archive in missing if (path := archive.adopt())]
+
+
+def _missing(servers: EmbeddedServers) -> list[Archive]:
+    return [archive for archive in servers.archives().values() if not archive.found()]
+
+
+def _rehearse(settings: Settings, folder: Path) -> None:
+    # Of the user's settings only those that make another JVM.
+    ours = Settings(
+        state_dir=folder,
+        spark_master=settings.spark_master,
+        spark_driver_memory=settings.spark_driver_memory,
+        ivy_settings=settings.ivy_settings,
+        startup_timeout_s=settings.startup_timeout_s,
+    )
+    shutil.copytree(settings.state_dir / "jars", folder / "jars")
+    recording = EmbeddedServers(ours, recording=True)
+    try:
+        lake = Lakehouse(ours)
+        with ThreadPoolExecutor(1) as pool:
+            warm = pool.submit(warm_up, ours, recording.endpoints())
+            _use_nessie(lake)
+            warm.result()
+        _use_both(lake)
+    finally:
+        running = [record for record in recording.status().values() if record]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda record: process.stop(record, grace_s=_GRACE_S), running))
+
+
+def _use_nessie(lake: Lakehouse) -> None:
+    """A table, written on a branch that is merged."""
+    nessie = lake.nessie
+    nessie.create_branch(_BRANCH, from_ref=MAIN, from_hash=main_with_history(nessie))
+    catalog = lake.catalog(_BRANCH)
+    catalog.create_namespace(_BRANCH)
+    rows = pa.table({"n": [1, 2]})
+    catalog.create_table((_BRANCH, "t"), schema=rows.schema).append(rows)
+    written = nessie.reference(_BRANCH)
+    list(nessie.diff(MAIN, _BRANCH))
+    head = nessie.reference(MAIN).hash
+    nessie.merge(from_name=_BRANCH, from_hash=written.hash, into=MAIN, expected_hash=head, message=_BRANCH)
+    nessie.delete_branch(_BRANCH, expected_hash=written.hash)
+
+
+def _use_both(lake: Lakehouse) -> None:
+    session = lake.spark_session(MAIN)
+    try:
+        session.sql("SELECT CAST(3 AS BIGINT) AS n").writeTo(_TABLE).append()
+        session.table(_TABLE).toPandas()
+    finally:
+        session.stop()

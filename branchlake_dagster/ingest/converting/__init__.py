@@ -1,1 +1,0 @@
-"""Records as rows: formats, routes, operations, and what makes a record a dead letter."""

@@ -1,1 +1,0 @@
-"""What a user says of an ingestion."""

@@ -1,0 +1,103 @@
+"""Everything of an ingestion in Dagster, ready to be merged into any `Definitions`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import dagster as dg
+
+from branchlake_dagster.extras import require
+from branchlake_dagster.ingest.batch_assets import INGESTION_TAG, batch_assets
+from branchlake_dagster.ingest.declaration import Ingest
+from branchlake_dagster.ingest.ingest_sensor import batch_sensor
+from branchlake_dagster.ingest.landing_files_job import landing_files_job, landing_files_schedule
+from branchlake_dagster.ingest.live_job import live_job, live_sensor
+from branchlake_dagster.ingest.observation import receiver_key, receiver_spec, topic_key, topic_spec
+
+
+def ingest_definitions(
+    *ingests: Ingest,
+    lakehouse_key: str = "lakehouse",
+    least_records: int = 10_000,
+    most_age_s: float = 60.0,
+    live_interval_s: float = 1.0,
+    live_run_s: float = 6 * 3600.0,
+    receivers: Iterable[str] = (),
+    live: bool = True,
+) -> dg.Definitions:
+    """Assets, checks, jobs and sensors of ingestions, and their topics as external assets.
+
+    For each there is a job with one batch a run, `ingest_<name>_job`, started by `ingest_<name>_sensor`; and
+    `ingest_<name>_live`, a run that publishes batch after batch, kept running by
+    `ingest_<name>_live_sensor`. All sensors are off until somebody turns one of the two on.
+
+    Args:
+        *ingests (Ingest): What to ingest.
+        lakehouse_key (str): The resource key of the lake.
+        least_records (int): So many that wait start a batch at once.
+        most_age_s (float): So long records wait at most for a batch, seconds.
+        live_interval_s (float): Least time between two batches of a live run, seconds.
+        live_run_s (float): After so long a live run ends, and another one takes over, seconds.
+        receivers (Iterable[str]): Monitors of receivers (`http://host:9464`) that get an asset each, to be
+            given once in a code location. What they tell is asked of those in `BRANCHLAKE_RECEIVERS`.
+        live (bool): Whether there are live runs. They make no checks of yours: with checks on these tables
+            `branchlake_definitions` refuses them, and one batch a run is the way.
+
+    Returns:
+        Definitions: To be merged with yours.
+
+    Raises:
+        MissingExtra: `pip install 'branchlake_dagster[kafka]'`
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+
+            from branchlake_dagster import Ingest, IngestTable, branchlake_definitions, ingest_definitions
+
+            table = IngestTable(key="raw/orders", columns={"id": "bigint", "price": "double"})
+            orders = Ingest(name="orders", topics=["orders"], tables=[table])
+            defs = branchlake_definitions(definitions=ingest_definitions(orders))
+    """
+    if any(one.source == "kafka" for one in ingests):
+        require("kafka", "confluent_kafka", wanted_by="ingestion from Kafka")
+    external = {topic_key(one, topic): topic_spec(one, topic) for one in ingests for topic in one.topics}
+    external |= {receiver_key(one): receiver_spec(one) for one in receivers}
+    assets: list[dg.AssetsDefinition] = []
+    jobs: list[Any] = []
+    sensors: list[dg.SensorDefinition] = []
+    for one in ingests:
+        tables = batch_assets(one, live=live)
+        tags = {INGESTION_TAG: one.name}
+        job = dg.define_asset_job(
+            f"ingest_{one.name}_job", selection=dg.AssetSelection.assets(tables), tags=tags
+        )
+        assets.append(tables)
+        jobs.append(job)
+        sensors.append(
+            batch_sensor(
+                one,
+                f"ingest_{one.name}_job",
+                lakehouse_key=lakehouse_key,
+                least_records=least_records,
+                most_age_s=most_age_s,
+            )
+        )
+        if live:
+            jobs.append(
+                live_job(one, lakehouse_key=lakehouse_key, interval_s=live_interval_s, run_s=live_run_s)
+            )
+            sensors.append(live_sensor(one, lakehouse_key=lakehouse_key))
+    schedules = []
+    if landed := [one for one in ingests if one.source == "landing"]:
+        removing = landing_files_job(landed, lakehouse_key=lakehouse_key)
+        jobs.append(removing)
+        schedules.append(landing_files_schedule(removing))
+    return dg.Definitions(
+        assets=[*(external[key] for key in sorted(external)), *assets],
+        jobs=jobs,
+        schedules=schedules,
+        sensors=sensors,
+    )

@@ -1,0 +1,179 @@
+"""How a Kafka cluster is reached: options for librdkafka and for Spark, and files of certificates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.settings import Settings
+
+_CERTIFICATES = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+_KEY = re.compile(r"-----BEGIN PRIVATE KEY-----.+?-----END PRIVATE KEY-----", re.DOTALL)
+
+
+def certificates(file: Path) -> str:
+    """A bundle of authorities, as it is. Raises ConfigurationError."""
+    hint = "BRANCHLAKE_KAFKA_CA is a file of PEM certificates."
+    found = _text(file, "certificates", hint)
+    if "-----BEGIN CERTIFICATE-----" not in found:
+        raise ConfigurationError(
+            f"{file} holds no certificate.", hint=hint, reason="no_certificate", subject=str(file)
+        )
+    return found
+
+
+def own_certificate(file: Path) -> tuple[str, str]:
+    """The private key, and the chain of certificates. Raises ConfigurationError, which never has the key."""
+    hint = "BRANCHLAKE_KAFKA_CERTIFICATE is a PEM file with a private key (PKCS #8) and its certificates."
+    found = _text(file, "certificate", hint)
+    key, chain = _KEY.search(found), _CERTIFICATES.findall(found)
+    if not chain:
+        raise ConfigurationError(
+            f"{file} holds no certificate.", hint=hint, reason="no_certificate", subject=str(file)
+        )
+    if key is None:
+        if "PRIVATE KEY-----" not in found:
+            raise ConfigurationError(
+                f"{file} holds no private key.", hint=hint, reason="no_private_key", subject=str(file)
+            )
+        raise ConfigurationError(
+            f"The private key in {file} is encrypted, or in a form that Java does not read.",
+            hint="openssl pkcs8 -topk8 -nocrypt -in key.pem makes one that it does. The certificates come"
+            " behind it.",
+            reason="private_key_form",
+            subject=str(file),
+        )
+    return key[0], "\n".join(chain)
+
+
+def _text(file: Path, what: str, hint: str) -> str:
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigurationError(
+            f"The {what} {file} cannot be read: {why}.", hint=hint, reason="unreadable", subject=str(file)
+        ) from error
+
+
+_LOGIN_MODULES = {
+    "PLAIN": "org.apache.kafka.common.security.plain.PlainLoginModule",
+    "SCRAM-SHA-256": "org.apache.kafka.common.security.scram.ScramLoginModule",
+    "SCRAM-SHA-512": "org.apache.kafka.common.security.scram.ScramLoginModule",
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Addresses and credentials of a Kafka cluster.
+
+    `bootstrap` is `host:port,…`; `security` is Kafka's `security.protocol`; `ca` is a file of PEM
+    certificates, `certificate` one with a key and the certificates by which we are known.
+    """
+
+    bootstrap: str
+    security: str = "PLAINTEXT"
+    mechanism: str | None = None
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    ca: Path | None = None
+    certificate: Path | None = None
+
+    @classmethod
+    def of(cls, settings: Settings, bootstrap: str) -> Cluster:
+        """The cluster at an address, with the credentials of the settings. Raises ConfigurationError."""
+        password = settings.kafka_password.get_secret_value() if settings.kafka_password else None
+        return cls(
+            bootstrap,
+            settings.kafka_security,
+            settings.kafka_sasl_mechanism,
+            settings.kafka_username,
+            password,
+            settings.kafka_ca,
+            settings.kafka_certificate,
+        )
+
+    def __post_init__(self) -> None:
+        if self.certificate is not None and "SSL" not in self.security:
+            raise ConfigurationError(
+                f"A certificate of one's own is shown over TLS only, not with {self.security}.",
+                hint="Set BRANCHLAKE_KAFKA_SECURITY to SSL or SASL_SSL, or no BRANCHLAKE_KAFKA_CERTIFICATE.",
+                reason="certificate_without_tls",
+                subject="BRANCHLAKE_KAFKA_CERTIFICATE",
+            )
+        if not self.security.startswith("SASL"):
+            return
+        if self.mechanism not in _LOGIN_MODULES:
+            raise ConfigurationError(
+                f"Unknown SASL mechanism {self.mechanism!r}.",
+                hint=f"BRANCHLAKE_KAFKA_SASL_MECHANISM is one of {', '.join(_LOGIN_MODULES)}.",
+            )
+        if not self.username or not self.password:
+            raise ConfigurationError(
+                f"{self.security} needs a user name and a password.",
+                hint="Set BRANCHLAKE_KAFKA_USERNAME and BRANCHLAKE_KAFKA_PASSWORD.",
+            )
+
+    def client_options(self) -> dict[str, str]:
+        """For librdkafka (confluent-kafka). Secrets included: never log them. Raises ConfigurationError."""
+        found = {"bootstrap.servers": self.bootstrap, "security.protocol": self.security}
+        if self.mechanism and self.username and self.password:
+            found |= {
+                "sasl.mechanism": self.mechanism,
+                "sasl.username": self.username,
+                "sasl.password": self.password,
+            }
+        if self.ca is not None:
+            certificates(self.ca)
+            found["ssl.ca.location"] = str(self.ca)
+        if self.certificate is not None:
+            own_certificate(self.certificate)
+            place = str(self.certificate)
+            found |= {"ssl.certificate.location": place, "ssl.key.location": place}
+        return found
+
+    def spark_options(self) -> dict[str, str]:
+        """For Spark's source `kafka`. Secrets included; Spark hides options of this name in its plans.
+
+        Raises ConfigurationError.
+        """
+        found: Mapping[str, str] = {
+            "bootstrap.servers": self.bootstrap,
+            "security.protocol": self.security,
+            **self._java_sasl(),
+            **self._java_trust(),
+            **self._java_certificate(),
+        }
+        return {f"kafka.{name}": value for name, value in found.items()}
+
+    def _java_sasl(self) -> dict[str, str]:
+        if not (self.mechanism and self.username and self.password):
+            return {}
+        login = f'username="{_escaped(self.username)}" password="{_escaped(self.password)}"'
+        return {
+            "sasl.mechanism": self.mechanism,
+            "sasl.jaas.config": f"{_LOGIN_MODULES[self.mechanism]} required {login};",
+        }
+
+    def _java_trust(self) -> dict[str, str]:
+        if self.ca is None:
+            return {}
+        # By value: the executors need not have the file.
+        return {"ssl.truststore.type": "PEM", "ssl.truststore.certificates": certificates(self.ca)}
+
+    def _java_certificate(self) -> dict[str, str]:
+        if self.certificate is None:
+            return {}
+        key, chain = own_certificate(self.certificate)
+        return {
+            "ssl.keystore.type": "PEM",
+            "ssl.keystore.key": key,
+            "ssl.keystore.certificate.chain": chain,
+        }
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"')

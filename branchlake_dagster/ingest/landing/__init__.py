@@ -1,1 +1,0 @@
-"""Landing folders as what an ingestion reads: their topics, and which files are not needed any more."""

@@ -1,0 +1,78 @@
+"""A job that removes landing files which `main` has, and its schedule."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import dagster as dg
+
+from branchlake_dagster.ingest.declaration import Ingest
+from branchlake_dagster.ingest.ingest_sensor import waiting
+from branchlake_dagster.ingest.topic_source import least, remove_read
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.receivers.landing import Landing, LandingFile
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.wording import counted
+
+
+def remove_landing_files(
+    topic: str, ingests: Sequence[Ingest], lake: Lakehouse, *, now: Callable[[], float] = time.time
+) -> list[LandingFile]:
+    """Remove the files of a topic that all `ingests` have on `main` and that are older than `landing_keep_h`.
+
+    Raises as `look`, before anything is removed.
+    """
+    # A table that was rolled back and is to be filled again needs what is before the others' position.
+    looks = [waiting(one, lake) for one in ingests]
+    read = least(one.standing.start for one in looks)
+    finished_before = now() - lake.settings.landing_keep_h * 3600
+    return remove_read(
+        Landing(lake.settings.landing_folder), [looks[0].topics[topic]], read, finished_before=finished_before
+    )
+
+
+def landing_files_job(ingests: Sequence[Ingest], *, lakehouse_key: str) -> dg.JobDefinition:
+    """The job, for all topics of these ingestions."""
+    topics = sorted({topic for one in ingests for topic in one.topics})
+    name = _name(ingests)
+
+    @dg.op(
+        name=f"{name}_op",
+        required_resource_keys={lakehouse_key},
+        out=dg.Out(dg.Nothing),
+        description="Removes landing files whose records are all on main, and never a partition's newest.",
+    )
+    def remove(context: dg.OpExecutionContext) -> None:
+        resource: LakehouseResource = getattr(context.resources, lakehouse_key)
+        for topic in topics:
+            readers = [one for one in ingests if topic in one.topics]
+            removed = remove_landing_files(topic, readers, resource.lakehouse)
+            rows = sum(file.rows for file in removed)
+            context.log.info(
+                f"{topic}: {counted(len(removed), 'file')} with {counted(rows, 'record')} removed."
+            )
+
+    @dg.job(
+        name=name,
+        executor_def=dg.in_process_executor,
+        description=f"Removes files of {', '.join(topics)} that main has, after BRANCHLAKE_LANDING_KEEP_H.",
+    )
+    def job() -> None:
+        remove()
+
+    return job
+
+
+def landing_files_schedule(job: Any) -> dg.ScheduleDefinition:
+    """Each hour; off until somebody turns it on."""
+    return dg.ScheduleDefinition(
+        name=f"{job.name}_schedule",
+        job=job,
+        cron_schedule="23 * * * *",
+        default_status=dg.DefaultScheduleStatus.STOPPED,
+    )
+
+
+def _name(ingests: Sequence[Ingest]) -> str:
+    """A name that another group of ingestions in one code location would not have."""
+    return f"landing_files_{min(one.name for one in ingests)}"

@@ -1,0 +1,269 @@
+"""Batch after batch: each on a branch of its own, judged, published, gone. Knows nothing of Dagster.
+
+A batch that is abandoned at any point, by a signal or by death, leaves a branch that nobody publishes (the
+reaper takes it away, by what its name says), and `main` as it was: the next one begins where `main` says.
+Of two batches for the same offsets, by whomever, the publisher takes one, because both set the same property.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
+from pyspark.sql import SparkSession
+
+from branchlake_dagster.catalog.options import COMMIT_PROPERTY, NAMESPACE_CREATE
+from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Transient
+from branchlake_dagster.ingest.batch_context import Place, look
+from branchlake_dagster.ingest.batch_report import blocked_because
+from branchlake_dagster.ingest.declaration import Ingest
+from branchlake_dagster.ingest.errors import Superseded, TooManyDeadLetters
+from branchlake_dagster.ingest.ingest_batch import BatchResult, ingest_batch
+from branchlake_dagster.ingest.kafka_topics import Topics
+from branchlake_dagster.ingest.record_frames import Records
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieError, ReferenceNotFound
+from branchlake_dagster.publication.committer import PublicationContended
+from branchlake_dagster.publication.ledger import Candidate, Published, Refused, write_set
+from branchlake_dagster.publication.publisher import publisher_of
+from branchlake_dagster.publication.replay import IcebergTables
+from branchlake_dagster.runs.branch_owner import batch_branch
+from branchlake_dagster.runs.discarding import drop_branch
+from branchlake_dagster.runs.origin import INSTANCE
+from branchlake_dagster.runs.provenance import PREFIX
+from branchlake_dagster.runs.run_branch import main_with_history
+
+_ATTEMPTS = 5
+"""To publish one batch, while its outcome is unknown or others keep publishing."""
+_log = logging.getLogger(__name__)
+
+
+def may_go_on(error: Exception) -> bool:
+    """Whether a live run goes on after it: the batch's branch is thrown away, and `main` says what it has."""
+    commit = CommitFailedException | CommitStateUnknownException  # PyIceberg's, where a table was being made
+    return isinstance(error, Transient | OutcomeUnknown | commit)
+
+
+@dataclass(frozen=True)
+class LiveBatch:
+    """A batch that is on `main`: the commit, and how many seconds it took from its plan on."""
+
+    result: BatchResult
+    publication: str
+    seconds: float
+    at: datetime
+
+
+class LiveIngestion:
+    """One ingestion in one process. `session_at` opens a Spark session at a reference."""
+
+    def __init__(
+        self,
+        ingest: Ingest,
+        lake: Lakehouse,
+        run_id: str,
+        topics: Topics,
+        records: Records,
+        *,
+        session_at: Callable[[str], SparkSession],
+        tasks: int,
+        properties: Mapping[str, str],
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._ingest = ingest
+        self._lake = lake
+        self._run_id = run_id
+        self._topics = topics
+        self._records = records
+        self._session_at = session_at
+        self._tasks = tasks
+        self._properties = dict(properties)
+        self._clock = clock
+        self._sleep = sleep
+        self._now = now
+        self._number = 0
+        self._untrimmed = False
+        self._shared: tuple[str | None, SparkSession] | None = None
+        self._connect(lake.nessie)
+
+    def batch(self) -> LiveBatch | None:
+        """Ingest and publish what waits; None: nothing waits.
+
+        Raises TooManyDeadLetters, Superseded, and what `look` raises. Whatever is raised: nothing of the
+        batch is on `main`, unless the error is an OutcomeUnknown; then the next batch sees whether it is.
+        """
+        began, client = self._clock(), self._lake.nessie
+        if client is not self._client:
+            self._connect(client)  # an embedded Nessie that was started again is at another address
+        base = main_with_history(client) if not self._number else client.reference(MAIN).hash
+        self._number += 1
+        before = look(
+            self._ingest,
+            client,
+            self._lake.catalog(f"{MAIN}@{base}"),
+            self._topics,
+            namespace=self._lake.settings.default_namespace,
+            tables=self._tables,
+        )
+        if before.plan.empty:
+            return None
+        name = self._branch_name()
+        session: list[SparkSession] = []
+        published = False
+        # The run may be interrupted anywhere, also while a branch is being made.
+        try:
+            branch = self._lake.nessie.create_branch(name, from_ref=MAIN, from_hash=base)
+            place = self._place(branch.name, base, session)
+            result = ingest_batch(
+                before,
+                place,
+                self._records,
+                tasks=self._tasks,
+                now=self._now,
+                commit_id=str(uuid.uuid4()),
+                tables=self._tables,
+            )
+            if why := blocked_because(result):
+                raise TooManyDeadLetters(
+                    f"Ingestion {self._ingest.name}: {why}.",
+                    branch=branch.name,
+                    run_id=self._run_id,
+                    hint="Nothing was published, and it goes on from here. Correct what writes the records,"
+                    " or the tables and contracts, or raise the tolerance.",
+                )
+            publication = self._publish(base, result)
+            published = True
+        finally:
+            self._end(name, session, published=published)
+        return LiveBatch(result, publication, self._clock() - began, self._now())
+
+    def _branch_name(self) -> str:
+        """It says whose the branch is and how old: the process may die at any time."""
+        instance, now = self._properties.get(INSTANCE, ""), self._now()
+        return batch_branch(self._run_id, instance, now=now, unique=uuid.uuid4())
+
+    def _connect(self, client: NessieClient) -> None:
+        self._client = client
+        self._publisher = publisher_of(self._lake)
+        self._tables = IcebergTables(self._lake.catalog(MAIN))
+
+    def _place(self, branch: str, base: str, session: list[SparkSession]) -> Place:
+        options = {NAMESPACE_CREATE: "true"} | {
+            f"{COMMIT_PROPERTY}{name}": value for name, value in self._properties.items()
+        }
+
+        def open_session() -> SparkSession:
+            if all(table.mode == "append" for table in self._ingest.tables):
+                # It reads topics and writes files: no reference matters to it.
+                # A Spark that was started again is at another address, and its old sessions are gone.
+                server = self._lake.endpoints().spark_remote
+                if self._shared is None or self._shared[0] != server:
+                    self._shared = server, self._session_at(MAIN)
+                return self._shared[1]
+            if not session:
+                session.append(self._session_at(branch))
+            return session[0]
+
+        origin = {
+            f"{PREFIX}run_id": self._run_id,
+            f"{PREFIX}root_run_id": self._run_id,
+            f"{PREFIX}base_hash": base,
+            f"{PREFIX}step": f"live-{self._number}",
+            f"{PREFIX}attempt": "1",
+        }
+        catalog = self._lake.catalog(branch, properties=options)
+        run = self._run_id, origin, self._properties
+        return Place(self._lake, branch, catalog, open_session, *run, trims=not self._untrimmed)
+
+    def _publish(self, base: str, result: BatchResult) -> str:
+        client, branch = self._lake.nessie, result.head
+        self._alive(branch.name)
+        candidate = Candidate(
+            branch=branch.name,
+            head_hash=branch.hash,
+            base_hash=base,
+            run_id=self._run_id,
+            root_run_id=self._run_id,
+            verdict="passed_with_warnings" if result.dead else "passed",
+            changes=write_set(client, base, branch),
+        )
+        wait = 0.2
+        for attempt in range(1, _ATTEMPTS + 1):
+            found = self._publisher.publish([candidate], alive=lambda: self._alive(branch.name))[branch.name]
+            if isinstance(found, Published):
+                return found.hash
+            if isinstance(found, Refused):
+                raise self._refused(found, branch.name)
+            if not isinstance(found, Exception):
+                raise Superseded(
+                    "It needs checks that a batch has not got.", branch=branch.name, reason="checks_needed"
+                )
+            if attempt == _ATTEMPTS or not isinstance(found, Transient | OutcomeUnknown):
+                raise found
+            self._sleep(wait)
+            wait *= 2
+        raise AssertionError("unreachable")
+
+    def _refused(self, found: Refused, branch: str) -> BranchlakeError:
+        if not self._untrimmed and found.only_expired:
+            # Somebody else writes into these tables. What is replayed on theirs may take no snapshots out.
+            self._untrimmed = True
+            return PublicationContended(
+                f"Ingestion {self._ingest.name} meets another writer: {found.reason()}",
+                branch=branch,
+                run_id=self._run_id,
+                hint="It goes on without taking old snapshots out of the tables.",
+                reason="expired_snapshots",
+            )
+        return Superseded(
+            f"Ingestion {self._ingest.name}: {found.reason()}",
+            branch=branch,
+            run_id=self._run_id,
+            hint="Nothing of this batch was published. The next one begins with what main has now.",
+            reason=found.codes[0] if len(found.codes) == 1 else "refused",
+        )
+
+    def _alive(self, branch: str) -> None:
+        """Raise Superseded when somebody has fenced us: our branch is gone."""
+        try:
+            self._lake.nessie.reference(branch)
+        except ReferenceNotFound as gone:
+            raise Superseded(
+                f"Ingestion {self._ingest.name} is fenced: the branch of this batch is gone.",
+                branch=branch,
+                run_id=self._run_id,
+                hint="It was deleted, or reaped while this run slept. A new run goes on from main.",
+                reason="fenced",
+            ) from gone
+
+    def _end(self, name: str, session: list[SparkSession], *, published: bool) -> None:
+        try:
+            for one in session:
+                one.stop()
+            self._drop(name, published=published)
+        except BaseException:
+            # An interruption comes once: what it broke off is done again.
+            self._drop(name, published=published)
+            raise
+
+    def _drop(self, name: str, *, published: bool) -> None:
+        try:
+            drop_branch(self._lake.nessie, self._lake.nessie.reference(name), keep_data=published)
+        except ReferenceNotFound:
+            pass  # it was never made, or somebody has fenced us
+        except NessieError as error:
+            _log.warning("Branch %s is left to the reaper: %s", name, error)
+
+    def close(self) -> None:
+        """End the session that all batches have shared."""
+        if self._shared is not None:
+            self._shared[1].stop()
+            self._shared = None

@@ -1,0 +1,404 @@
+"""The ranges of the next batch: where a new topic is started, and what the topics have. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Literal
+
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.ingest.errors import StartOffsetsMissing, StartOffsetsOutOfRange, TopicChanged
+from branchlake_dagster.ingest.offsets import OffsetRange, Offsets, Ranges, Topic, TopicPartition, records
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is done when a topic is not what the tables were filled from."""
+
+    on_recreated: Literal["stop", "start_over"] = "stop"
+    on_reset: Literal["stop", "continue_at_end"] = "stop"
+    on_lost: Literal["stop", "skip"] = "stop"
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The ranges of a batch, `lag` (records left after it), and what was passed over, in words.
+
+    `passed` is where partitions stand that have no range in this batch, and that no table has recorded yet:
+    moved on by a rule, or begun at what was their start. `due`: it is recorded even if nothing is read.
+    `topics` are they as this batch has them: under another name where their offsets are set back with it.
+    `started` has the first offset of each partition that starts with this batch, unless that is 0.
+    """
+
+    ranges: Ranges
+    lag: int
+    notes: tuple[str, ...] = ()
+    passed: Offsets = field(default_factory=dict)
+    due: bool = False
+    topics: Mapping[str, Topic] = field(default_factory=dict)
+    started: Offsets = field(default_factory=dict)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to read and nothing to tell."""
+        return not self.ranges and not self.due
+
+
+def narrowed(plan: BatchPlan, ranges: Ranges) -> BatchPlan:
+    """The plan with the first of its offsets only; the others wait for the next batch."""
+    behind = records(plan.ranges) - records(ranges)
+    waiting = {one: span.start for one, span in plan.ranges.items() if one not in ranges}
+    return replace(plan, ranges=ranges, lag=plan.lag + behind, passed={**plan.passed, **waiting})
+
+
+def plan_batch(
+    topics: Iterable[Topic],
+    start: Offsets,
+    first: Callable[[Topic], Offsets],
+    *,
+    most_records: int,
+    rules: Rules,
+    started: Offsets | None = None,
+) -> BatchPlan:
+    """The next ranges, at most `most_records` in all, each partition in proportion to its lag.
+
+    `first` tells where a topic is begun that was never read. A partition that was added later begins at its
+    start. `started` has the offsets at which partitions were started before, unless that is 0. Raises
+    TopicChanged.
+    """
+    waiting: dict[TopicPartition, OffsetRange] = {}
+    notes: list[str] = []
+    passed: dict[TopicPartition, int] = {}
+    before, now_started = started or {}, dict[TopicPartition, int]()
+    due, by_name = False, {}
+    for topic in topics:
+        known = {one.partition: offset for one, offset in start.items() if _same(one, topic)}
+        moves, told = _moves(topic, start, known, first, rules)
+        notes += told
+        new = moves.keys() - known.keys()
+        if any(known.get(number, 0) > topic.ends[number] for number in topic.ends):
+            # Positions are merged by their maximum: what is less than before needs another name.
+            starts = {one.partition: before[one] for one in topic.partitions() if one in before}
+            topic, known = topic.set_back(), {}
+            for number, offset in starts.items():
+                one = TopicPartition(topic.name, topic.incarnation, number)
+                now_started[one] = min(offset, moves[number])
+        by_name[topic.name] = topic
+        for number, moved in moves.items():
+            one = TopicPartition(topic.name, topic.incarnation, number)
+            if number in new and moved:
+                now_started[one] = moved
+            if moved != known.get(number):
+                passed[one] = moved
+                # Begun elsewhere than at its start, as with start="latest": that it was is known once only.
+                due = due or bool(told) or moved != topic.begins[number]
+            if topic.ends[number] > moved:
+                waiting[one] = OffsetRange(moved, topic.ends[number])
+    ranges = _limited(waiting, most_records)
+    lag = sum(map(len, waiting.values())) - sum(map(len, ranges.values()))
+    passed = {one: offset for one, offset in passed.items() if one not in ranges}
+    return BatchPlan(ranges, lag, tuple(notes), passed, due, by_name, now_started)
+
+
+def _moves(
+    topic: Topic,
+    start: Offsets,
+    known: Mapping[int, int],
+    first: Callable[[Topic], Offsets],
+    rules: Rules,
+) -> tuple[dict[int, int], list[str]]:
+    """Where each partition of a topic is gone on with, and what was passed over, in words."""
+    notes: list[str] = []
+    begun: Offsets = {}
+    if not known and (before := {one.incarnation for one in start if one.topic == topic.name}):
+        notes.append(_recreated(topic, before, rules))
+    elif not known:
+        begun = first(topic)
+    moves = {}
+    for number in sorted(topic.ends):
+        one = TopicPartition(topic.name, topic.incarnation, number)
+        at = known.get(number, begun.get(one, topic.begins[number]))
+        moves[number], why = _inside(topic, number, at, rules)
+        if why:
+            notes.append(why)
+    return moves, notes
+
+
+def _same(one: TopicPartition, topic: Topic) -> bool:
+    return (one.topic, one.incarnation) == (topic.name, topic.incarnation)
+
+
+def _recreated(topic: Topic, before: set[str], rules: Rules) -> str:
+    what = (
+        f"Topic {topic.name} was deleted and made again: the tables hold records of"
+        f" {', '.join(sorted(before))}, and it is now {topic.incarnation}."
+    )
+    if rules.on_recreated == "stop":
+        raise TopicChanged(
+            what,
+            hint='Choose on_recreated="start_over" to add all records of the new topic to the tables.',
+            reason="recreated",
+            subject=topic.name,
+        )
+    return what
+
+
+def _inside(topic: Topic, number: int, at: int, rules: Rules) -> tuple[int, str | None]:
+    """Where to go on in a partition that may not hold that offset any more, and what was passed over."""
+    where = f"Topic {topic.name} partition {number}"
+    if at < topic.begins[number]:
+        what = f"{where} begins at {topic.begins[number]} now: records {at} to {topic.begins[number] - 1}"
+        if rules.on_lost == "stop":
+            raise TopicChanged(
+                f"{what} were deleted before they were read.",
+                hint='Put them back, or choose on_lost="skip" to go on without them.',
+                reason="records_deleted",
+                subject=f"{topic.name}[{number}]",
+            )
+        return topic.begins[number], f"{what} were deleted before they were read, and were left out."
+    if at > topic.ends[number]:
+        what = f"{where} ends at {topic.ends[number]}, before offset {at} up to which it was read"
+        if rules.on_reset == "stop":
+            raise TopicChanged(
+                f"{what}: it lost records at its end, or its offsets were set back.",
+                hint='Choose on_reset="continue_at_end" to go on with what comes after that end.',
+                reason="end_set_back",
+                subject=f"{topic.name}[{number}]",
+            )
+        return topic.ends[number], f"{what}; it is read on from that end."
+    return at, None
+
+
+def _limited(waiting: Mapping[TopicPartition, OffsetRange], most: int) -> dict[TopicPartition, OffsetRange]:
+    total = sum(map(len, waiting.values()))
+    if total <= most:
+        return dict(waiting)
+    found: dict[TopicPartition, OffsetRange] = {}
+    left = most
+    # The smallest first: what they leave of their share goes to the others.
+    ordered = sorted(waiting.items(), key=lambda item: (len(item[1]), item[0]))
+    for place, (one, whole) in enumerate(ordered):
+        share = min(len(whole), max(left * len(whole) // max(total, 1), 1))
+        if place == len(ordered) - 1:
+            share = min(len(whole), left)
+        share = min(share, left)
+        total -= len(whole)
+        left -= share
+        if share:
+            found[one] = OffsetRange(whole.start, whole.start + share)
+    return found
+
+
+Otherwise = Literal["stop", "earliest", "latest"]
+
+
+@dataclass(frozen=True)
+class CommittedOffsets:
+    """Start at the offsets that a Kafka consumer group has committed, as the sink with that group would.
+
+    The first record read from a partition is the one at the committed offset. The group must have no members
+    and no open transaction, else batches fail with `ConsumerGroupActive`: stop the other sink first, so that
+    it has committed all that it has written. The group itself is not changed.
+
+    Args:
+        group (str): The consumer group of the sink that is taken over: for Kafka Connect
+            `connect-<connector>`, otherwise its `group.id`.
+        otherwise (Literal["stop", "earliest", "latest"]): Where a partition starts that the group has never
+            committed: at its first offset, at its end, or nowhere: the ingestion stops with
+            `StartOffsetsMissing`. A group that has committed nothing at all always stops it.
+            (default: `stop`; the other sink could have read such a partition, and its records would then be
+            written twice or not at all)
+
+    Raises:
+        ConfigurationError: The group has no name, or `otherwise` is unknown.
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster import CommittedOffsets, Ingest, IngestTable
+
+            orders = Ingest(
+                name="orders",
+                topics=["orders"],
+                tables=[IngestTable(key="raw/orders")],
+                start=CommittedOffsets("connect-orders-sink"),
+            )
+    """
+
+    group: str
+    otherwise: Otherwise = "stop"
+
+    def __post_init__(self) -> None:
+        if not self.group:
+            raise ConfigurationError("CommittedOffsets needs a group.", hint='CommittedOffsets("old-sink")')
+        _require_known(self.otherwise)
+
+
+@dataclass(frozen=True)
+class StartingOffsets:
+    """Start at given offsets, for example those that another sink has recorded in its own store.
+
+    The first record read from a partition is the one at the given offset. Works for Kafka topics and for the
+    topics of a landing folder.
+
+    Args:
+        offsets (Mapping[str, Mapping[int, int]]): By topic and partition number the offset of the first
+            record that is read: `{"orders": {0: 120, 1: 98}}`. The end of a partition is allowed.
+        otherwise (Literal["stop", "earliest", "latest"]): Where a partition starts that is not given: at its
+            first offset, at its end, or nowhere: the ingestion stops with `StartOffsetsMissing`.
+            (default: `stop`)
+
+    Raises:
+        ConfigurationError: An offset is negative or not an integer, or `otherwise` is unknown.
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster import Ingest, IngestTable, StartingOffsets
+
+            orders = Ingest(
+                name="orders",
+                topics=["orders"],
+                tables=[IngestTable(key="raw/orders")],
+                start=StartingOffsets({"orders": {0: 120, 1: 98}}),
+            )
+    """
+
+    offsets: Mapping[str, Mapping[int, int]]
+    otherwise: Otherwise = "stop"
+
+    def __post_init__(self) -> None:
+        for topic, given in self.offsets.items():
+            for partition, offset in given.items():
+                if not (_is_count(partition) and _is_count(offset)):
+                    raise ConfigurationError(
+                        f"Topic {topic} cannot start partition {partition!r} at offset {offset!r}.",
+                        hint='Both are integers from 0: {"orders": {0: 120}}. To start at an end of the'
+                        " partition, leave it out and set otherwise.",
+                    )
+        _require_known(self.otherwise)
+
+
+Start = Literal["earliest", "latest"] | datetime | CommittedOffsets | StartingOffsets
+
+
+def starting_offsets(
+    topic: Topic, given: Mapping[int, int], otherwise: Otherwise, *, origin: str
+) -> dict[TopicPartition, int]:
+    """The offset of the first record that is read, for all partitions of a topic.
+
+    `given` maps partition numbers to offsets; `origin` names their source in errors. Raises
+    StartOffsetsOutOfRange for offsets outside the retained range and for partitions that the topic does not
+    have, StartOffsetsMissing for partitions without an offset where `otherwise` is `stop`.
+    """
+    outside = [number for number in sorted(given) if not _is_available(topic, number, given[number])]
+    if outside:
+        ranges = "; ".join(_range_of(topic, number, given[number]) for number in outside)
+        raise StartOffsetsOutOfRange(
+            f"Topic {topic.name} cannot start at {origin}: {ranges}.",
+            partitions=[f"{topic.name}[{number}]" for number in outside],
+            hint=_hint_of(topic, outside, given),
+        )
+    missing = [number for number in sorted(topic.ends) if number not in given]
+    if missing and otherwise == "stop":
+        raise StartOffsetsMissing(
+            f"Topic {topic.name} cannot start at {origin}: some partitions have none.",
+            partitions=[f"{topic.name}[{number}]" for number in missing],
+            hint='Choose otherwise="earliest" to read these partitions from their first offset, or'
+            ' otherwise="latest" to read only what comes from now on.',
+        )
+    rest = topic.begins if otherwise == "earliest" else topic.ends
+    return {one: given.get(one.partition, rest[one.partition]) for one in topic.partitions()}
+
+
+def format_offsets(offsets: Offsets, *, most: int = 20) -> str:
+    """`orders[0] 120, orders[1] 98`, at most `most` partitions."""
+    shown = [f"{one.topic}[{one.partition}] {offset}" for one, offset in sorted(offsets.items())]
+    more = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return ", ".join(shown[:most]) + more
+
+
+def _is_available(topic: Topic, number: int, offset: int) -> bool:
+    return number in topic.ends and topic.begins[number] <= offset <= topic.ends[number]
+
+
+def _range_of(topic: Topic, number: int, offset: int) -> str:
+    where = f"{topic.name}[{number}]"
+    if number not in topic.ends:
+        return f"{where} does not exist, and offset {offset} is given for it"
+    begin, end = topic.begins[number], topic.ends[number]
+    if begin == end:
+        return f"{where} has no records, its next offset is {end}, and offset {offset} is given for it"
+    return f"{where} has offsets {begin} to {end - 1}, and offset {offset} is given for it"
+
+
+def _hint_of(topic: Topic, outside: list[int], given: Mapping[int, int]) -> str:
+    if any(number in topic.ends and given[number] < topic.begins[number] for number in outside):
+        return (
+            "Retention has deleted the records before that range. Load them from elsewhere, then start at the"
+            " first retained offset with StartingOffsets."
+        )
+    return (
+        "The offsets may belong to another cluster, or to a topic that was deleted and created again. Give"
+        " offsets of this topic with StartingOffsets."
+    )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _require_known(otherwise: str) -> None:
+    if otherwise not in ("stop", "earliest", "latest"):
+        raise ConfigurationError(f"Unknown otherwise={otherwise!r}.", hint="stop, earliest, latest")
+
+
+Times = Mapping[TopicPartition, int]
+"""By partition the latest time of a record that was read, ms since 1970."""
+
+
+def latest_times(
+    known: Times, batch: Mapping[str, int], topics: Iterable[Topic], *, now_ms: int
+) -> dict[TopicPartition, int]:
+    """The latest time of each partition after a batch, for the topics as they are now.
+
+    `batch` has the latest times of the batch's records by `<topic>/<partition>`, ms since 1970. A record's
+    time counts as `now_ms` at most: one wrong time would otherwise stay the latest for ever.
+    """
+    latest: dict[TopicPartition, int] = {}
+    for topic in topics:
+        for one in topic.partitions():
+            of_batch = batch.get(f"{one.topic}/{one.partition}")
+            times = [known.get(one), None if of_batch is None else min(of_batch, now_ms)]
+            if times_read := [at for at in times if at is not None]:
+                latest[one] = max(times_read)
+    return latest
+
+
+def valid_through_ms(
+    topics: Sequence[Topic],
+    latest: Times,
+    reached: Offsets,
+    before: int | None,
+    *,
+    now_ms: int,
+    idle_after_ms: int | None = None,
+) -> int | None:
+    """The time up to which the tables have all records, ms since 1970; None if it is not known yet.
+
+    It is the least of the partitions' latest times, and never less than `before`, the time of the batch
+    before. A partition of which no record was read keeps it at `before`. With `idle_after_ms` a partition is
+    left out that was read to its end (`reached` has the offsets) and whose latest record is at least so old.
+    """
+    times: list[int | None] = []
+    for topic in topics:
+        for one in topic.partitions():
+            at = latest.get(one)
+            at_end = reached.get(one, 0) >= topic.ends[one.partition]
+            if idle_after_ms is None or not at_end or (at is not None and at > now_ms - idle_after_ms):
+                times.append(at)
+    known = [at for at in times if at is not None]
+    if not known or len(known) < len(times):
+        return before
+    return max(min(known), before if before is not None else min(known))

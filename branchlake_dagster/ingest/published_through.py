@@ -1,0 +1,450 @@
+"""Up to which time a table is published, and an automation condition that waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+from dagster import (
+    AssetKey,
+    AutomationCondition,
+    AutomationContext,
+    AutomationResult,
+    DagsterInstance,
+    MultiPartitionsDefinition,
+    PartitionsDefinition,
+    TimeWindowPartitionsDefinition,
+)
+from pyiceberg.table import Table
+
+from branchlake_dagster.automation.consumers import consumers
+from branchlake_dagster.catalog import NessieCatalog
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.history.capture import capture, holds, position_of
+from branchlake_dagster.history.change import ChangeLost, ChangeSet, Position
+from branchlake_dagster.incremental.affected_partitions import coverage
+from branchlake_dagster.incremental.consumer import Consumer, Input, require_columns
+from branchlake_dagster.incremental.pending import Backlog, unconsumed_parts, valid_through, windows_end_ms
+from branchlake_dagster.incremental.positions import CONSUMED, read, recorded_time
+from branchlake_dagster.incremental.redefinition import fitting
+from branchlake_dagster.incremental.valid_through import InputTime, to_ms
+from branchlake_dagster.ingest.batch_assets import declared
+from branchlake_dagster.ingest.batch_report import moment
+from branchlake_dagster.ingest.batch_tables import Identifier, load
+from branchlake_dagster.ingest.errors import PositionLost
+from branchlake_dagster.ingest.offsets import Recorded, ingestions_in
+from branchlake_dagster.ingest.progress import standing
+from branchlake_dagster.internals.dagster import AssetGraph, EntitySubset
+from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.model import ContentKey
+from branchlake_dagster.publication.replay import IcebergTables
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.settings import Settings
+from branchlake_dagster.tables.errors import InputColumnGone, PositionUnreadable
+from branchlake_dagster.tables.specification import identifier_of, table_name
+
+TableName = str | AssetKey
+"""A dotted table name (`raw.orders`), or the key of its asset, also as text (`raw/orders`)."""
+
+
+@dataclass(frozen=True)
+class PublishedTime:
+    """Up to which time a table has all records of its ingestions, or of those of the tables that it consumes.
+
+    `at` is None if there is no such time; `reason` says why.
+    """
+
+    at: datetime | None
+    reason: str
+    ingested: bool = True
+    """Whether any ingestion is known to fill the table, or all inputs of the consumer that computes it."""
+    sources: frozenset[str] = frozenset()
+    """What its records come from, see `InputTime`; empty if `at` is None."""
+
+    @property
+    def input_time(self) -> InputTime | None:
+        """The same for a table that consumes this one."""
+        return None if self.at is None else InputTime(to_ms(self.at), self.sources)
+
+    def reaches(self, wanted: datetime) -> bool:
+        """Whether all records of before `wanted` are in the table."""
+        return self.at is not None and self.at >= wanted
+
+
+@dataclass(frozen=True)
+class DeclaredConsumers:
+    """The consumers that a code location declares, by their tables. `instance` knows dynamic partitions."""
+
+    graph: AssetGraph
+    default_namespace: str
+    instance: DagsterInstance | None = None
+
+    def of(self, identifier: Identifier) -> Consumer | None:
+        """The consumer that computes a table; None if this code location declares none.
+
+        Raises ConfigurationError for one that contradicts itself.
+        """
+        keys = [AssetKey(list(identifier))]
+        if identifier[:-1] == (self.default_namespace,):
+            keys.append(AssetKey(identifier[-1:]))
+        return next((one.consumer for one in consumers(self.graph, self.default_namespace, keys)), None)
+
+
+def identifier_of_table(table: TableName, default_namespace: str) -> Identifier:
+    """The parts of a table's name; a name without namespace is in the default one.
+
+    Raises ConfigurationError for what can name no table.
+    """
+    if isinstance(table, AssetKey):
+        return identifier_of(table, default_namespace)
+    try:
+        parts = table.split("/") if "/" in table else ContentKey.from_path(table).elements
+    except ValueError as error:
+        raise ConfigurationError(f"{table!r} is not the name of a table.", hint='"raw.orders"') from error
+    return identifier_of(AssetKey(list(parts)), default_namespace)
+
+
+def format_table(table: TableName) -> str:
+    """The table as it was written, for names and errors."""
+    return table.to_user_string() if isinstance(table, AssetKey) else table
+
+
+def published_time(
+    client: NessieClient,
+    catalog: NessieCatalog,
+    identifier: Identifier,
+    default_namespace: str,
+    declared_consumers: DeclaredConsumers | None = None,
+) -> PublishedTime:
+    """Up to which time the table is published at the catalog's reference. Reads metadata, no data files.
+
+    Several ingestions may fill the table: the earliest of their times counts. The dead letters' table of an
+    ingestion has the newest time, because it takes part in each batch. For a table that is computed from
+    changes the time is that of its inputs, as far as it has consumed them. If `declared_consumers` lacks it,
+    the time that its runs recorded counts.
+
+    Cost: each table in the chain of consumers is loaded once. What a consumer has left is found as its sensor
+    finds it, from the manifests of the change. Give a catalog at one commit, so that all tables are of the
+    same time. Nessie's errors pass through.
+    """
+    opened = IcebergTables(catalog)
+    reader = TimeReader(
+        lambda wanted: load(client, catalog, wanted, opened),
+        default_namespace,
+        declared_consumers.of if declared_consumers is not None else lambda _: None,
+        declared_consumers.instance if declared_consumers is not None else None,
+    )
+    return reader.time_of(identifier)
+
+
+@dataclass
+class TimeReader:
+    """Finds the valid-through times of tables at one commit, and reads each table of a chain once.
+
+    `load_tables` loads tables by name, None for one that does not exist. `consumer_of` returns the declared
+    consumer that computes a table.
+    """
+
+    load_tables: Callable[[Mapping[str, Identifier]], Mapping[str, Table | None]]
+    default_namespace: str
+    consumer_of: Callable[[Identifier], Consumer | None]
+    instance: DagsterInstance | None = None
+    _times: dict[Identifier, PublishedTime] = field(default_factory=dict, init=False)
+
+    def time_of(self, identifier: Identifier) -> PublishedTime:
+        """Up to which time a table is published, or why up to none."""
+        if identifier not in self._times:
+            name = table_name(identifier)
+            # Tables of other code locations might be computed from each other.
+            self._times[identifier] = PublishedTime(None, f"Table {name} is computed from itself")
+            self._times[identifier] = self._read(identifier, name)
+        return self._times[identifier]
+
+    def _read(self, identifier: Identifier, name: str) -> PublishedTime:
+        table = self.load_tables({name: identifier})[name]
+        if table is None:
+            return PublishedTime(None, f"Table {name} does not exist yet")
+        ingested = self._ingested(identifier, name, table)
+        if ingested is not None:
+            return ingested
+        consumer = self.consumer_of(identifier)
+        return self._recorded(name, table) if consumer is None else self._consumed(consumer, name, table)
+
+    def _ingested(self, identifier: Identifier, name: str, table: Table) -> PublishedTime | None:
+        """The time by the ingestions that fill the table; None if none does."""
+        times: list[datetime] = []
+        properties = table.metadata.properties
+        for ingestion, dead_letters in _ingestions(identifier, properties, self.default_namespace):
+            tables: dict[str, Table | None] = {name: table}
+            if dead_letters is not None and dead_letters != identifier:
+                tables |= self.load_tables({table_name(dead_letters): dead_letters})
+            try:
+                known = standing(ingestion, tables, on_rollback="replay")
+            except PositionLost as lost:
+                return PublishedTime(None, f"The position of ingestion {ingestion} is lost: {lost.message}")
+            if known.replayed:
+                back = ", ".join(sorted(known.replayed))
+                return PublishedTime(None, f"Ingestion {ingestion} has to fill {back} again after a rollback")
+            if known.valid_through_ms is None:
+                return PublishedTime(None, f"Ingestion {ingestion} has not recorded a valid-through time yet")
+            times.append(moment(known.valid_through_ms))
+        return _published(name, min(times), frozenset({name})) if times else None
+
+    def _recorded(self, name: str, table: Table) -> PublishedTime:
+        """The time that the runs of a consumer of another code location recorded."""
+        properties = table.metadata.properties
+        if not any(key == CONSUMED or key.startswith(f"{CONSUMED}.") for key in properties):
+            reason = f"No ingestion has recorded a position in table {name}, nor has a consumer"
+            return PublishedTime(None, reason, ingested=False)
+        found = recorded_time(table.metadata, name)
+        if found is None:
+            reason = f"The runs of table {name} have not recorded a valid-through time, or it was rolled back"
+            return PublishedTime(None, reason)
+        return _published(name, moment(found.ms), found.sources)
+
+    def _consumed(self, consumer: Consumer, name: str, table: Table) -> PublishedTime:
+        """The time of a consumer that this code location declares."""
+        times = {key: self.time_of(identifier) for key, identifier in consumer.inputs.items()}
+        for key, time in times.items():
+            if time.at is None:
+                reason = f"Table {name} consumes {key.to_user_string()}: {time.reason}"
+                return PublishedTime(None, reason, time.ingested)
+        tables = self.load_tables({table_name(one): one for one in consumer.inputs.values()})
+        try:
+            found = _consumer_time(consumer, table, tables, times, self.instance)
+        except (ChangeLost, InputColumnGone, PositionUnreadable) as error:
+            return PublishedTime(None, f"What table {name} has consumed is not known: {error.message}")
+        if isinstance(found, str):
+            return PublishedTime(None, f"Table {name} {found}")
+        return _published(name, moment(found.ms), found.sources)
+
+
+def _consumer_time(
+    consumer: Consumer,
+    table: Table,
+    input_tables: Mapping[str, Table | None],
+    times: Mapping[AssetKey, PublishedTime],
+    instance: DagsterInstance | None,
+) -> InputTime | str:
+    """The valid-through time of a consumer, or why it has none, as the rest of a sentence.
+
+    Raises ChangeLost, InputColumnGone or PositionUnreadable.
+    """
+    recorded = read(table.metadata.properties, table=consumer.spec.name)
+    positions = fitting(recorded, consumer).without_lost(lambda at: holds(table.metadata, at))
+    if positions.restarts_because:
+        return f"has to be computed anew: {positions.restarts_because}"
+    if positions.floor is None and not positions.partitions:
+        return "has not recorded yet what it has consumed"
+    inputs = [
+        _input(consumer, key, input_tables[table_name(identifier)])
+        for key, identifier in consumer.inputs.items()
+    ]
+    changes: dict[tuple[str, Position | None], ChangeSet] = {}
+
+    def change_since(one: Input, since: Position | None) -> ChangeSet:
+        if (one.name, since) not in changes:
+            changes[one.name, since] = capture(one.table, since, name=one.name)
+        return changes[one.name, since]
+
+    backlog = Backlog(consumer, positions, inputs, change_since, instance)
+    end_ms = windows_end_ms(consumer)
+    input_times = {key: time.input_time for key, time in times.items()}
+    found = valid_through(backlog, input_times, unconsumed_parts(backlog), end_ms)
+    if found is None or found.table_ms is None:
+        return "has not consumed everything yet, and it is not recorded up to which time it has"
+    parts = consumer.definition if consumer.by_partition else None
+    covers = coverage(parts, instance=instance) if parts is not None else {}
+    return InputTime(found.table_ms, found.sources).partitioned(consumer.spec.name, covers)
+
+
+def _input(consumer: Consumer, key: AssetKey, table: Table | None) -> Input:
+    assert table is not None  # noqa: S101 - its time is known
+    require_columns(consumer, key, table)
+    pattern = consumer.declaration.inputs[key]
+    return Input(key, table_name(consumer.inputs[key]), pattern, table, position_of(table))
+
+
+def _published(name: str, at: datetime, sources: frozenset[str]) -> PublishedTime:
+    return PublishedTime(at, f"Table {name} is published through {at.isoformat()}", sources=sources)
+
+
+def parse_time(time: datetime | str) -> datetime:
+    """A time with its zone. Raises ConfigurationError for text that is no time, and for one without zone."""
+    try:
+        at = datetime.fromisoformat(time) if isinstance(time, str) else time
+    except ValueError as error:
+        raise ConfigurationError(f"{time!r} is not an ISO 8601 time.", hint='"2026-11-24T06:00Z"') from error
+    if at.tzinfo is None:
+        raise ConfigurationError(f"The time {at.isoformat()} has no time zone.", hint='"2026-11-24T06:00Z"')
+    return at
+
+
+def _ingestions(
+    identifier: Identifier, properties: dict[str, str], default_namespace: str
+) -> Iterator[tuple[str, Identifier | None]]:
+    """The ingestions that fill a table, each with its table of dead letters, None if that is not known.
+
+    A table says so itself with its first rows; until then the declarations of this code location count.
+    """
+    recorded = ingestions_in(properties)
+    for name, text in recorded.items():
+        try:
+            dead_letters = Recorded.from_text(text).dead_letters
+        except (ValueError, KeyError, TypeError):
+            dead_letters = None  # `standing` reports the damage
+        yield name, ContentKey.from_path(dead_letters).elements if dead_letters else None
+    for name, ingest in declared.items():
+        if name not in recorded and any(
+            identifier_of(one.asset, default_namespace) == identifier
+            for one in ingest.tables
+            if not one.is_family
+        ):
+            yield name, identifier_of(ingest.dead_letters_asset, default_namespace)
+
+
+def published_through(
+    table: TableName,
+    time: datetime | str | None = None,
+    *,
+    allowed_lateness: timedelta = timedelta(0),
+    settings: Settings | None = None,
+) -> PublishedThrough:
+    """True when `main` has all records of a table that are older than a time.
+
+    The table is filled by an ingestion, or consumes the changes of such tables, over any number of stages.
+    Without `time` each partition of the asset waits for its own end: the partition of a day is true when the
+    ingestion is published through midnight. Compared is the valid-through time that the ingestion records
+    with each batch. A consumer has the earliest one of its inputs, as far as it has consumed them: a time
+    window with something left ends it at the window's start, or where it was last consumed if that is later.
+    No data is read, but for a consumer the manifests of what it has not consumed. False while the table does
+    not exist, has no such time yet, or has to be filled or computed again after a rollback. Combine it with
+    what makes a request happen once, and put it last: it then looks only at the partitions that the
+    conditions before it have left.
+
+    Only `publication_automation_sensor()` evaluates it.
+
+    Args:
+        table (str | AssetKey): The table, `raw.orders`, or its asset, `raw/orders`. A consumer that this code
+            location does not declare is as far as its last run recorded.
+        time (datetime | str | None): A time with its zone, also as ISO 8601 text: `2026-11-24T06:00Z`.
+            (default: the end of the partition)
+        allowed_lateness (timedelta): Wait until the table is published through so much more than the time,
+            for records that reach their topic after records that are younger. (default: 0)
+        settings (Optional[Settings]): The lake. (default: the environment's `BRANCHLAKE_…`)
+
+    Returns:
+        AutomationCondition: Of any asset or check with `time`; without it of assets that are partitioned by
+            time, on any other it is a ConfigurationError.
+
+    Raises:
+        ConfigurationError: The time is not ISO 8601 or has no zone, or the name cannot be that of a table.
+
+    Examples:
+        .. code-block:: python
+
+            from datetime import timedelta
+
+            import dagster as dg
+
+            from branchlake_dagster import awaiting_verdict, published_through
+
+            Condition = dg.AutomationCondition
+
+            @dg.asset(
+                deps=[["raw", "orders"]],
+                partitions_def=dg.DailyPartitionsDefinition("2026-11-01"),
+                automation_condition=Condition.in_latest_time_window(timedelta(days=3))
+                & Condition.missing()
+                & ~Condition.in_progress()
+                & ~Condition.execution_failed()
+                & ~awaiting_verdict()
+                & published_through("raw.orders"),
+            )
+            def revenue(): ...
+    """
+    at = None if time is None else parse_time(time)
+    identifier_of_table(table, "default")
+    lake = LakehouseResource.of(settings) if settings else LakehouseResource()
+    return PublishedThrough(table, at, allowed_lateness, lake)
+
+
+@dataclass(frozen=True)
+class PublishedThrough(AutomationCondition[Any]):
+    """See `published_through()`. It needs no cursor: the table on `main` has the time."""
+
+    table: TableName
+    time: datetime | None
+    allowed_lateness: timedelta
+    lake: LakehouseResource = field(compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        """Shown in the UI, and part of the condition's identity."""
+        time = "partition_end" if self.time is None else self.time.isoformat()
+        late = f", allowed_lateness={self.allowed_lateness}" if self.allowed_lateness else ""
+        return f"published_through({format_table(self.table)}, {time}{late})"
+
+    @property
+    def description(self) -> str:
+        """For the UI."""
+        until = "the end of the partition" if self.time is None else self.time.isoformat()
+        return f"main has all records of {format_table(self.table)} through {until}"
+
+    @property
+    def requires_cursor(self) -> bool:
+        """Nothing is remembered between evaluations."""
+        return False
+
+    def evaluate(self, context: AutomationContext[Any]) -> AutomationResult[Any]:
+        """The candidates whose time the table has reached. Raises ConfigurationError, Nessie's errors."""
+        candidates = context.candidate_subset
+        if candidates.is_empty:
+            return AutomationResult(context, candidates)
+        if self.time is None:
+            require_time_partitions(candidates.partitions_def, context.key.to_user_string())
+        published = self._published(context)
+        if not published.ingested:
+            context.log.warning("%s: %s.", self.name, published.reason)
+        return AutomationResult(context, self._reached(context, candidates, published))
+
+    def _published(self, context: AutomationContext[Any]) -> PublishedTime:
+        lake = self.lake.lakehouse
+        namespace = lake.settings.default_namespace
+        identifier = identifier_of_table(self.table, namespace)
+        declared = DeclaredConsumers(context.asset_graph, namespace, context.asset_graph_view.instance)
+        catalog = lake.catalog(f"{MAIN}@{lake.nessie.reference(MAIN).hash}")
+        return published_time(lake.nessie, catalog, identifier, namespace, declared)
+
+    def _reached(
+        self, context: AutomationContext[Any], candidates: EntitySubset[Any], published: PublishedTime
+    ) -> EntitySubset[Any]:
+        if published.at is None:
+            return context.get_empty_subset()
+        if self.time is not None:
+            reached = published.reaches(self.time + self.allowed_lateness)
+            return candidates if reached else context.get_empty_subset()
+        definition: Any = candidates.partitions_def
+        ends = {
+            key: definition.time_window_for_partition_key(key).end
+            for key in candidates.expensively_compute_partition_keys()
+        }
+        return candidates.compute_intersection_with_partition_keys(
+            {key for key, end in ends.items() if published.reaches(end + self.allowed_lateness)}
+        )
+
+
+def require_time_partitions(definition: PartitionsDefinition[Any] | None, name: str) -> None:
+    """Raise ConfigurationError for an asset whose partitions have no end, `name`."""
+    by_time = isinstance(definition, TimeWindowPartitionsDefinition) or (
+        isinstance(definition, MultiPartitionsDefinition) and definition.has_time_window_dimension
+    )
+    if not by_time:
+        raise ConfigurationError(
+            f"{name} is not partitioned by time, so published_through() has no time to wait for.",
+            hint='Give one: published_through("raw.orders", "2026-11-24T06:00Z").',
+            subject=name,
+        )

@@ -1,0 +1,124 @@
+"""An asset check that a table is published through a time, as the run sees it.
+
+No postponed annotations here: Dagster compares those of `context` with the class itself.
+"""
+
+from datetime import datetime, timedelta
+from typing import Any, Literal
+
+import dagster as dg
+
+from branchlake_dagster.checks.asset_checks import CheckedAsset, asset_key, check_specs, checked_partitions
+from branchlake_dagster.checks.constraints import ContractError
+from branchlake_dagster.incremental.valid_through import VALID_THROUGH
+from branchlake_dagster.ingest.published_through import (
+    DeclaredConsumers,
+    PublishedTime,
+    TableName,
+    format_table,
+    identifier_of_table,
+    parse_time,
+    published_time,
+    require_time_partitions,
+)
+from branchlake_dagster.internals.dagster import asset_graph_of
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+
+
+def published_through_check(
+    asset: CheckedAsset,
+    table: TableName,
+    time: datetime | str | None = None,
+    *,
+    allowed_lateness: timedelta = timedelta(0),
+    name: str = "published_through",
+    severity: Literal["error", "warn"] = "error",
+    partitions_def: dg.PartitionsDefinition[str] | None = None,
+    lakehouse_key: str = "lakehouse",
+) -> dg.AssetChecksDefinition:
+    """An asset check that passes when a table has all records that are older than a time.
+
+    The table is filled by an ingestion, or consumes the changes of such tables, over any number of stages.
+    Attach it to an asset that reads the table: a run that read too early is then not published. Without
+    `time` the table must reach the end of the run's partitions. The check reads the table's metadata where
+    the run reads its rows: on the run's branch, which has `main` as it was when the branch was made. No data
+    is read, and Spark is not needed. For a consumer the metadata of the tables before it is read too, and the
+    manifests of what it has not consumed.
+
+    Args:
+        asset (AssetKey | str | Sequence[str] | AssetsDefinition): The asset that is checked; a definition
+            brings its partitioning.
+        table (str | AssetKey): The table, `raw.orders`, or its asset, `raw/orders`.
+        time (datetime | str | None): A time with its zone, also as ISO 8601 text: `2026-11-24T06:00Z`.
+            (default: the end of the run's last partition)
+        allowed_lateness (timedelta): The table must reach so much more than the time. (default: 0)
+        name (str): The check's name. (default: `published_through`)
+        severity (Literal["error", "warn"]): `error` blocks the publication, `warn` publishes with a warning.
+            (default: `error`)
+        partitions_def (Optional[PartitionsDefinition]): The asset's, when `asset` is a key.
+        lakehouse_key (str): The resource key of the lake. (default: `lakehouse`)
+
+    Returns:
+        AssetChecksDefinition: One step with one check. It fails also while the table does not exist, has no
+            valid-through time, or has to be filled or computed again after a rollback; its description says
+            which.
+
+    Raises:
+        ContractError: The severity is not allowed.
+        ConfigurationError: The time is not ISO 8601 or has no zone, or there is none and the asset is not
+            partitioned by time.
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster import published_through_check
+
+            complete = published_through_check(revenue, "raw.orders")
+    """
+    if severity not in ("error", "warn"):
+        raise ContractError(f"Check {name} has severity {severity!r}.", hint="Say 'error' or 'warn'.")
+    key = asset_key(asset)
+    at = None if time is None else parse_time(time)
+    identifier_of_table(table, "default")
+    partitions = checked_partitions(asset, partitions_def, whole_table=False)
+    if at is None:
+        require_time_partitions(partitions, key.to_user_string())
+    until = "the end of the run's partitions" if at is None else at.isoformat()
+    late = f" and {allowed_lateness} more" if allowed_lateness else ""
+    promise = f"{format_table(table)} has all records through {until}{late}"
+    warned = frozenset({name} if severity == "warn" else ())
+
+    @dg.multi_asset_check(
+        name=f"{key.to_python_identifier()}__{name}",
+        description=f"Whether {promise}.",
+        specs=check_specs(asset, {name: promise}, partitions, warned=warned),
+        required_resource_keys={lakehouse_key},
+        compute_kind="iceberg",
+    )
+    def published(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
+        resource: LakehouseResource = getattr(context.resources, lakehouse_key)
+        lake, catalog = resource.lakehouse, resource.own_catalog()
+        namespace = lake.settings.default_namespace
+        graph = asset_graph_of(context.get_step_execution_context().job)
+        declared = DeclaredConsumers(graph, namespace, context.instance)
+        identifier = identifier_of_table(table, namespace)
+        found = published_time(lake.nessie, catalog, identifier, namespace, declared)
+        wanted = (context.partition_time_window.end if at is None else at) + allowed_lateness
+        return _result(name, found, wanted, warn=severity == "warn")
+
+    return published
+
+
+def _result(name: str, found: PublishedTime, wanted: datetime, *, warn: bool) -> dg.AssetCheckResult:
+    passed = found.reaches(wanted)
+    metadata: dict[str, Any] = {"branchlake/wanted_through": dg.MetadataValue.timestamp(wanted)}
+    if found.at is not None:
+        metadata[VALID_THROUGH] = dg.MetadataValue.timestamp(found.at)
+    missing = "" if passed else f", not through {wanted.isoformat()}" if found.at is not None else ""
+    return dg.AssetCheckResult(
+        check_name=name,
+        passed=passed,
+        severity=dg.AssetCheckSeverity.WARN if warn else dg.AssetCheckSeverity.ERROR,
+        metadata=metadata,
+        description=f"{found.reason}{missing}.",
+    )

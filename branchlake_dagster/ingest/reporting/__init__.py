@@ -1,1 +1,0 @@
-"""What Dagster is told of batches, topics and receivers."""

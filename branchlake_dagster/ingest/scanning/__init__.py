@@ -1,1 +1,0 @@
-"""The pass over a batch's records: which tables take them, converted by Spark, written by its workers."""

@@ -1,0 +1,154 @@
+"""Records that fail a batch by themselves become dead letters of kind `unwritable`, written without Spark.
+
+What no rule foresees (a time that Spark's Kafka source cannot hold, a bug of a library) fails the task that
+meets the record, and with it every batch that reads it. The batch is divided until the record stands alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
+from pyiceberg.expressions import And, EqualTo
+from pyiceberg.table import Table
+
+from branchlake_dagster.errors import BranchlakeError, without_credentials
+from branchlake_dagster.ingest.batch_tables import DEAD_LETTERS
+from branchlake_dagster.ingest.division import Position
+from branchlake_dagster.ingest.errors import TableTooNarrow
+from branchlake_dagster.ingest.offsets import Offsets, TopicPartition
+from branchlake_dagster.ingest.record_frames import RawRecord
+from branchlake_dagster.ingest.worker_writer import SCHEMA_VERSION
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.model import Delete, IcebergTable, Operation, Put
+from branchlake_dagster.tables.errors import ColumnUnsupported, SchemaMismatch
+from branchlake_dagster.wording import counted
+
+UNWRITABLE = "unwritable"
+"""The kind of these dead letters."""
+_OF_DATA = (ColumnUnsupported, SchemaMismatch, TableTooNarrow)
+_OF_ELSEWHERE = (OSError, MemoryError, CommitFailedException, CommitStateUnknownException)
+_CAUSE = re.compile(
+    r"^\s*(?:Caused by: )?((?:[A-Za-z_][\w$]*\.)*[A-Za-z_]\w*(?:Error|Exception)\b.*)$", re.MULTILINE
+)
+_LONGEST = 500
+_SHOWN = 3
+
+
+def is_caused_by_records(error: Exception) -> bool:
+    """Whether a pass failed with something that its records may have caused: Spark, a worker or a library.
+
+    Not what Kafka, Nessie, a folder or Spark's server answer, nor an unknown outcome: those are not divided.
+    """
+    if isinstance(error, BranchlakeError):
+        return isinstance(error, _OF_DATA)
+    return not isinstance(error, _OF_ELSEWHERE)
+
+
+def reason_of(error: Exception) -> str:
+    """The innermost cause in an error's text, which may be a stack trace; at most 500 characters."""
+    causes = _CAUSE.findall(str(error))
+    text = causes[-1] if causes else f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    return without_credentials(text.strip())[:_LONGEST]
+
+
+def note_of(unwritable: Mapping[Position, Exception]) -> str:
+    """The sentence about these records in the batch's notes and the run's log."""
+    shown = [f"{one.topic}[{one.partition}] {offset}" for one, offset in sorted(unwritable)[:_SHOWN]]
+    more = ", …" if len(unwritable) > _SHOWN else ""
+    reason = reason_of(unwritable[min(unwritable)])
+    return (
+        f"{counted(len(unwritable), 'record')} failed the batch and became dead letters of kind {UNWRITABLE}:"
+        f" {', '.join(shown)}{more}. The cause of the first: {reason}"
+    )
+
+
+@dataclass(frozen=True)
+class UnwritableRecord:
+    """A record that fails alone. `tables` are those that the dead letter is for; None: whichever take it."""
+
+    record: RawRecord
+    incarnation: str
+    error: Exception
+    tables: Sequence[str] | None = None
+
+
+def letters_of(
+    records: Iterable[UnwritableRecord], *, batch: str, received_at_us: int
+) -> dict[str, pa.Array]:
+    """The dead letters of these records by column, one for each of a record's tables."""
+    rows = [
+        {
+            "topic": one.record.topic,
+            "incarnation": one.incarnation,
+            "partition": one.record.partition,
+            "offset": one.record.offset,
+            "timestamp": one.record.timestamp_us,
+            "key": one.record.key,
+            "value": one.record.value,
+            "headers": [{"key": name, "value": value} for name, value in one.record.headers],
+            "table": table,
+            "error_kind": UNWRITABLE,
+            "error": reason_of(one.error),
+            "batch": batch,
+            "received_at": received_at_us,
+            "schema_version": SCHEMA_VERSION,
+            "reprocessed_in": None,
+        }
+        for one in records
+        for table in ([None] if one.tables is None else one.tables)
+    ]
+    made = pa.Table.from_pylist(rows, DEAD_LETTERS).combine_chunks()
+    return {name: made[name].combine_chunks() for name in DEAD_LETTERS.names}
+
+
+def due_tables(
+    position: Position, floors: Mapping[str, Offsets], dead_letters: Table | None, dead_letter_name: str
+) -> Sequence[str] | None:
+    """The tables that the dead letter of a record is for; None: whichever take it.
+
+    `floors` are by table the offsets before which it takes nothing, empty unless tables are filled again:
+    then others have the record, or it is a dead letter already, and only tables that are filled may take it.
+    """
+    one, offset = position
+    if offset >= floors.get(dead_letter_name, {}).get(one, 0):
+        return None
+    if dead_letters is not None and _has_letter(dead_letters, one, offset):
+        return ()
+    return [
+        name for name, floor in floors.items() if name != dead_letter_name and offset >= floor.get(one, 0)
+    ]
+
+
+def _has_letter(dead_letters: Table, one: TopicPartition, offset: int) -> bool:
+    same: And | EqualTo = EqualTo("offset", offset)
+    for name, value in (("topic", one.topic), ("incarnation", one.incarnation), ("partition", one.partition)):
+        same = And(same, EqualTo(name, value))
+    return bool(dead_letters.scan(row_filter=same, selected_fields=("offset",), limit=1).to_arrow().num_rows)
+
+
+def restore_tables(
+    client: NessieClient, branch: str, at_hash: str, *, ingestion: str, properties: Mapping[str, str]
+) -> None:
+    """Put the tables of a branch back as they were at one of its hashes, in one commit.
+
+    A pass that failed may have made tables and columns for the very record that failed it.
+    """
+    changed = client.diff_at(f"{branch}@{at_hash}", branch)
+    operations: list[Operation] = []
+    for entry in changed.entries:
+        if isinstance(entry.from_content, IcebergTable):
+            operations.append(Put(entry.key, entry.from_content))
+        elif isinstance(entry.to_content, IcebergTable):
+            operations.append(Delete(entry.key))
+    if operations:
+        client.commit(
+            branch,
+            expected_hash=changed.to.hash,
+            operations=operations,
+            message=f"Ingest {ingestion}: restore the tables after a failed pass",
+            properties=properties,
+        )
