@@ -1,4 +1,18 @@
-"""From a pandera PySpark schema to constraints, and its built-in checks as Spark conditions."""
+"""From a pandera PySpark schema to constraints, and its built-in checks as Spark conditions.
+
+From a pandera PySpark schema to constraints: pure, no session, no rows.
+
+Names are built from what is promised and where (`not_null__norad_id`, `in_range__ra_deg`,
+`unique__norad_id__epoch`), never from positions, so that adding a promise renames no other and the
+history of a check in Dagster stays one history.
+
+pandera's built-in checks as Spark conditions.
+
+Each builder answers with the condition a good value satisfies, in the semantics of pandera's PySpark
+backend (pandera 0.35, `pandera.backends.pyspark.builtin_checks`): a null value satisfies every one, NaN
+compares as Spark compares it (equal to itself, greater than any number), `str_matches` anchors at the
+start and `str_contains` does not.
+"""
 
 from __future__ import annotations
 

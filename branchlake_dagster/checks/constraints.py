@@ -1,4 +1,17 @@
-"""Constraints and their outcomes as values, what file metadata can promise, and row predicates of users."""
+"""Constraints and their outcomes as values, what file metadata can promise, and row predicates of users.
+
+What a condition promises, as a value: what file metadata can be held against.
+
+Only what is said here can be proved without reading. The Spark condition remains the meaning; a promise
+is never wider than it.
+
+Row-wise rules of one's own that pandera can run and that our compiler can see through.
+
+A `@pandera.pyspark.check` or `@dataframe_check` method answers with True or False for a whole frame, so
+all that can be done with it is to call it: one Spark job each, no counts. Under `@row_predicate` the
+method answers with a Spark condition instead. pandera still gets the boolean it wants; the compiler takes
+the condition and puts it into the contract's one job.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,26 @@
-"""Failing rows: counted in one Spark job, with examples and the partitions they are in."""
+"""Failing rows: counted in one Spark job, with examples and the partitions they are in.
+
+How many rows fail, for all constraints and SQL checks of an asset in one Spark job.
+
+Counting alone reads the columns that are judged, once, and makes a plan of a third of the time that
+one with examples takes (ADR 23). Examples are fetched afterwards, for what failed.
+
+A few failing rows of each constraint that is known to fail, in one Spark job.
+
+Two one-pass branches under one `UNION ALL`: one failing row per constraint by an aggregation, and a sample
+of failing rows cut off by `LIMIT`. Keys that repeat add a grouping to the same query. Memory is bounded
+everywhere: the aggregation holds one row per constraint, the sample `examples` rows per constraint.
+
+Why not the obvious forms (1,000,000 rows, 20 constraints, 2 cores, 2026-11-21): `collect_list` keeps every
+failing row of a bad table in memory; `max_by(x, y, k)` is not in Spark 4.1; five minima per constraint
+instead of one took 11-14 s where this takes 3-5 s, when all rows fail.
+
+The partitions of failing rows, for checks that read several partitions: one Spark job after a failure.
+
+Spark counts failing rows by the partition columns. Time stamps are counted by minutes or quarters of an hour,
+in which every window of the partitions begins, and Python finds the partition of each. Memory is bounded by
+`MOST_GROUPS`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,16 @@
-"""Whether facts on a column, or a few rows that are read here, prove a promise. False means unknown."""
+"""Whether facts on a column, or a few rows that are read here, prove a promise. False means unknown.
+
+Whether facts on a column prove a promise. False means that it is not known.
+
+A promise is meant as Spark evaluates it: null satisfies every one but `NotNull`, NaN is greater than any
+number, and both sides are brought to a common type. A bound of a type for which that could round or depend
+on the session (a text against a date, a naive time stamp, a float against a decimal) proves nothing.
+
+Promises held against rows that are read in this process, where they are few: no Spark, no query plan.
+
+It answers as Spark would or not at all: comparisons keep to what `prove` knows to be the same in both, and
+what is left (patterns, rules of one's own, keys with floating point numbers) is Spark's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Rows of a table in the lake: what its manifests and footers prove; Spark is for the rest."""
+"""Rows of a table in the lake: what its manifests and footers prove; Spark is for the rest.
+
+Whether the bounds that a manifest entry has for a text column are of all row groups, by the file's footer.
+
+The footer is read where the manifest entry does not show it: for files of several row groups that PyIceberg
+wrote outside this package.
+"""
 
 from __future__ import annotations
 

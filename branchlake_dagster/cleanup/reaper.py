@@ -1,4 +1,14 @@
-"""Reaping: ending run branches that nobody will publish, and giving back those whose run has passed."""
+"""Reaping: ending run branches that nobody will publish, and giving back those whose run has passed.
+
+Reaping: ending run branches that nobody will publish (docs/adr/0007).
+
+Everything is looked up before the first branch is touched: when a page of the listing, the heartbeats or the
+runs cannot be read, nothing is ended. A branch is ended by the hash it was judged at, so a write in between
+keeps it. Whatever is kept has its reason.
+
+A run may end well in the moment in which its silent writer is taken for dead. So the pass looks once more
+at what is fenced, and gives the branches of passed runs back.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,19 @@
-"""Which files a discarded branch left that no other reference can reach."""
+"""Which files a discarded branch left that no other reference can reach.
+
+Which files a discarded branch left that no other reference can reach.
+
+Dead is what the branch's own commits made since its base: metadata files, the snapshots that are new in
+them, and what each of those wrote (`made`). What stood at the base, under whatever key, is not theirs.
+Needed is what any other reference reaches, under whatever key: the same snapshots (its state was copied),
+or the same manifests and data files in snapshots of its own (they were replayed by a rebase, or merged into
+newer manifests). Dead and not needed may be deleted. In doubt a file is kept.
+
+What the commits of one branch made themselves, told from what they only gave a name.
+
+`register_table` names a metadata file that others made: a copy of a table of `main`, or a restore of an
+older state. `add_files` names data files of others in the same way. A sweeper that took all of it for the
+run's once deleted files of `main`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Starts of the embedded servers: beside the imports of a command, and once as a rehearsal."""
+"""Starts of the embedded servers: beside the imports of a command, and once as a rehearsal.
+
+Both servers start once for nothing and do a little of their work, so that their archives can be written.
+
+What they have loaded by then is in the archives; what a later server needs beyond it comes from its jars.
+"""
 
 from __future__ import annotations
 

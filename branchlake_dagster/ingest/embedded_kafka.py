@@ -1,4 +1,16 @@
-"""An embedded Kafka broker for trials and tests: one node on loopback, with a login of its own."""
+"""An embedded Kafka broker for trials and tests: one node on loopback, with a login of its own.
+
+A Kafka broker of our own: Apache Kafka in KRaft mode, one node, on loopback, for trials and tests.
+
+It lives in the state folder beside the other embedded servers: `kafka/` has its log, `run/kafka.json` its
+process, `run/kafka.password` the password that it asks for, `logs/kafka.log` what it logs. Nothing starts
+it by itself; `branchlake up --with kafka` does.
+
+The login of the embedded broker: one user, whose password is in the state folder for its owner alone.
+
+Other accounts of the machine reach the loopback address too. Both listeners of the broker ask for SASL PLAIN:
+that of clients, and that of the controller, which takes commands as well.
+"""
 
 from __future__ import annotations
 

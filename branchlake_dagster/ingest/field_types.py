@@ -1,4 +1,10 @@
-"""The types of fields that nobody has declared, from the schema of the values or from the first records."""
+"""The types of fields that nobody has declared, from the schema of the values or from the first records.
+
+The types that Spark's `schema_of_variant_agg` reports, read without asking Spark's server.
+
+Spark Connect returns a type as nested protobuf messages, and its client refuses more than 100 of them: asked
+to parse the type of an object of 31 levels, it failed every batch that had such a record.
+"""
 
 from __future__ import annotations
 

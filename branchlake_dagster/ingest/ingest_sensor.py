@@ -1,4 +1,11 @@
-"""The sensor that starts an ingestion's runs, and pauses after runs that keep failing."""
+"""The sensor that starts an ingestion's runs, and pauses after runs that keep failing.
+
+How long a sensor leaves an ingestion alone whose runs keep failing.
+
+With wrong credentials a run ends within seconds: its sensor started another one every five seconds, all
+night. So it did with a batch that the gate blocks, whose steps all succeed. A run that was killed or
+interrupted is no such run, however often that happens: what it was at goes on at once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Offsets and ranges of topic partitions, topics as they are now, and the offsets that tables record."""
+"""Offsets and ranges of topic partitions, topics as they are now, and the offsets that tables record.
+
+What a table says of its offsets: in the summary of each snapshot, and as a property of the table.
+
+The summary is the record that belongs to the rows, and goes back with them when the table is rolled back. It
+is lost when snapshots expire. The property stays, and two batches for the same offsets both set it, to
+different values, so that only one of them can be published (ADR 33).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""The ranges of the next batch: where a new topic is started, and what the topics have. Pure functions."""
+"""The ranges of the next batch: where a new topic is started, and what the topics have. Pure functions.
+
+Where an ingestion starts a topic that it has never read: declarations and pure functions.
+
+The start counts only until the tables have positions. It takes over the position of another sink exactly: the
+first record that is read from a partition is the one at its offset.
+
+The valid-through time of an ingestion: all records up to it are in the tables. Pure functions.
+
+A partition's records are taken to be in the order of their times. The latest time that was read of each
+partition is recorded with the offsets, so that a batch without records of a partition still knows it.
+"""
 
 from __future__ import annotations
 

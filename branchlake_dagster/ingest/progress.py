@@ -1,4 +1,10 @@
-"""How far an ingestion has come, and which dead letters were reprocessed, as its tables record it."""
+"""How far an ingestion has come, and which dead letters were reprocessed, as its tables record it.
+
+What a table says of dead letters that were put back into it: by which runs, and in which snapshots.
+
+Their offsets are before those that the table has come to, so these do not tell whether the rows are there.
+As with these, the property says what was done, and the line of snapshots whether it still is so (ADR 33).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Up to which time a table is published, and an automation condition that waits for it."""
+"""Up to which time a table is published, and an automation condition that waits for it.
+
+An automation condition that waits until a table is published through a time.
+
+Like the conditions that follow publications it is a class of this package, which only a sensor that evaluates
+in the code server sees: `publication_automation_sensor()`.
+"""
 
 from __future__ import annotations
 

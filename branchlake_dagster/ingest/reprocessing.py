@@ -1,4 +1,15 @@
-"""Dead letters that are reprocessed, and those that wait while their table is filled again."""
+"""Dead letters that are reprocessed, and those that wait while their table is filled again.
+
+Dead letters put back through the input, after whatever kept them out was put right.
+
+Why it may be done twice: a letter is marked with the batch that takes it up (`reprocessed_in`), and only
+letters without a mark are taken up. Mark and rows are on one branch, and come to `main` in one commit or not
+at all. Of two that take up the same letters at once both rewrite the same data files of the dead letters'
+table, and set its property `branchlake.reprocessed.…` to different values: the second one is not published.
+An attempt of the same run that comes after one which had committed finds its own property, and does nothing.
+Tables that took rows have that property too, with the snapshot: so a roll-back of these, or of the marks, is
+seen, by no offset of theirs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""The one pass over a batch's records, and the files of batches that no table will keep."""
+"""The one pass over a batch's records, and the files of batches that no table will keep.
+
+Files that a batch has written and that no table will keep: deleted as soon as that is certain.
+
+They are data files that no commit names, and the metadata of staging tables. Commits of the batch's branch
+name the latter; the sweeper of a discarded branch takes a missing one for swept. Data files of a scan that
+failed were not reported by its tasks: they are found by their names in the tables' data folders.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Which fields may become columns, and which values of a column's type cannot be written."""
+"""Which fields may become columns, and which values of a column's type cannot be written.
+
+Values that Spark has of a column's type, and that cannot be written: they make dead letters.
+
+PyIceberg keeps bounds of what it writes as Python's values. A date of the year 45000, which Spark reads from
+`"45000"`, fails the task that meets it, and with it every batch from then on.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""What the IO manager reads: an input's columns, stored rows, previews, and values that ops exchange."""
+"""What the IO manager reads: an input's columns, stored rows, previews, and values that ops exchange.
+
+Values that go from op to op: inside a graph-backed asset, and in op jobs beside the assets.
+
+They are no tables: nobody checks or publishes them, so they go where Dagster's own default puts them, into
+pickle files in the instance's storage folder, and a run that writes no asset makes no branch.
+"""
 
 from __future__ import annotations
 

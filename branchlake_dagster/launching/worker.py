@@ -1,4 +1,10 @@
-"""What a fork of the template does: execute one run, and end without the template's clean-up."""
+"""What a fork of the template does: execute one run, and end without the template's clean-up.
+
+How a fork ends: as the interpreter would, but for taking apart all that it has inherited.
+
+Freeing a quarter of a gigabyte of modules, page by page copied from the template, was a fifth of the CPU time
+of a small run. The kernel does it at once.
+"""
 
 from __future__ import annotations
 

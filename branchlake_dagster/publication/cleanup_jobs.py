@@ -1,4 +1,16 @@
-"""The reaper at work: its job, its schedule and its command, and the sensor for dead writers."""
+"""The reaper at work: its job, its schedule and its command, and the sensor for dead writers.
+
+The reaper at work: its rules applied with Dagster's knowledge of runs, as a job, a schedule and a command.
+
+No postponed annotations here: Dagster compares the annotation of `context` with the class itself.
+
+The sensor that ends runs whose process is gone, minutes after it went.
+
+Dagster's default launcher sees the end of a run's process within seconds, but only while the code server
+that started it lives. Without it, a run would stay "started" until somebody ended it by hand.
+
+No postponed annotations here: Dagster compares the annotation of `context` with the class itself.
+"""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

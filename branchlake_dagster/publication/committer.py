@@ -1,4 +1,15 @@
-"""One commit on `main` for several candidates: their files are opened, then it is sent expecting a hash."""
+"""One commit on `main` for several candidates: their files are opened, then it is sent expecting a hash.
+
+One commit on `main` for several candidates: planned on its present hash, sent expecting that hash.
+
+It is looked for in the ledger before it is planned again, at the very hash that the plan expects. Two
+commits of one plan cannot both succeed, because each changes keys that the other expects unchanged.
+
+The files that candidates would bring to `main`: opened before they are published, and on disk.
+
+A merge in Nessie opens no file. A run whose metadata file was empty, after a power cut, was merged, and
+nobody could read the table on `main` any more.
+"""
 
 from __future__ import annotations
 

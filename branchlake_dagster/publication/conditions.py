@@ -1,4 +1,19 @@
-"""Automation that follows publication: an upstream counts as updated when `main` has it, not before."""
+"""Automation that follows publication: an upstream counts as updated when `main` has it, not before.
+
+Automation that follows publication: an upstream counts as updated when `main` has it, not before.
+
+Dagster's own conditions (`eager()`, `any_deps_updated()`) follow materialisations, and a run materialises on
+its branch, where nobody else sees it. These follow what the publisher tells each asset after the merge. They
+are classes of this package, which Dagster's daemon does not load, so only a sensor that evaluates in the
+code server sees them: `publication_automation_sensor()`.
+
+What the publisher told an asset in Dagster's event log, read in steps: each publication once.
+
+The publisher reports an observation per published partition. Two things make "everything after the last
+id" the wrong question. A database may commit an event after another one with a higher id. And a publisher
+that died between telling and noting that it told, or two publishers in a race, tell the same publication
+twice. So each step reads a little of the past again and knows by name what it has passed on already.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,21 @@
-"""Whether a run's change to a table can be replayed on what `main` has become. Pure functions."""
+"""Whether a run's change to a table can be replayed on what `main` has become. Pure functions.
+
+Whether a run's change to a table can be replayed on what `main` has become meanwhile. Pure functions.
+
+Replaying is allowed where the result is what running the run afterwards would have given, as far as its
+files can tell; whatever they cannot tell is refused (docs/adr/0008).
+
+What a rebase does not carry of a run's change to a table's metadata. Pure functions.
+
+A rebase is built on `main`'s metadata, so what `main` changed stays. Of the run it carries snapshots, columns
+with their documentation, and properties. Anything else it would lose without a word, and is refused by name.
+
+A run that replaced files which `main` has compacted since: removing the new files instead. Pure functions.
+
+Allowed where the rows are provably the same: the run removed all files of a partition that a compaction
+rewrote, the new files have exactly as many rows, and nobody deleted rows in between. Rows do not change their
+partition in a compaction, so each partition is mapped on its own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""The ledger of publications: candidates, the publisher's answers, and the commits on `main`."""
+"""The ledger of publications: candidates, the publisher's answers, and the commits on `main`.
+
+The ledger of publications: `main`'s log in Nessie, and nothing else.
+
+A publication's commit says who, what and from where in its properties (prefix `branchlake.`). One commit
+may carry several publications; then each property is a list, separated by commas (`tables`, itself such a
+list, by semicolons).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,18 @@
-"""Publishing: making passed branches visible on `main`, each wholly, exactly once, whatever is lost."""
+"""Publishing: making passed branches visible on `main`, each wholly, exactly once, whatever is lost.
+
+Publishing: making passed branches visible on `main`, each wholly, exactly once, whatever is lost.
+
+A branch whose keys nobody else touched is merged: one call. Where `main` has moved under a table, or the
+run asked for serializable isolation, or several candidates want the same table, one commit is planned on
+`main`'s present hash and sent expecting that hash. Both can be repeated after a lost reply: Nessie
+recognises a merge that it has, and a commit is looked for in the ledger before it is planned again. Two
+commits of one plan cannot both succeed, because each changes keys that the other expects unchanged.
+
+Rebased states that wait on a branch of their own for the checks on their whole tables.
+
+One state carries all runs that wait for the same tables: with a state for each, every publication moved the
+table away under all the others, and nine waiting runs took forty check runs.
+"""
 
 from __future__ import annotations
 

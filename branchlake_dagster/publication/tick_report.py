@@ -1,4 +1,11 @@
-"""What a tick of the publication sensor reports, and backfills that only seem to have succeeded."""
+"""What a tick of the publication sensor reports, and backfills that only seem to have succeeded.
+
+Backfills whose runs were not published must not read as successes.
+
+Dagster counts a partition of an asset backfill as done once a run of the backfill has materialised it. When
+it has closed the backfill, what was not published is put where it belongs: among what failed, so that
+"re-execute from failure" takes it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,16 @@
-"""An Iceberg table as a PyArrow dataset for DuckDB, which reads the columns and files that a query needs."""
+"""An Iceberg table as a PyArrow dataset for DuckDB, which reads the columns and files that a query needs.
+
+An Iceberg table as a PyArrow dataset that is read when DuckDB asks, by the columns and files it needs.
+
+DuckDB gives the columns and the filter of a query to whatever is a `pyarrow.dataset.Dataset`. PyIceberg reads
+the files, because it knows about row-level deletes, renamed columns and promoted types.
+
+Which data files a filter can be true in, by the bounds that the manifests keep.
+
+The filter is DuckDB's, as a PyArrow expression, which nobody but PyArrow can read. So each file becomes a
+fragment of a PyArrow dataset that promises its bounds, and PyArrow leaves out those whose promise contradicts
+the filter. No file is opened for that.
+"""
 
 from __future__ import annotations
 

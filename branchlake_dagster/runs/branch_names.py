@@ -1,4 +1,10 @@
-"""Names of the Nessie references that branchlake makes, and of those that check runs may read."""
+"""Names of the Nessie references that branchlake makes, and of those that check runs may read.
+
+The names of our references: a prefix and the run's UUID, so that nothing of a person's is taken for ours.
+
+`publish-q3-report` was once deleted as a publication branch, and `run-experiment` would have been reaped.
+Behind the prefix of a live ingestion's batch are three UUIDs (`batch_branch`).
+"""
 
 from __future__ import annotations
 

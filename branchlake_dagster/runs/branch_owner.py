@@ -1,4 +1,11 @@
-"""Which run or batch a branch belongs to, by its name and by the tags of runs."""
+"""Which run or batch a branch belongs to, by its name and by the tags of runs.
+
+The branch of one batch of a live ingestion: its name says whose it is and how old.
+
+No run is called like it, and Nessie tells neither of a branch that has no commit of its own yet. So the name
+is `run-{UUIDv7}.{live run}.{Dagster instance}`: that of a writer which died as soon as it had made the branch
+says it too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,16 @@
-"""The end of a run's branch: it is renamed to a tag, and the run and its assets in Dagster say so."""
+"""The end of a run's branch: it is renamed to a tag, and the run and its assets in Dagster say so.
+
+Fencing a run: its branch is renamed to a tag, so that it cannot be written to and nothing is lost yet.
+
+The tag is the journal of the clean-up and lives in Nessie. `discarded-{run_id}` means: nobody writes here any
+more, a retry may still take it back. `sweeping-{run_id}` means: its files are being deleted. The tag is made
+before the branch is deleted, so a crash in between loses neither; every step may be repeated.
+
+A run that is not published has materialised nothing that `main` has, and must not look as though it had.
+
+Dagster keeps the materialisations of its steps, whatever becomes of the run. A blocked partition counted as
+filled, so a backfill of what was "failed and missing" went round it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,16 @@
-"""Which writers are alive, judged from heartbeats that are read twice, minutes or seconds apart."""
+"""Which writers are alive, judged from heartbeats that are read twice, minutes or seconds apart.
+
+The reader's side of heartbeats: who is alive, when clocks differ and processes are paused.
+
+A timestamp is the writer's clock and only makes it suspect. To call it dead, the reader watches its file by
+the reader's own monotonic clock.
+
+Telling the dead from the silent by looks that are minutes apart, without waiting in between.
+
+A sensor's tick may not sleep: Dagster gives it 60 s. So each tick looks once and remembers what it saw. Times
+are of the machine's monotonic clock, which stands still while the machine sleeps; after a reboot, or on
+another machine, the watch begins anew.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Heartbeat files of writing processes: the thread that writes them, and their store in the warehouse."""
+"""Heartbeat files of writing processes: the thread that writes them, and their store in the warehouse.
+
+The writer's side of heartbeats: a thread that does nothing else, so that a busy run still beats.
+
+A beat that hangs in a slow store must not stop the next one (apache/hudi#18903: a live writer was taken for
+dead), so each is written by a short-lived thread of its own while the timer goes on.
+"""
 
 from __future__ import annotations
 

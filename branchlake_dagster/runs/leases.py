@@ -1,4 +1,18 @@
-"""Exclusive leases on names: tokens on `main`, how a run holds them, and when a holder is gone."""
+"""Exclusive leases on names: tokens on `main`, how a run holds them, and when a holder is gone.
+
+A lease as it lies on `main`: who holds a name, and with which fencing token.
+
+It is a namespace without tables, `branchlake.lease-{name}`, whose properties tell both. A grant is a commit
+on `main`, of which Nessie lets one of several through, and a publication can ask in its own commit that the
+grant still stands.
+
+Whether the holder of a lease may be taken for gone. No clock but the asker's own is believed.
+
+A heartbeat's time is the holder's clock. So the asker watches that nothing of it changes, for as long as the
+holder may be silent, by its own monotonic clock and by a number of looks: a pause of the asker's own is no
+silence of the holder. A holder that is wrongly taken for gone loses its work and nothing else, because its
+fencing token is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Retries: a run that continues its parent's branch, and a step that removes rows of an earlier attempt."""
+"""Retries: a run that continues its parent's branch, and a step that removes rows of an earlier attempt.
+
+A step that is attempted again does not repeat the rows that its own code wrote: they are taken out first.
+
+Rows that a step returns are the IO manager's matter. This module is about what the step's code writes itself,
+by SQL in the run's Spark session or through the catalog. Such commits name the step, and a later attempt puts
+the tables back as they were before the first of them.
+"""
 
 from __future__ import annotations
 

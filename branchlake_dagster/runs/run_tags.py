@@ -1,4 +1,16 @@
-"""Tags of a Dagster run that record its branch, its status and how long its branch stays."""
+"""Tags of a Dagster run that record its branch, its status and how long its branch stays.
+
+The tags by which a run shows its branch and its fate in Dagster's UI.
+
+Dagster may copy all tags of a run to its re-execution. Whoever reads them therefore asks `opened_by` first,
+and a run that opens its branch overwrites what it inherited: a re-execution once took its parent's base
+hash for its own and reported a deleted branch that had never existed.
+
+How long the branch of a run stays, recorded with the run when its branch is opened.
+
+Commands and other code locations of the same Dagster instance have settings of their own. The run's own
+settings are in its tags, so every reaper, sweeper and publisher follows them.
+"""
 
 from __future__ import annotations
 

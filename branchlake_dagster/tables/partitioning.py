@@ -1,4 +1,10 @@
-"""The partition spec of an asset's table, and files and keys that do not fit its partitions."""
+"""The partition spec of an asset's table, and files and keys that do not fit its partitions.
+
+Files that hold rows inside and outside of a selection are divided, so that an engine can drop whole files.
+
+Spark's `overwrite(expr)` refuses to replace a part of a file. Runs that write one window each make no such
+file; runs of several windows, compactions and other people's SQL do, where windows do not begin on hours.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The schema of an asset's table: how Arrow types are stored, and how a frame's columns change it."""
+"""The schema of an asset's table: how Arrow types are stored, and how a frame's columns change it.
+
+What a frame's columns mean to a table's: which fit, which widen it, which are new, which are refused.
+
+Both sides are Arrow schemas as the lake stores them (`types.stored_schema`). Nothing is read or changed.
+"""
 
 from __future__ import annotations
 
