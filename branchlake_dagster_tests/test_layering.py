@@ -17,6 +17,8 @@ NAME = ROOT.name
 
 _BASE = {"errors", "extras", "waiting", "wording", "internals", "settings"}
 _LAKE = {*_BASE, "nessie", "catalog", "embedded", "spark", "lakehouse"}
+_RUNS = {*_LAKE, "history", "tables", "runs"}
+_ASSETS = {*_RUNS, "incremental", "io_manager", "publication", "checks", "automation"}
 
 ALLOWED: dict[str, set[str]] = {
     "wording": set(),
@@ -32,17 +34,21 @@ ALLOWED: dict[str, set[str]] = {
     "lakehouse": {*_BASE, "nessie", "catalog", "embedded", "spark"},
     "launching": {*_BASE, "nessie", "embedded"},
     "receivers": {*_BASE, "embedded"},
-    "changes": _BASE,
-    "branching": {*_LAKE, "changes"},
-    "publication": {*_LAKE, "changes", "branching"},
-    "checks": {*_LAKE, "changes", "branching", "publication"},
-    "incremental": {*_LAKE, "changes", "branching", "publication"},
-    "ingest": {*_LAKE, "receivers", "changes", "branching", "publication", "checks", "incremental"},
-    "query": {*_LAKE, "changes", "branching", "publication"},
-    "testing": {*_LAKE, "branching", "publication"},
-    "sda": {*_LAKE, "receivers", "branching", "publication", "checks", "incremental", "ingest"},
-    "definitions": {*_LAKE, "branching", "publication", "checks", "sda"},
-    "components": {*_LAKE, "branching", "publication"},
+    "history": _BASE,
+    "tables": {*_LAKE, "history"},
+    "runs": {*_LAKE, "history", "tables"},
+    "cleanup": _RUNS,
+    "incremental": _RUNS,
+    "io_manager": {*_RUNS, "incremental"},
+    "publication": {*_RUNS, "cleanup", "incremental", "io_manager"},
+    "checks": {*_RUNS, "incremental", "io_manager", "publication"},
+    "automation": {*_RUNS, "incremental", "io_manager", "publication"},
+    "ingest": {*_ASSETS, "receivers"},
+    "query": {*_RUNS, "publication"},
+    "testing": {*_RUNS, "io_manager", "publication"},
+    "sda": {*_ASSETS, "receivers", "ingest"},
+    "definitions": {*_ASSETS, "sda"},
+    "components": {*_RUNS, "publication"},
 }
 ALLOWED |= {
     "cli": {*ALLOWED, "bench"} - {"testing", "components", "launching"},
@@ -88,7 +94,7 @@ def graph() -> dict[str, dict[str, list[str]]]:
     return found
 
 
-def room(dotted: str) -> str:
+def folder_of(dotted: str) -> str:
     """The folder that a module or a name in one lies in; a module directly under the root is its own."""
     parts = dotted.split(".")
     while (
@@ -100,13 +106,13 @@ def room(dotted: str) -> str:
     return ".".join(parts[:-1])
 
 
-def rooms() -> dict[str, set[str]]:
+def folders() -> dict[str, set[str]]:
     """importing folder -> imported folders."""
     found: dict[str, set[str]] = {}
     for path in sources():
         # What a folder offers at its door (`__init__`) is counted where it lies.
-        importer = room(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
-        found.setdefault(importer, set()).update(map(room, imported(path)))
+        importer = folder_of(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+        found.setdefault(importer, set()).update(map(folder_of, imported(path)))
     return {importer: names - {importer} for importer, names in found.items()}
 
 
@@ -125,6 +131,6 @@ def test_only_the_code_location_and_the_command_line_know_the_domain() -> None:
     assert knowing <= {"definitions", "cli", "bench"}
 
 
-def test_the_rooms_have_no_cycle() -> None:
-    order = list(TopologicalSorter(rooms()).static_order())
-    assert order.index("nessie") < order.index("branching.branch") < order.index("publication.commit")
+def test_the_folders_have_no_cycle() -> None:
+    order = list(TopologicalSorter(folders()).static_order())
+    assert order.index("nessie") < order.index("tables") < order.index("runs") < order.index("publication")

@@ -1,1 +1,1 @@
-"""Assets that consume changes, seen from outside a run: what they have left, and runs for just that."""
+"""Assets that consume changes of their inputs: positions, affected partitions, and inputs and outputs of a step."""

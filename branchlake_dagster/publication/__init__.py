@@ -1,1 +1,1 @@
-"""The quality gate, the publisher that merges a passing run into `main`, and their sensor."""
+"""The quality gate, the publisher that commits a passing run to `main`, and their sensors and jobs."""
