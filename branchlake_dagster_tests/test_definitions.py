@@ -10,7 +10,7 @@ import dagster as dg
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from branchlake_dagster.definitions import build_definitions
+from branchlake_dagster.sda.graph.code_location import build_definitions
 from branchlake_dagster.settings import Settings
 
 

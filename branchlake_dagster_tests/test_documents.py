@@ -14,6 +14,7 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster.cli.main import main
+from branchlake_dagster_tests.suite.command_line import subcommands
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
@@ -213,7 +214,7 @@ def test_the_architecture_names_modules_that_there_are() -> None:
 
 def commands(group: click.Group, path: str) -> list[str]:
     found = []
-    for name, command in group.commands.items():
+    for name, command in subcommands(group):
         if command.hidden:  # a name of an earlier version
             continue
         found.append(f"{path} {name}")

@@ -19,11 +19,15 @@ from pyiceberg.types import LongType, NestedField, StringType
 from rich.console import Console
 from rich.table import Table
 
-from branchlake_dagster.bench.history import ledger_ms, rebase_ms
-from branchlake_dagster.bench.overhead import overhead
 from branchlake_dagster.bench.own_lake import own_lake
-from branchlake_dagster.bench.reconcile import reconcile_seconds
-from branchlake_dagster.bench.waiting import waiting_replaced_seconds, waiting_seconds
+from branchlake_dagster.bench.publication_workloads import (
+    ledger_ms,
+    overhead,
+    rebase_ms,
+    reconcile_seconds,
+    waiting_replaced_seconds,
+    waiting_seconds,
+)
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import Reference
 from branchlake_dagster.publication.ledger import Candidate, Published, write_set

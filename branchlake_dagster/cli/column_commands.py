@@ -10,50 +10,48 @@ import click
 from branchlake_dagster.cli.command_settings import MODULE_HELP, command_settings
 
 
-def add_to(main: click.Group) -> None:
-    """The group `columns`."""
+@click.group()
+def columns() -> None:
+    """Drop or rename columns of a published table.
 
-    @main.group(name="columns")
-    def group() -> None:
-        """Drop or rename columns of a published table.
+    The change is a publication of its own: it is made on a branch and comes to main in one commit. No
+    data file is written.
+    """
 
-        The change is a publication of its own: it is made on a branch and comes to main in one commit. No
-        data file is written.
-        """
 
-    module = click.option("-m", "--module", help=MODULE_HELP)
-    dry_run = click.option("--dry-run", is_flag=True, help="Only list what depends on the table.")
-    as_json = click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+module = click.option("-m", "--module", help=MODULE_HELP)
+dry_run = click.option("--dry-run", is_flag=True, help="Only list what depends on the table.")
+as_json = click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 
-    @group.command()
-    @click.argument("table")
-    @click.argument("columns", nargs=-1, required=True, metavar="COLUMN...")
-    @module
-    @dry_run
-    @as_json
-    def drop(table: str, columns: tuple[str, ...], module: str | None, dry_run: bool, as_json: bool) -> None:
-        """Drop columns of TABLE (namespace.name) on main.
 
-        Older snapshots and data files keep the values. A column that belongs to the table's partitions, sort
-        order, identifier fields or upsert keys is refused.
-        """
-        _change(table, columns, None, module, dry_run=dry_run, as_json=as_json)
+@columns.command()
+@click.argument("table")
+@click.argument("columns", nargs=-1, required=True, metavar="COLUMN...")
+@module
+@dry_run
+@as_json
+def drop(table: str, columns: tuple[str, ...], module: str | None, dry_run: bool, as_json: bool) -> None:
+    """Drop columns of TABLE (namespace.name) on main.
 
-    @group.command()
-    @click.argument("table")
-    @click.argument("column")
-    @click.argument("new_name")
-    @module
-    @dry_run
-    @as_json
-    def rename(
-        table: str, column: str, new_name: str, module: str | None, dry_run: bool, as_json: bool
-    ) -> None:
-        """Rename COLUMN of TABLE (namespace.name) on main.
+    Older snapshots and data files keep the values. A column that belongs to the table's partitions, sort
+    order, identifier fields or upsert keys is refused.
+    """
+    _change(table, columns, None, module, dry_run=dry_run, as_json=as_json)
 
-        Change the code of its asset too: a frame with the old name does not fit the table any more.
-        """
-        _change(table, (column,), new_name, module, dry_run=dry_run, as_json=as_json)
+
+@columns.command()
+@click.argument("table")
+@click.argument("column")
+@click.argument("new_name")
+@module
+@dry_run
+@as_json
+def rename(table: str, column: str, new_name: str, module: str | None, dry_run: bool, as_json: bool) -> None:
+    """Rename COLUMN of TABLE (namespace.name) on main.
+
+    Change the code of its asset too: a frame with the old name does not fit the table any more.
+    """
+    _change(table, (column,), new_name, module, dry_run=dry_run, as_json=as_json)
 
 
 def _change(

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from copy import copy
 from pathlib import Path
 from typing import Any
 
 import click
 from pydantic import ValidationError
 
-from branchlake_dagster.cli import backfill_commands as commands
-from branchlake_dagster.cli import column_commands as columns
-from branchlake_dagster.cli import reprocess, sql
 from branchlake_dagster.cli.command_settings import MODULE_HELP, command_settings
-from branchlake_dagster.cli.conjunctions import commands as conjunctions
-from branchlake_dagster.cli.ending import ending_cleanly, interrupts_for_us_alone
-from branchlake_dagster.cli.receiving import commands as receiving
+from branchlake_dagster.cli.registry import CommandGroup, say
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.settings import Settings
 
 
-class _Commands(click.Group):
+class _Commands(CommandGroup):
     """Turns our typed errors into a sentence and exit code 1."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -47,38 +40,34 @@ class _Commands(click.Group):
             raise
 
 
-def say(text: str) -> None:
-    """Progress goes to standard error, so that `--json` output stays clean."""
-    click.echo(text, err=True)
-
-
 _location = click.option("-m", "--module", help=MODULE_HELP)
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+_SENSORS = "branchlake_dagster.sda.commands.sensors"
+_CONJUNCTIONS = "branchlake_dagster.sda.commands.conjunctions"
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    sources={
+        "backfill": "branchlake_dagster.cli.backfill_commands:backfill_group",
+        "bench": "branchlake_dagster.bench.commands:bench",
+        "columns": "branchlake_dagster.cli.column_commands:columns",
+        "demo": "branchlake_dagster.sda.commands.demo:demo",
+        "reprocess": "branchlake_dagster.cli.reprocess:reprocess",
+        "sda": "branchlake_dagster.sda.commands.group:sda",
+        "sql": "branchlake_dagster.cli.sql:sql",
+        "conjunctions": f"{_CONJUNCTIONS}:conjunctions",
+        "screen-ephemeris": f"{_CONJUNCTIONS}:screen_ephemeris",
+        "receive": f"{_SENSORS}:receive",
+        "simulate": f"{_SENSORS}:simulate",
+    },
+    former_names=("conjunctions", "screen-ephemeris", "receive", "simulate"),
+)
 @click.version_option(package_name="branchlake_dagster")
 def main() -> None:
     """Run Dagster assets on their own branches of an Iceberg lake."""
-
-
-@main.group()
-def sda() -> None:
-    """Work with the space pipeline.
-
-    Close approaches, ephemerides, and the sensors that feed it, real or simulated.
-    """
-
-
-sql.add_to(main)
-conjunctions.add_to(sda)
-reprocess.add_to(main)
-columns.add_to(main)
-commands.add_to(main, time.time)
-receiving.add_to(sda, ending_cleanly)
-for moved in sda.commands.values():
-    alias = copy(moved)  # as it was called before there was the group
-    alias.hidden = True
-    main.add_command(alias)
 
 
 @main.command()
@@ -311,208 +300,3 @@ def end(module: str | None, run_id: str) -> None:
     from branchlake_dagster.cli.set_aside import end_run
 
     click.echo(end_run(command_settings(module).settings, run_id))
-
-
-@main.command()
-@click.option("--json", "as_json", is_flag=True, help="Print the closing table as JSON.")
-@click.option(
-    "--catalogue", multiple=True, type=click.Path(exists=True, dir_okay=False), help="A TLE or OMM file."
-)
-@click.argument("more", nargs=-1, type=click.Path(exists=True, dir_okay=False), metavar="[FILE]...")
-def demo(as_json: bool, catalogue: tuple[str, ...], more: tuple[str, ...]) -> None:
-    """Run the space pipeline once, from start to end.
-
-    Five runs are published, and the gate blocks one.
-
-    --catalogue FILE… takes real TLE or OMM files (.gz too); without it 2,000 objects are simulated.
-    """
-    from branchlake_dagster.cli.server_starts import Starting
-
-    settings, files = Settings(), [*catalogue, *more]
-    with interrupts_for_us_alone():
-        if not files:
-            say("Six runs, one of which the gate blocks: about a minute on 2 idle cores.")
-        starting = Starting(settings, say=say)
-        # Late: it takes as long as the servers do.
-        from branchlake_dagster.cli.demo import run_demo, show
-
-        result = run_demo(settings, files, say=say, starting=starting)
-    click.echo(json.dumps(result.as_dict(), indent=2)) if as_json else show(result)
-    sys.exit(0 if result.as_expected else 1)
-
-
-@main.group()
-@click.pass_context
-def bench(ctx: click.Context) -> None:
-    """Run a benchmark; docs/benchmarks.md has figures."""
-    ctx.with_resource(ending_cleanly())
-
-
-@bench.command()
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
-@click.option("--rounds", default=3, show_default=True, help="Runs of the small asset; the median counts.")
-def lifecycle(as_json: bool, rounds: int) -> None:
-    """Time a run from its launch to its publication."""
-    from branchlake_dagster.bench.lifecycle import measure, show
-
-    found = measure(Settings(), rounds=rounds, say=say)
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
-
-
-@bench.command()
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
-@click.option("--rows", default=10_000_000, show_default=True, help="Rows of the partition.")
-@click.option(
-    "--rounds", default=5, show_default=True, help="Times that each way is timed; the median counts."
-)
-def checks(as_json: bool, rows: int, rounds: int) -> None:
-    """Time checks by metadata, by pandera and by SQL.
-
-    Twenty column rules are checked from metadata, in one job, and by pandera itself; then one, two and five
-    SQL checks.
-    """
-    from branchlake_dagster.bench.checks import measure, show
-
-    found = measure(Settings(), rows=rows, rounds=rounds, say=say)
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
-
-
-@bench.command()
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
-@click.option("--rounds", default=80, show_default=True, help="Samples of each kind.")
-@click.option("--branches", default=10_000, show_default=True, help="Branches to reconcile.")
-@click.option("--waiting", default=1_000, show_default=True, help="Finished runs of one table.")
-@click.option("--commits", default=50_000, show_default=True, help="Commits on main since a base.")
-def publication(as_json: bool, rounds: int, branches: int, waiting: int, commits: int) -> None:
-    """Time branches, publications and clean-up.
-
-    Each is timed beside Nessie's bare calls.
-    """
-    from branchlake_dagster.bench.publication import measure, show
-
-    sizes = {"rounds": rounds, "branches": branches, "waiting": waiting, "commits": commits}
-    found = measure(Settings(), **sizes, say=say)
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
-
-
-@bench.command()
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
-@click.option("--rounds", default=3, show_default=True, help="Days that are counted; the mean counts.")
-@click.option(
-    "--sizes",
-    default="small,medium,large",
-    show_default=True,
-    help="Of small, medium, large; comma-separated.",
-)
-def incremental(as_json: bool, rounds: int, sizes: str) -> None:
-    """Time incremental assets beside a look-back.
-
-    A pipeline of two stages by changes, beside one that recomputes 14 days; and change capture alone.
-    """
-    from branchlake_dagster.bench.incremental.command import measure, show
-    from branchlake_dagster.bench.incremental.playback import SIZES
-
-    names = sizes.split(",")
-    if unknown := [name for name in names if name not in SIZES]:
-        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(SIZES)}.", param_hint="--sizes")
-    found = measure(Settings(), rounds=rounds, sizes=names, say=say)
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
-
-
-@bench.command()
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
-@click.option("--hours", default=24.0, show_default=True, help="How far ahead.")
-@click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def screening(as_json: bool, hours: float, files: tuple[Path, ...]) -> None:
-    """Time the screening of all objects against all.
-
-    To the publication, and again after another snapshot of the catalog.
-
-    FILES are two GP files, the older one first; without them 16,000 objects are simulated.
-    """
-    from branchlake_dagster.bench.sda.screening import measure, show
-
-    if len(files) not in (0, 2):
-        raise click.UsageError("Name two GP files, or none.")
-    found = measure(Settings(), files, hours=hours, say=say)
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
-
-
-@bench.command()
-@click.option("--records", default=1_000_000, show_default=True, help="Flat out, of a topic.")
-@click.option("--seconds", default=60.0, show_default=True, help="At each rate.")
-@click.option("--rounds", default=3, show_default=True, help="Flat out; the medians count.")
-@click.option("--json", "as_json", is_flag=True, help="Figures as JSON.")
-def ingest(records: int, seconds: float, rounds: int, as_json: bool) -> None:
-    """Time Kafka ingestion beside plain Spark.
-
-    Into one table and into ten, beside Spark Structured Streaming.
-    """
-    from rich.console import Console
-
-    from branchlake_dagster.bench.ingestion.ingest import measure, show
-
-    found = measure(Settings(), records=records, seconds=seconds, rounds=rounds, say=say)
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-    else:
-        show(found, Console())
-
-
-@bench.command()
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
-@click.option("--rows", default=500_000, show_default=True, help="Rows of a round's five pulls.")
-@click.option("--rounds", default=3, show_default=True, help="Rounds that are counted; the median counts.")
-def registry(as_json: bool, rows: int, rounds: int) -> None:
-    """Time the merge of five providers' catalogs.
-
-    Merged, checked and published, beside bare Spark and Polars.
-    """
-    from branchlake_dagster.bench.sda.registry import measure, show
-
-    found = measure(Settings(), rows=rows, rounds=rounds, say=say)
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
-
-
-@bench.command()
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
-@click.option(
-    "--rounds", default=5, show_default=True, help="Times that each way is timed; the median counts."
-)
-def upserts(as_json: bool, rounds: int) -> None:
-    """Time upserts into small and larger tables.
-
-    Each is done by Spark's MERGE, without a JVM as assets with pandas, Polars and Arrow frames do it, and by
-    PyIceberg's own upsert.
-    """
-    from branchlake_dagster.bench.upserts import measure, show
-
-    found = measure(Settings(), rounds=rounds, say=say)
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
-
-
-@bench.command(name="receive")
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
-@click.option("--seconds", default=5.0, show_default=True, help="Of each measurement.")
-@click.option("--roll-s", default=1.0, show_default=True, help="Age at which a landing file is finished.")
-def bench_receive(as_json: bool, seconds: float, roll_s: float) -> None:
-    """Time the receivers of each protocol.
-
-    At full speed, and their delays at a steady rate.
-    """
-    from branchlake_dagster.bench.receiving.command import measure, show
-
-    found = measure(seconds=seconds, roll_s=roll_s, say=say)
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
-
-
-@bench.command(name="live")
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
-@click.option("--seconds", default=600.0, show_default=True, help="How long the sensors measure.")
-@click.option("--bursts/--steady", default=True, show_default=True, help="Ten times as much for minutes.")
-def bench_live(as_json: bool, seconds: float, bursts: bool) -> None:
-    """Time simulated sensors from network to main."""
-    from branchlake_dagster.bench.receiving.live import measure, show
-
-    found = measure(Settings(), seconds=seconds, bursts=bursts, say=say)
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)

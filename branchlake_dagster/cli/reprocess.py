@@ -15,48 +15,45 @@ if TYPE_CHECKING:
     from branchlake_dagster.ingest.reprocessing import Chosen
 
 
-def add_to(main: click.Group) -> None:
-    """The command."""
+@click.command()
+@click.argument("ingestion")
+@click.option("-m", "--module", help=MODULE_HELP)
+@click.option("--error-kind", "kinds", multiple=True, help="Only letters of this kind; may be repeated.")
+@click.option("--table", help="Only letters of this table, namespace.name.")
+@click.option("--since", type=click.DateTime(), help="Received then or later, UTC.")
+@click.option("--until", type=click.DateTime(), help="Received before, UTC.")
+@click.option("--dry-run", is_flag=True, help="Only count them.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+def reprocess(
+    ingestion: str,
+    module: str | None,
+    kinds: tuple[str, ...],
+    table: str | None,
+    since: datetime | None,
+    until: datetime | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Ingest the dead letters of INGESTION again.
 
-    @main.command()
-    @click.argument("ingestion")
-    @click.option("-m", "--module", help=MODULE_HELP)
-    @click.option("--error-kind", "kinds", multiple=True, help="Only letters of this kind; may be repeated.")
-    @click.option("--table", help="Only letters of this table, namespace.name.")
-    @click.option("--since", type=click.DateTime(), help="Received then or later, UTC.")
-    @click.option("--until", type=click.DateTime(), help="Received before, UTC.")
-    @click.option("--dry-run", is_flag=True, help="Only count them.")
-    @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
-    def reprocess(
-        ingestion: str,
-        module: str | None,
-        kinds: tuple[str, ...],
-        table: str | None,
-        since: datetime | None,
-        until: datetime | None,
-        dry_run: bool,
-        as_json: bool,
-    ) -> None:
-        """Ingest the dead letters of INGESTION again.
+    Each is put back once; what fits now comes into its tables.
+    One run of the ingestion does it, on a branch of its own, gated and published as any other. What
+    fails again is a new dead letter. Letters of tables whose rows are merged are left out.
+    """
+    from branchlake_dagster.ingest.reprocessing import Chosen
 
-        Each is put back once; what fits now comes into its tables.
-        One run of the ingestion does it, on a branch of its own, gated and published as any other. What
-        fails again is a new dead letter. Letters of tables whose rows are merged are left out.
-        """
-        from branchlake_dagster.ingest.reprocessing import Chosen
-
-        chosen = Chosen(kinds, table, _utc(since), _utc(until))
-        counts, run_id = _put_back(ingestion, module, chosen, dry_run=dry_run)
-        if as_json:
-            letters = [{"table": one, "error_kind": kind, "letters": count} for one, kind, count in counts]
-            click.echo(json.dumps({"letters": letters, "run": run_id}, indent=2))
-            return
-        for one, kind, count in counts:
-            click.echo(f"{count:>10,}  {kind:<12} {one or '(no table)'}")
-        if not counts:
-            click.echo("No dead letter is chosen.")
-        elif run_id is not None:
-            click.echo(f"Run {run_id} has put them back on its branch; it is published as any other.")
+    chosen = Chosen(kinds, table, _utc(since), _utc(until))
+    counts, run_id = _put_back(ingestion, module, chosen, dry_run=dry_run)
+    if as_json:
+        letters = [{"table": one, "error_kind": kind, "letters": count} for one, kind, count in counts]
+        click.echo(json.dumps({"letters": letters, "run": run_id}, indent=2))
+        return
+    for one, kind, count in counts:
+        click.echo(f"{count:>10,}  {kind:<12} {one or '(no table)'}")
+    if not counts:
+        click.echo("No dead letter is chosen.")
+    elif run_id is not None:
+        click.echo(f"Run {run_id} has put them back on its branch; it is published as any other.")
 
 
 def _utc(moment: datetime | None) -> datetime | None:

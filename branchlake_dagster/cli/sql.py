@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,7 @@ from branchlake_dagster.cli.command_settings import MODULE_HELP, command_setting
 _FORMATS = ("table", "csv", "arrow")
 
 
-def add_to(group: click.Group) -> Callable[..., Any]:
-    """The command, as one of `group`."""
-    return group.command(name="sql")(_sql)
-
-
+@click.command()
 @click.argument("query", required=False)
 @click.option("-m", "--module", help=MODULE_HELP)
 @click.option("--branch", help="A branch or tag instead of main; also name@hash.")
@@ -35,7 +30,7 @@ def add_to(group: click.Group) -> Callable[..., Any]:
 @click.option(
     "--rows", default=100, show_default=True, help="Most rows of a table; 0: all. CSV and Arrow: all."
 )
-def _sql(
+def sql(
     query: str | None,
     module: str | None,
     branch: str | None,

@@ -1,1 +1,1 @@
-"""What happened to a table, read from Iceberg metadata: snapshots, files, net changes and row ranges. No Spark."""
+"""What happened to a table, from Iceberg metadata: snapshots, files, net changes and row ranges. No Spark."""

@@ -1,1 +1,1 @@
-"""Assets that consume changes of their inputs: positions, affected partitions, and inputs and outputs of a step."""
+"""Assets that consume changes of their inputs: positions, affected partitions, inputs, outputs."""

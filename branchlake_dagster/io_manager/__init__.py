@@ -1,1 +1,1 @@
-"""`NessieBranchIOManager`: one materialization, written to the run's branch, and what Dagster records about it."""
+"""`NessieBranchIOManager`: one materialization, written to the run's branch, and its record in Dagster."""

@@ -1,1 +1,1 @@
-"""A run's branch: its name, owner, tags, lease and heartbeats, its end, and the Dagster resources of a lake."""
+"""A run's branch: name, owner, tags, lease, heartbeats, its end, and the lake as Dagster resources."""

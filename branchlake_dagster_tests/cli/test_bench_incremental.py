@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from branchlake_dagster.bench.incremental.executor_metrics import configuration
+from branchlake_dagster.bench.change_capture import configuration
 
 
 def test_spark_logs_its_events_and_no_tokens(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from branchlake_dagster.bench.waiting import waiting_replaced_seconds, waiting_seconds
+from branchlake_dagster.bench.publication_workloads import waiting_replaced_seconds, waiting_seconds
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 
 

@@ -15,12 +15,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from branchlake_dagster.cli import main
-from branchlake_dagster.cli.demo import BAD_SNAPSHOT, Plan, plan_for
 from branchlake_dagster.embedded import jars
 from branchlake_dagster.embedded.process import ProcessRecord
 from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.origin import INSTANCE
+from branchlake_dagster.sda.commands.demo_run import BAD_SNAPSHOT, Plan, plan_for
 from branchlake_dagster.sda.partitions import FIRST_WINDOW, windows
 from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT

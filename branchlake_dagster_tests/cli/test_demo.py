@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from branchlake_dagster.cli.demo import run_demo
 from branchlake_dagster.cli.status import gather
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.sda.commands.demo_run import run_demo
 from branchlake_dagster_tests.suite import soak
 from branchlake_dagster_tests.suite.json_contract import check_output
 

@@ -10,12 +10,13 @@ from click.testing import CliRunner
 from syrupy.assertion import SnapshotAssertion
 
 from branchlake_dagster.cli import main
+from branchlake_dagster_tests.suite.command_line import subcommands
 
 
 def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """The command line of each command, groups included; not the hidden names of earlier versions."""
     yield path
-    for name, command in sorted(group.commands.items()):
+    for name, command in subcommands(group):
         if command.hidden:
             continue
         if isinstance(command, click.Group):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from branchlake_dagster.bench.incremental.playback import Size
-from branchlake_dagster.bench.incremental.simulation import STAGES, Simulation
+from branchlake_dagster.bench.incremental_feed import Size
+from branchlake_dagster.bench.incremental_simulation import STAGES, Simulation
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster_tests.suite.instances import new_instance
 

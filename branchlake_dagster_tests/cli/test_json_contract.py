@@ -9,13 +9,14 @@ from typing import Any
 import click
 import pytest
 
-from branchlake_dagster.cli.demo import DemoResult, Line
 from branchlake_dagster.cli.main import main
+from branchlake_dagster.sda.commands.demo_run import DemoResult, Line
+from branchlake_dagster_tests.suite.command_line import subcommands
 from branchlake_dagster_tests.suite.json_contract import SCHEMAS, check_output, schema_of, validator
 
 
 def commands_with_json(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    for name, command in group.commands.items():
+    for name, command in subcommands(group):
         if any("--json" in parameter.opts for parameter in command.params):
             yield (*path, name)
         if isinstance(command, click.Group):

@@ -20,12 +20,12 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
-from branchlake_dagster.bench.receiving.command import measure
 from branchlake_dagster.cli.main import main
-from branchlake_dagster.cli.receiving.kafka_options import kafka_options
 from branchlake_dagster.embedded.process import choose_port
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.receivers.landing import Landing
+from branchlake_dagster.sda.benchmarks.receiving import measure
+from branchlake_dagster.sda.commands.receive import kafka_options
 from branchlake_dagster_tests.receivers.harness import landed
 from branchlake_dagster_tests.suite.json_contract import check_output
 from branchlake_dagster_tests.suite.raised import raising

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from branchlake_dagster.cli import demo, main
+from branchlake_dagster.cli import main
 from branchlake_dagster.cli.ending import ending_cleanly
 from branchlake_dagster.cli.status import show, still_used
 from branchlake_dagster.embedded import jars
@@ -28,6 +28,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.tick_report import Tick
+from branchlake_dagster.sda.commands import demo_run as demo
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite.raised import raising
 

@@ -17,7 +17,6 @@ from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
 from branchlake_dagster.cli.main import main
-from branchlake_dagster.cli.receiving.kafka_options import kafka_options
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest import embedded_kafka as broker
 from branchlake_dagster.ingest.embedded_kafka import (
@@ -32,6 +31,7 @@ from branchlake_dagster.ingest.embedded_kafka import (
 from branchlake_dagster.ingest.errors import KafkaRefused
 from branchlake_dagster.ingest.kafka_cluster import Cluster
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics
+from branchlake_dagster.sda.commands.receive import kafka_options
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite.kafka import Broker
 from branchlake_dagster_tests.suite.lakes import BROKER_JARS

@@ -11,7 +11,7 @@ import dagster as dg
 import pytest
 import requests
 
-from branchlake_dagster.bench.daemon.ui import start_sensor
+from branchlake_dagster.bench.launched_run import start_sensor
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
 from branchlake_dagster.runs.branch_owner import BatchBranch

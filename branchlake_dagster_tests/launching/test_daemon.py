@@ -10,7 +10,7 @@ import dagster as dg
 import psutil
 import pytest
 
-from branchlake_dagster.bench.daemon.ui import launch_run
+from branchlake_dagster.bench.launched_run import launch_run
 from branchlake_dagster.cli.dagster_home import dagster_dev
 from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
 from branchlake_dagster_tests.launching.stack import CONFIGURATION, wait_for

@@ -104,8 +104,8 @@ def test_files_that_were_open_before_the_fork_are_written_once_by_each(tmp_path:
 def test_a_file_whose_lock_nobody_gives_back_does_not_hold_it_up() -> None:
     ended = _left("""
         import os, threading, time
-        from branchlake_dagster.launching import leaving
-        leaving._CLOSING_S = 0.5
+        from branchlake_dagster.launching import worker
+        worker._CLOSING_S = 0.5
         end, begin = os.pipe()
         stuck = open(begin, "wb")
         threading.Thread(target=stuck.write, args=(bytes(1 << 20),), daemon=True).start()

@@ -10,12 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 from branchlake_dagster.cli import main
-from branchlake_dagster.definitions import build_definitions
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.run_branch import main_with_history
 from branchlake_dagster.runs.run_tags import PUBLICATION_TAG
+from branchlake_dagster.sda.graph.code_location import build_definitions
 from branchlake_dagster.sda.partitions import FIRST_WINDOW, gp_snapshots
 from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT

@@ -15,13 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from branchlake_dagster.cli.receiving.serving import served
 from branchlake_dagster.receivers.http_polling import HttpConfig, HttpSource
 from branchlake_dagster.receivers.landing import Landing
 from branchlake_dagster.receivers.landing_sink import LandingSink
 from branchlake_dagster.receivers.records import Origin, Record
 from branchlake_dagster.receivers.tcp import TcpConfig, TcpSource
 from branchlake_dagster.receivers.udp import UdpConfig, UdpSource
+from branchlake_dagster.sda.commands.simulate import served
 from branchlake_dagster.sda.feeds.direct import Message, run_into
 from branchlake_dagster.sda.feeds.feed import LATEST_S, Feed
 from branchlake_dagster.sda.feeds.network import Datagrams, Frames, Pages, run_over

@@ -13,7 +13,6 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster.definitions import LIVE_SENSORS, build_definitions
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.declaration import Ingest
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -22,6 +21,7 @@ from branchlake_dagster.receivers.landing_sink import LandingSink
 from branchlake_dagster.receivers.records import Origin, Record
 from branchlake_dagster.sda.assets.raw import Where, raw_ingests
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
+from branchlake_dagster.sda.graph.code_location import LIVE_SENSORS, build_definitions
 from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.sensors.simulate import simulate
 from branchlake_dagster.sda.wire.columns import DECODED, WRONG_SIZE

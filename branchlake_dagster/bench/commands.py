@@ -1,0 +1,125 @@
+"""The commands of `branchlake bench`; what one needs is imported when it runs."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from branchlake_dagster.cli.ending import ending_cleanly
+from branchlake_dagster.cli.registry import CommandGroup, say
+from branchlake_dagster.settings import Settings
+
+
+@click.group(
+    cls=CommandGroup,
+    sources={
+        "lifecycle": "branchlake_dagster.sda.benchmarks.commands:lifecycle",
+        "live": "branchlake_dagster.sda.benchmarks.commands:live",
+        "receive": "branchlake_dagster.sda.benchmarks.commands:receive",
+        "registry": "branchlake_dagster.sda.benchmarks.commands:registry",
+        "screening": "branchlake_dagster.sda.benchmarks.commands:screening",
+    },
+)
+@click.pass_context
+def bench(ctx: click.Context) -> None:
+    """Run a benchmark; docs/benchmarks.md has figures."""
+    ctx.with_resource(ending_cleanly())
+
+
+@bench.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--rows", default=10_000_000, show_default=True, help="Rows of the partition.")
+@click.option(
+    "--rounds", default=5, show_default=True, help="Times that each way is timed; the median counts."
+)
+def checks(as_json: bool, rows: int, rounds: int) -> None:
+    """Time checks by metadata, by pandera and by SQL.
+
+    Twenty column rules are checked from metadata, in one job, and by pandera itself; then one, two and five
+    SQL checks.
+    """
+    from branchlake_dagster.bench.checks import measure, show
+
+    found = measure(Settings(), rows=rows, rounds=rounds, say=say)
+    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+
+
+@bench.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--rounds", default=80, show_default=True, help="Samples of each kind.")
+@click.option("--branches", default=10_000, show_default=True, help="Branches to reconcile.")
+@click.option("--waiting", default=1_000, show_default=True, help="Finished runs of one table.")
+@click.option("--commits", default=50_000, show_default=True, help="Commits on main since a base.")
+def publication(as_json: bool, rounds: int, branches: int, waiting: int, commits: int) -> None:
+    """Time branches, publications and clean-up.
+
+    Each is timed beside Nessie's bare calls.
+    """
+    from branchlake_dagster.bench.publication import measure, show
+
+    sizes = {"rounds": rounds, "branches": branches, "waiting": waiting, "commits": commits}
+    found = measure(Settings(), **sizes, say=say)
+    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+
+
+@bench.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--rounds", default=3, show_default=True, help="Days that are counted; the mean counts.")
+@click.option(
+    "--sizes",
+    default="small,medium,large",
+    show_default=True,
+    help="Of small, medium, large; comma-separated.",
+)
+def incremental(as_json: bool, rounds: int, sizes: str) -> None:
+    """Time incremental assets beside a look-back.
+
+    A pipeline of two stages by changes, beside one that recomputes 14 days; and change capture alone.
+    """
+    from branchlake_dagster.bench.incremental import measure, show
+    from branchlake_dagster.bench.incremental_feed import SIZES
+
+    names = sizes.split(",")
+    if unknown := [name for name in names if name not in SIZES]:
+        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(SIZES)}.", param_hint="--sizes")
+    found = measure(Settings(), rounds=rounds, sizes=names, say=say)
+    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+
+
+@bench.command()
+@click.option("--records", default=1_000_000, show_default=True, help="Flat out, of a topic.")
+@click.option("--seconds", default=60.0, show_default=True, help="At each rate.")
+@click.option("--rounds", default=3, show_default=True, help="Flat out; the medians count.")
+@click.option("--json", "as_json", is_flag=True, help="Figures as JSON.")
+def ingest(records: int, seconds: float, rounds: int, as_json: bool) -> None:
+    """Time Kafka ingestion beside plain Spark.
+
+    Into one table and into ten, beside Spark Structured Streaming.
+    """
+    from rich.console import Console
+
+    from branchlake_dagster.bench.ingestion import measure, show
+
+    found = measure(Settings(), records=records, seconds=seconds, rounds=rounds, say=say)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        show(found, Console())
+
+
+@bench.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option(
+    "--rounds", default=5, show_default=True, help="Times that each way is timed; the median counts."
+)
+def upserts(as_json: bool, rounds: int) -> None:
+    """Time upserts into small and larger tables.
+
+    Each is done by Spark's MERGE, without a JVM as assets with pandas, Polars and Arrow frames do it, and by
+    PyIceberg's own upsert.
+    """
+    from branchlake_dagster.bench.upserts import measure, show
+
+    found = measure(Settings(), rounds=rounds, say=say)
+    click.echo(json.dumps(found, indent=2)) if as_json else show(found)

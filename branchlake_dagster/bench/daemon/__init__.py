@@ -1,1 +1,0 @@
-"""What is timed beside a plain IO manager, and through a real `dagster dev`: its floor, and backfills."""

@@ -1,0 +1,50 @@
+"""Dagster's own floor: a run that does nothing, launched through a `dagster dev` without anything of ours."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import dagster as dg
+
+from branchlake_dagster.bench.launched_run import BenchFailed, launch_run
+from branchlake_dagster.cli.dagster_home import dagster_dev
+from branchlake_dagster.waiting import holds_within
+
+_MODULE = "branchlake_dagster.bench.trivial_project"
+
+
+def floor_seconds(home: Path, *, rounds: int, say: Callable[[str], None]) -> float:
+    """Median of the seconds from launch to the run's success: Dagster's launcher, queue and settings.
+
+    `home` is an empty folder. One run before is not counted.
+    """
+    (home / "dagster.yaml").write_text("telemetry:\n  enabled: false\n")
+    took = []
+    with (
+        dagster_dev(_MODULE, home=home, environment={}) as url,
+        dg.DagsterInstance.from_config(str(home)) as instance,
+    ):
+        for number in range(rounds + 1):
+            took.append(_timed(url, instance))
+            say(f"a trivial asset with Dagster's own launcher {number}/{rounds}: {took[-1]:.1f} s")
+    return statistics.median(took[1:])
+
+
+def _timed(url: str, instance: dg.DagsterInstance, *, timeout_s: float = 120.0) -> float:
+    began = time.time()
+    run_id = launch_run(url, _MODULE, "trivial_job")
+
+    def finished() -> bool:
+        run = instance.get_run_by_id(run_id)
+        return run is not None and run.is_finished
+
+    holds_within(timeout_s, finished, every_s=0.1)
+    ended = [
+        record.timestamp for record in instance.all_logs(run_id, of_type=dg.DagsterEventType.RUN_SUCCESS)
+    ]
+    if not ended:
+        raise BenchFailed("The run of a trivial asset did not succeed.", run_id=run_id)
+    return ended[0] - began

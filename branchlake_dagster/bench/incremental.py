@@ -1,0 +1,176 @@
+"""`branchlake bench incremental`: a two-stage pipeline by a look-back of 14 days, and by changes."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+from rich.console import Console
+from rich.table import Table
+
+from branchlake_dagster.bench import change_capture as capture_speed
+from branchlake_dagster.bench.change_capture import ExecutorMetrics, configuration
+from branchlake_dagster.bench.incremental_feed import SIZES, WINDOW, Size
+from branchlake_dagster.bench.incremental_simulation import STAGES, WAYS, Simulation, StageRun
+from branchlake_dagster.bench.own_lake import own_lake
+from branchlake_dagster.history.capture import capture, position_of
+from branchlake_dagster.history.change import Position
+from branchlake_dagster.history.snapshot_files import OwnFilesCache
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.settings import Settings
+
+_CONF = "SPARK_CONF_DIR"
+
+
+def measure(
+    settings: Settings, *, rounds: int, sizes: Sequence[str], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Both ways on the same days in a state folder of its own, and capture by itself.
+
+    Of each size `rounds` days are counted, after the 14 that are there before and one to warm up. A figure is
+    the mean over these days; seconds of executors are the sum of their tasks' run times, from Spark's event
+    log. Keys without a size's name are of the largest one: `lookback_s` and `incremental_s` (executor seconds
+    of both stages), `ratio`, `cpu_ratio`, `wall_ratio`, `bytes_ratio` (changes over look-back; bytes are the
+    sizes of the files that scans planned), `equal` (row by row, both stages, all sizes), `capture_ms` and
+    `changelog_view_ms` (the last day's events out of all, by manifests, and by Iceberg's own changelog view
+    in Spark), and those of `capture_speed`.
+    """
+    with own_lake(settings) as bench:
+        folder = bench.state_dir.parent
+        with _logging_events(folder):
+            lake = Lakehouse(bench, say=say)
+            try:
+                lake.endpoints()
+                main_with_history(lake.nessie)
+                metrics = ExecutorMetrics(folder)
+                found = {name: _of_size(lake, SIZES[name], metrics, rounds=rounds, say=say) for name in sizes}
+                return {**_largest(found), "sizes": found, **capture_speed.measure(lake, say=say)}
+            finally:
+                lake.servers.down()
+
+
+@contextmanager
+def _logging_events(folder: Path) -> Iterator[None]:
+    """The server that is started meanwhile logs its events."""
+    before = os.environ.get(_CONF)
+    os.environ[_CONF] = str(configuration(folder))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_CONF]
+        else:
+            os.environ[_CONF] = before
+
+
+def _largest(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    largest = max(found, key=lambda name: SIZES[name].events_a_day)
+    told = {key: value for key, value in found[largest].items() if key != "stages"}
+    return {**told, "equal": all(one["equal"] for one in found.values())}
+
+
+def _of_size(
+    lake: Lakehouse, size: Size, metrics: ExecutorMetrics, *, rounds: int, say: Callable[[str], None]
+) -> dict[str, Any]:
+    namespace = f"bench_{size.name}"
+    simulation = Simulation(lake, namespace, size, used=metrics.since_last)
+    runs: list[StageRun] = []
+    with dg.DagsterInstance.local_temp() as instance:
+        say(f"{size.name}: {WINDOW} days of {size.events_a_day:,} events …")
+        simulation.begin(instance)
+        for number in range(WINDOW, WINDOW + rounds + 1):
+            day = simulation.day(instance, number)
+            runs += day if number > WINDOW else []
+            took = {way: sum(one.used.run_s for one in day if one.way == way) for way in WAYS}
+            say(f"{size.name}, day {number}: " + ", ".join(f"{way} {s:.1f} s" for way, s in took.items()))
+    differences = simulation.differences()
+    return {
+        "events_a_day": size.events_a_day,
+        **_compared(runs, rounds),
+        "equal": not any(differences.values()),
+        **_captured(lake, namespace),
+        "stages": [
+            {"way": way, "stage": stage, **_used(runs, rounds, way, stage)}
+            for way in WAYS
+            for stage in STAGES
+        ],
+    }
+
+
+def _used(runs: Sequence[StageRun], rounds: int, way: str, stage: str | None = None) -> dict[str, float]:
+    """Of one way, and one stage or both: the means over days."""
+    some = [one for one in runs if one.way == way and stage in (None, one.stage)]
+    return {
+        "executor_s": round(sum(one.used.run_s for one in some) / rounds, 2),
+        "executor_cpu_s": round(sum(one.used.cpu_s for one in some) / rounds, 2),
+        "wall_s": round(sum(one.wall_s for one in some) / rounds, 2),
+        "megabytes_scanned": round(sum(one.used.bytes_scanned for one in some) / rounds / 1e6, 2),
+    }
+
+
+def _compared(runs: Sequence[StageRun], rounds: int) -> dict[str, float]:
+    lookback, changes = (_used(runs, rounds, way) for way in WAYS)
+    ratio = {key: round(changes[key] / lookback[key], 3) for key in lookback}
+    return {
+        "lookback_s": lookback["executor_s"],
+        "incremental_s": changes["executor_s"],
+        "ratio": ratio["executor_s"],
+        "cpu_ratio": ratio["executor_cpu_s"],
+        "wall_ratio": ratio["wall_s"],
+        "bytes_ratio": ratio["megabytes_scanned"],
+    }
+
+
+def _captured(lake: Lakehouse, namespace: str, *, rounds: int = 5) -> dict[str, float]:
+    """The last day's events as a change: what it is by manifests, and by a changelog view that is counted."""
+    table = lake.catalog(MAIN).load_table((namespace, "playback"))
+    head = table.current_snapshot()
+    assert head is not None and head.parent_snapshot_id is not None  # noqa: S101, PT018 - days have gone by
+    before = Position(position_of(table).table_uuid, head.parent_snapshot_id)
+    ours, theirs = [], []
+    session = lake.spark_session(MAIN)
+    try:
+        for _ in range(rounds + 1):
+            began = time.perf_counter()
+            change = capture(table, before, name="playback", cache=OwnFilesCache())
+            ours.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            session.sql(
+                f"CALL nessie.system.create_changelog_view(table => 'nessie.{namespace}.playback',"
+                f" changelog_view => 'bench_changes', options => map('start-snapshot-id',"
+                f" '{before.snapshot_id}', 'end-snapshot-id', '{head.snapshot_id}'))"
+            ).collect()
+            days = session.sql("SELECT day, count(*) AS n FROM bench_changes GROUP BY day").collect()
+            theirs.append(time.perf_counter() - began)
+            if sum(row["n"] for row in days) != change.rows_added:
+                raise RuntimeError(f"The changelog view has other rows than {change.label()}.")
+    finally:
+        session.stop()
+    return {
+        "capture_ms": round(1000 * statistics.median(ours[1:]), 2),
+        "changelog_view_ms": round(1000 * statistics.median(theirs[1:]), 2),
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    """Stages of each size side by side, and capture."""
+    for name, size in found["sizes"].items():
+        title = f"{name}: {size['events_a_day']:,} events a day, {size['ratio']:.0%} of the executor time"
+        table = Table("stage", "way", "executor s", "its CPU s", "wall s", "MB scanned", title=title)
+        for one in sorted(size["stages"], key=lambda one: (one["stage"], one["way"]), reverse=False):
+            figures = ("executor_s", "executor_cpu_s", "wall_s", "megabytes_scanned")
+            table.add_row(one["stage"], one["way"], *(f"{one[figure]:.2f}" for figure in figures))
+        Console().print(table)
+    table = Table("capture", "ms", title="Ten files of a table")
+    for key, value in found.items():
+        if key.startswith(("capture_", "changelog_")):
+            table.add_row(key, f"{value:.2f}")
+    Console().print(table)
+    Console().print("Same rows both ways." if found["equal"] else "THE ROWS DIFFER.")

@@ -1,1 +1,0 @@
-"""Ingestion beside plain Spark Structured Streaming."""

@@ -1,0 +1,67 @@
+"""The same records through Dagster: runs that a real daemon starts, as an operator has them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import numpy as np
+from pyiceberg.exceptions import NoSuchTableError
+
+from branchlake_dagster.bench.ingestion_project import NAME, TABLE, TOPIC
+from branchlake_dagster.bench.kafka_feed import Feed, sending
+from branchlake_dagster.bench.launched_run import BenchFailed, start_sensor
+from branchlake_dagster.bench.time_to_visibility import delays, publications
+from branchlake_dagster.cli.dagster_home import dagster_dev, dagster_home
+from branchlake_dagster.ingest.kafka_cluster import Cluster
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.waiting import holds_within
+
+_MODULE = "branchlake_dagster.bench.ingestion_project"
+_BEHIND_S = 180.0
+_FIRST = 10_000
+
+
+def delays_by_runs(lake: Lakehouse, cluster: Cluster, rate: int, seconds: float) -> np.ndarray[Any, Any]:
+    """Seconds to visible of every record, with the sensor's settings as they come; a run for each batch.
+
+    Servers, daemon and sensor have published a batch before the first of them is sent. Raises BenchFailed
+    where records are missing or there twice three minutes after the last one was sent.
+    """
+    feed = Feed(cluster, f"runs{rate}")
+    feed.create()
+    environment = {
+        "BRANCHLAKE_STATE_DIR": str(lake.settings.state_dir),
+        "BRANCHLAKE_KAFKA_BOOTSTRAP": cluster.bootstrap,
+        TOPIC: feed.topic,
+    }
+    home = dagster_home(lake.settings)
+    with dagster_dev(_MODULE, home=Path(home), environment=environment) as url:
+        start_sensor(url, _MODULE, f"ingest_{NAME}_sensor")
+        feed.flat_out(_FIRST)
+        holds_within(_BEHIND_S, lambda: _there(lake) >= _FIRST, every_s=0.2)
+        began = time.time()
+        with sending(feed, rate, seconds) as sender:
+            sender.join()
+        sent = sum(map(len, feed.sent))
+        holds_within(_BEHIND_S, lambda: _there(lake) >= sent, every_s=0.5)
+        table = lake.catalog(MAIN).load_table(TABLE)
+        at = publications(lake, TABLE)
+        found = delays(table, feed, lambda snapshot: at[snapshot.snapshot_id], since=began)
+        with dg.DagsterInstance.get() as instance:
+            holds_within(60.0, lambda: all(run.is_finished for run in instance.get_runs()), every_s=0.2)
+    if len(found) != sent - _FIRST:
+        raise BenchFailed(f"{sent - _FIRST:,} records were sent, {len(found):,} are there.")
+    lake.catalog(MAIN).drop_table(TABLE)
+    return found
+
+
+def _there(lake: Lakehouse) -> int:
+    try:
+        snapshot = lake.catalog(MAIN).load_table(TABLE).current_snapshot()
+    except NoSuchTableError:
+        return 0
+    summary = snapshot.summary if snapshot is not None else None
+    return int(summary["total-records"] or 0) if summary is not None else 0

@@ -1,0 +1,30 @@
+"""The code location of the bench's runs: one ingestion into one table, whose topic the environment tells."""
+
+import os
+
+import dagster as dg
+
+from branchlake_dagster.bench.kafka_feed import COLUMNS
+from branchlake_dagster.bench.time_to_visibility import PLACE
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable
+from branchlake_dagster.ingest.definitions import ingest_definitions
+from branchlake_dagster.publication.definitions import branchlake_definitions
+
+TOPIC = "BENCH_TOPIC"
+NAME = "benched"
+TABLE = (NAME, "all")
+
+_table = IngestTable(
+    key=[*TABLE], columns=COLUMNS, attributes=dict(zip(PLACE, ("partition", "offset"), strict=True))
+)
+
+
+@dg.definitions
+def defs() -> dg.Definitions:
+    """Not before it is loaded: this module's names are imported where the extra `[kafka]` is not."""
+    ingest = Ingest(name=NAME, topics=[os.environ.get(TOPIC, NAME)], tables=[_table])
+    return branchlake_definitions(
+        definitions=dg.Definitions.merge(
+            ingest_definitions(ingest), dg.Definitions(executor=dg.in_process_executor)
+        )
+    )

@@ -1,0 +1,120 @@
+"""Records for the bench: small JSON objects at a rate, and when each of them was sent."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from branchlake_dagster.bench.launched_run import BenchFailed
+from branchlake_dagster.ingest.errors import IngestError
+from branchlake_dagster.ingest.kafka_cluster import Cluster
+from branchlake_dagster.ingest.kafka_topics import KafkaTopics
+from branchlake_dagster.waiting import holds_within
+
+PARTITIONS = 4
+SITES = 10
+COLUMNS = {
+    "id": "bigint",
+    "site": "string",
+    "at": "timestamp",
+    "x": "double",
+    "y": "double",
+    "name": "string",
+    "note": "string",
+}
+
+
+def value(number: int) -> bytes:
+    """The record's value, about 180 bytes."""
+    told = {
+        "id": number,
+        "site": f"s{number % SITES}",
+        "at": f"2026-11-22T18:00:00.{number % 1_000_000:06d}Z",
+        "x": number * 0.5,
+        "y": number * 0.25,
+        "name": f"object-{number % 5_000}",
+        "note": "some text that makes it as long as records are",
+    }
+    return json.dumps(told).encode()
+
+
+@dataclass
+class Feed:
+    """Sends records to a topic; `sent` has by partition the wall clock of each offset's sending, seconds."""
+
+    cluster: Cluster
+    topic: str
+    sent: list[list[float]] = field(default_factory=lambda: [[] for _ in range(PARTITIONS)])
+
+    def create(self) -> None:
+        """Make the topic."""
+        from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
+
+        admin = AdminClient({**self.cluster.client_options()})  # its answers end with it
+        for future in admin.create_topics([NewTopic(self.topic, PARTITIONS, 1)]).values():
+            future.result()
+        found = holds_within(30.0, self._led, every_s=0.1)
+        if not found:
+            raise BenchFailed(f"Topic {self.topic} has no leaders.")
+
+    def _led(self) -> bool:
+        """Whether all of its partitions have a leader."""
+        try:
+            return len(KafkaTopics(self.cluster).describe([self.topic])[self.topic].ends) == PARTITIONS
+        except IngestError:
+            return False
+
+    def flat_out(self, count: int) -> None:
+        """Send `count` records as fast as they go."""
+        self._send(count, lambda _: None)
+
+    def at_rate(self, per_s: float, seconds: float, stop: threading.Event) -> int:
+        """Send so many a second; how many it were."""
+        began = time.perf_counter()
+
+        def pace(number: int) -> None:
+            ahead = number / per_s - (time.perf_counter() - began)
+            if ahead > 0.002:
+                time.sleep(ahead)
+
+        count = int(per_s * seconds)
+        self._send(count, pace, stop)
+        return count
+
+    def _send(self, count: int, pace: Callable[[int], None], stop: threading.Event | None = None) -> None:
+        from confluent_kafka import Producer
+
+        options = {**self.cluster.client_options(), "linger.ms": 5, "queue.buffering.max.messages": 1_000_000}
+        producer = Producer({**options, "compression.type": "lz4", "enable.idempotence": True})
+        for number in range(count):
+            if not number % 100:
+                pace(number)
+                producer.poll(0)
+                if stop is not None and stop.is_set():
+                    break
+            partition = number % PARTITIONS
+            self.sent[partition].append(time.time())
+            while True:
+                try:
+                    producer.produce(self.topic, value(number), partition=partition)
+                    break
+                except BufferError:
+                    producer.poll(0.1)
+        producer.flush()
+
+
+@contextmanager
+def sending(feed: Feed, rate: int, seconds: float) -> Iterator[threading.Thread]:
+    """Meanwhile a thread sends so many records a second."""
+    stop = threading.Event()
+    sender = threading.Thread(target=feed.at_rate, args=(rate, seconds, stop), daemon=True)
+    sender.start()
+    try:
+        yield sender
+    finally:
+        stop.set()
+        sender.join()

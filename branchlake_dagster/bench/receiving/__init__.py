@@ -1,1 +1,0 @@
-"""`branchlake bench receive` and `branchlake bench live`."""

@@ -1,1 +1,0 @@
-"""`branchlake sda conjunctions`."""

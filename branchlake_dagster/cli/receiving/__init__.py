@@ -1,1 +1,0 @@
-"""`branchlake sda receive` and `branchlake sda simulate`."""

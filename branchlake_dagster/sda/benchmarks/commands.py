@@ -1,0 +1,83 @@
+"""The benchmarks of the space pipeline, as commands of `branchlake bench`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from branchlake_dagster.cli.registry import say
+from branchlake_dagster.settings import Settings
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--rounds", default=3, show_default=True, help="Runs of the small asset; the median counts.")
+def lifecycle(as_json: bool, rounds: int) -> None:
+    """Time a run from its launch to its publication."""
+    from branchlake_dagster.sda.benchmarks.lifecycle import measure, show
+
+    found = measure(Settings(), rounds=rounds, say=say)
+    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--hours", default=24.0, show_default=True, help="How far ahead.")
+@click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def screening(as_json: bool, hours: float, files: tuple[Path, ...]) -> None:
+    """Time the screening of all objects against all.
+
+    To the publication, and again after another snapshot of the catalog.
+
+    FILES are two GP files, the older one first; without them 16,000 objects are simulated.
+    """
+    from branchlake_dagster.sda.benchmarks.screening import measure, show
+
+    if len(files) not in (0, 2):
+        raise click.UsageError("Name two GP files, or none.")
+    found = measure(Settings(), files, hours=hours, say=say)
+    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--rows", default=500_000, show_default=True, help="Rows of a round's five pulls.")
+@click.option("--rounds", default=3, show_default=True, help="Rounds that are counted; the median counts.")
+def registry(as_json: bool, rows: int, rounds: int) -> None:
+    """Time the merge of five providers' catalogs.
+
+    Merged, checked and published, beside bare Spark and Polars.
+    """
+    from branchlake_dagster.sda.benchmarks.registry import measure, show
+
+    found = measure(Settings(), rows=rows, rounds=rounds, say=say)
+    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--seconds", default=5.0, show_default=True, help="Of each measurement.")
+@click.option("--roll-s", default=1.0, show_default=True, help="Age at which a landing file is finished.")
+def receive(as_json: bool, seconds: float, roll_s: float) -> None:
+    """Time the receivers of each protocol.
+
+    At full speed, and their delays at a steady rate.
+    """
+    from branchlake_dagster.sda.benchmarks.receiving import measure, show
+
+    found = measure(seconds=seconds, roll_s=roll_s, say=say)
+    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--seconds", default=600.0, show_default=True, help="How long the sensors measure.")
+@click.option("--bursts/--steady", default=True, show_default=True, help="Ten times as much for minutes.")
+def live(as_json: bool, seconds: float, bursts: bool) -> None:
+    """Time simulated sensors from network to main."""
+    from branchlake_dagster.sda.benchmarks.live import measure, show
+
+    found = measure(Settings(), seconds=seconds, bursts=bursts, say=say)
+    click.echo(json.dumps(found, indent=2)) if as_json else show(found)

@@ -1,0 +1,183 @@
+"""`branchlake bench lifecycle`: from launch to visible on `main`, through the real daemon and sensor."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import dagster as dg
+from rich.console import Console
+from rich.table import Table
+
+from branchlake_dagster.bench.daemon_backfills import backfill_ratios
+from branchlake_dagster.bench.dagster_floor import floor_seconds
+from branchlake_dagster.bench.launched_run import BenchFailed, launch_run
+from branchlake_dagster.bench.materialization import measure as materialise_figures
+from branchlake_dagster.bench.own_lake import own_lake
+from branchlake_dagster.cli.dagster_home import dagster_dev, dagster_home
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.ledger import Publication, publications
+from branchlake_dagster.runs.run_tags import REASON_TAG
+from branchlake_dagster.sda.commands.demo_run import plan_for
+from branchlake_dagster.sda.partitions import gp_snapshots
+from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT
+from branchlake_dagster.settings import Settings
+
+PHASES = ("process_start", "session", "compute", "checks", "waiting", "publication")
+_MODULE = "branchlake_dagster.sda.benchmarks.project"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One run: seconds from launch to visible, by phase."""
+
+    total_s: float
+    phases: dict[str, float]
+
+
+def measure(settings: Settings, *, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Medians for the small asset, sums over the starter graph, and both beside what they stand on.
+
+    A state folder of its own, warm servers, a daemon and the publication sensor as in production. The
+    first run of the small asset warms the servers and is not counted. Then the floor (Dagster with nothing of
+    ours), backfills and single writes beside those of a plain IO manager. Times in seconds.
+    """
+    with own_lake(settings) as bench:
+        lake = Lakehouse(bench, say=say)
+        environment = {"BRANCHLAKE_STATE_DIR": str(bench.state_dir)}
+        try:
+            lake.endpoints()
+            home = dagster_home(bench)
+            with (
+                dagster_dev(_MODULE, home=home, environment=environment) as url,
+                dg.DagsterInstance.get() as instance,
+            ):
+                stack = _Stack(lake, instance, url)
+                instance.add_dynamic_partitions(gp_snapshots.name or "", [DEFAULT_SNAPSHOT])
+                say("Warming up …")
+                stack.timed("small_job", None)
+                small = []
+                for number in range(rounds):
+                    small.append(stack.timed("small_job", None))
+                    say(f"small asset {number + 1}/{rounds}: {small[-1].total_s:.1f} s")
+                graph = []
+                plans = [plan for together in plan_for([DEFAULT_SNAPSHOT]) for plan in together]
+                for plan in (plan for plan in plans if not plan.blocked):
+                    graph.append(stack.timed(plan.job, plan.partition))
+                    say(f"{plan.job} {plan.partition}: {graph[-1].total_s:.1f} s")
+                backfills = backfill_ratios(lake, instance, url, say=say)
+            floor_home = bench.state_dir.parent / "floor"
+            floor_home.mkdir()
+            floor = floor_seconds(floor_home, rounds=rounds, say=say)
+            single = materialise_figures(lake, say=say)
+        finally:
+            lake.servers.down()
+    return {
+        "one_asset_s": round(statistics.median(run.total_s for run in small), 2),
+        "floor_one_asset_s": round(floor, 2),
+        "graph_s": round(sum(run.total_s for run in graph), 2),
+        "phases": {
+            "one_asset": {
+                phase: round(statistics.median(run.phases[phase] for run in small), 2) for phase in PHASES
+            },
+            "graph": {phase: round(sum(run.phases[phase] for run in graph), 2) for phase in PHASES},
+        },
+        **backfills,
+        **single,
+        "runs": {"one_asset": rounds, "graph": len(graph)},
+    }
+
+
+class _Stack:
+    """Launching through the UI's API and reading the times back from Dagster and Nessie."""
+
+    def __init__(self, lake: Lakehouse, instance: dg.DagsterInstance, url: str) -> None:
+        self._lake = lake
+        self._instance = instance
+        self._url = url
+
+    def timed(self, job: str, partition: str | None, *, timeout_s: float = 240.0) -> Timed:
+        launched = time.time()
+        run_id = self._launch(job, partition)
+        deadline = launched + timeout_s
+        while not (entry := self._publication(run_id)):
+            run = self._instance.get_run_by_id(run_id)
+            verdict = (run.tags.get(REASON_TAG) if run else None) or ""
+            if time.time() > deadline or (run and run.is_failure) or verdict:
+                raise BenchFailed(
+                    f"{job} was not published: {verdict or 'it failed or took too long'}", run_id=run_id
+                )
+            time.sleep(0.1)
+        return self._split(run_id, launched, entry)
+
+    def _launch(self, job: str, partition: str | None) -> str:
+        tags = {"dagster/partition": partition} if partition else {}
+        if partition and "|" in partition:
+            kind, window = partition.split("|")
+            tags |= {"dagster/partition/source_kind": kind, "dagster/partition/window": window}
+        return launch_run(self._url, _MODULE, job, tags=tags)
+
+    def _publication(self, run_id: str) -> Publication | None:
+        head = publications(self._lake.nessie, limit=1)
+        return next((one for one in head if one.run_id == run_id), None)
+
+    def _split(self, run_id: str, launched: float, entry: Publication) -> Timed:
+        visible = entry.time.timestamp() if entry.time else time.time()
+        times: dict[str, list[tuple[float, str]]] = {}
+        for record in self._instance.all_logs(run_id):
+            event = record.dagster_event
+            if event is not None:
+                times.setdefault(event.event_type_value, []).append((record.timestamp, record.step_key or ""))
+        while not (settled := self._settled(run_id)):
+            time.sleep(0.1)
+        worker = times["PIPELINE_START"][0][0]
+        first_step = times["STEP_START"][0][0]
+        # A run that publishes itself is visible before it ends.
+        ended = max(moment for moment, _ in times["STEP_SUCCESS"])
+        starts = {step: moment for moment, step in times["STEP_START"]}
+        spans = [(step, moment - starts[step]) for moment, step in times["STEP_SUCCESS"]]
+        checks = {step for _, step in times.get("ASSET_CHECK_EVALUATION", [])}
+        publication = min(settled, visible - ended)
+        return Timed(
+            total_s=visible - launched,
+            phases={
+                "process_start": worker - launched,
+                "session": first_step - worker,
+                "compute": sum(span for step, span in spans if step not in checks),
+                "checks": sum(span for step, span in spans if step in checks),
+                "waiting": visible - ended - publication,
+                "publication": publication,
+            },
+        )
+
+    def _settled(self, run_id: str) -> float | None:
+        """Seconds the publisher spent on the run, as it told the run's log."""
+        for record in self._instance.all_logs(run_id, of_type=dg.DagsterEventType.ENGINE_EVENT):
+            event = record.dagster_event
+            metadata = event.engine_event_data.metadata if event else {}
+            if "branchlake/publisher_s" in metadata:
+                value = metadata["branchlake/publisher_s"].value
+                return float(value) if isinstance(value, int | float) else 0.0
+        return None
+
+
+def show(found: dict[str, Any]) -> None:
+    """The phases side by side."""
+    table = Table("phase", "one asset, s", "whole graph, s", title="From launch to visible on main")
+    for phase in PHASES:
+        table.add_row(
+            phase.replace("_", " "),
+            f"{found['phases']['one_asset'][phase]:.2f}",
+            f"{found['phases']['graph'][phase]:.2f}",
+        )
+    table.add_row("total", f"{found['one_asset_s']:.2f}", f"{found['graph_s']:.2f}", style="bold")
+    console = Console()
+    console.print(table)
+    beside = Table("beside what it stands on", "")
+    for name, value in found.items():
+        if name not in ("one_asset_s", "graph_s", "phases", "runs"):
+            beside.add_row(name.replace("_", " "), f"{value:.2f}")
+    console.print(beside)

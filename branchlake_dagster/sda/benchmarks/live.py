@@ -1,0 +1,249 @@
+"""`branchlake bench live`: simulated sensors, over the network and through the pipeline's runs, to `main`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pyiceberg.exceptions import NoSuchTableError
+from rich.console import Console
+from rich.table import Table
+
+from branchlake_dagster.bench.launched_run import BenchFailed, start_sensor
+from branchlake_dagster.bench.own_lake import own_lake
+from branchlake_dagster.bench.time_to_visibility import added_rows, publications
+from branchlake_dagster.cli.dagster_home import dagster_dev, dagster_home
+from branchlake_dagster.embedded.process import LOOPBACK, choose_port
+from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.sda.benchmarks.receiving import COMMAND
+from branchlake_dagster.settings import Settings
+from branchlake_dagster.waiting import holds_within
+
+RATES = {"radar": 1_000, "optical": 50, "isl": 100}
+"""Measurements a second of each kind."""
+_INGESTIONS = {
+    "radar": ("radar", "raw_radar"),
+    "optical": ("optical", "raw_optical"),
+    "isl": ("links", "raw_links"),
+}
+"""By kind the ingestion of the pipeline and its table."""
+_MODULE = "branchlake_dagster.definitions"
+_ROW = ("topic_partition", "topic_offset", "received_at")
+_DEAD = ("partition", "offset")
+_QUIET_S, _BEHIND_S = 10.0, 300.0
+_FIRST_S = 60.0
+
+
+def measure(
+    settings: Settings, *, seconds: float, bursts: bool, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Three kinds at once, in a state folder of its own, with a real daemon; by kind what became of them.
+
+    ``sent``: by the simulator, ``received`` and ``dropped`` by the receivers' own account; ``rows`` and
+    ``dead_letters`` on `main` when nothing more came. ``lost``: handed over to Kafka, and neither;
+    ``doubled``: records that are there more than once. ``p50_s``, ``p99_s``: from receipt to the commit on
+    `main`, of all rows; ``later_…`` of those received after the first minute, in which the runs and their
+    Spark sessions start. With `bursts`, ten times as much for a minute after two minutes and every five.
+    Raises BenchFailed.
+    """
+    with own_lake(settings) as bench, ExitStack() as ending:
+        lake, kafka = Lakehouse(bench, say=say), EmbeddedKafka(bench, say=say)
+        ending.callback(lake.servers.down)
+        ending.callback(kafka.down)
+        lake.endpoints()
+        main_with_history(lake.nessie)
+        return _Trial(lake, kafka.up(), bench.state_dir.parent, say).measure(seconds, bursts)
+
+
+@dataclass
+class _Trial:
+    lake: Lakehouse
+    brokers: str
+    folder: Path
+    say: Callable[[str], None]
+
+    def measure(self, seconds: float, bursts: bool) -> dict[str, Any]:
+        pages = f"{LOOPBACK}:{choose_port(0, setting='the port of the simulated telescopes')}"
+        with ExitStack() as stack:
+            sources = ["--radar", f"{LOOPBACK}:0", "--isl", f"{LOOPBACK}:0", "--monitor", f"{LOOPBACK}:0"]
+            sources += ["--optical", f"http://{pages}/observations", "--kafka", self.brokers]
+            receiver = stack.enter_context(self._command("receive", *sources))
+            ready = receiver.told()
+            at = {
+                topic.removeprefix("sda.").partition("/")[0]: one for topic, one in ready["sources"].items()
+            }
+            self._start_sensors(stack, ready["monitor"])
+            rates = [word for kind, rate in RATES.items() for word in ("--rate", f"{kind}={rate}")]
+            often = ["--burst-every-s", "300", "--burst-first-s", "120"] if bursts else []
+            began = time.time()
+            simulator = stack.enter_context(
+                self._command(
+                    *("simulate", "--radar", at["radar"], "--isl", at["isl"], "--optical", pages),
+                    *(*rates, *often, "--seconds", f"{seconds:g}"),
+                )
+            )
+            self._wait(began, seconds, receiver, simulator)
+            received = receiver.end()
+            handed_over = sum(one["handed_over"] for one in received["intakes"])
+            holds_within(_BEHIND_S, lambda: sum(map(sum, self._counts())) >= handed_over, every_s=1.0)
+            sent = simulator.end()
+        accounts = {one["topic"].removeprefix("sda."): one for one in received["intakes"]}
+        return {
+            "seconds": seconds,
+            "kinds": {kind: self._became(kind, sent["kinds"][kind], accounts[kind], began) for kind in RATES},
+        }
+
+    def _start_sensors(self, stack: ExitStack, monitor: str) -> None:
+        environment = {
+            "BRANCHLAKE_STATE_DIR": str(self.lake.settings.state_dir),
+            "BRANCHLAKE_KAFKA_BOOTSTRAP": self.brokers,
+            "BRANCHLAKE_LIVE_SENSORS": "kafka",
+            "BRANCHLAKE_RECEIVERS": monitor,
+        }
+        home = Path(dagster_home(self.lake.settings))
+        url = stack.enter_context(dagster_dev(_MODULE, home=home, environment=environment))
+        for ingestion, _ in _INGESTIONS.values():
+            start_sensor(url, _MODULE, f"ingest_{ingestion}_live_sensor")
+
+    def _wait(self, began: float, seconds: float, *processes: _Command) -> None:
+        """Until all is sent and nothing more comes to `main`. Raises BenchFailed if one of them has ended."""
+        before, since = (0, 0), time.time()
+        while time.time() - began < seconds or time.time() - since < _QUIET_S:
+            if time.time() - began > seconds + _BEHIND_S:
+                break
+            time.sleep(2.0)
+            for one in processes:
+                one.require()
+            counts = self._counts()
+            if (now := (sum(rows for rows, _ in counts), sum(dead for _, dead in counts))) != before:
+                before, since = now, time.time()
+                self.say(f"{time.time() - began:.0f} s: {now[0]:,} rows and {now[1]:,} dead letters on main")
+
+    def _counts(self) -> list[tuple[int, int]]:
+        """Of each kind rows and dead letters on `main`, by the tables' metadata."""
+        return [
+            (self._records(("sda", table)), self._records(("sda", f"{ingestion}_dead_letters")))
+            for ingestion, table in _INGESTIONS.values()
+        ]
+
+    def _records(self, identifier: tuple[str, ...]) -> int:
+        try:
+            snapshot = self.lake.catalog(MAIN).load_table(identifier).current_snapshot()
+        except NoSuchTableError:
+            return 0
+        summary = snapshot.summary if snapshot is not None else None
+        return int(summary["total-records"] or 0) if summary is not None else 0
+
+    def _became(
+        self, kind: str, sent: Mapping[str, Any], account: Mapping[str, Any], began: float
+    ) -> dict[str, Any]:
+        ingestion, table = _INGESTIONS[kind]
+        rows = self._places(("sda", table), _ROW[:2])
+        dead = self._places(("sda", f"{ingestion}_dead_letters"), _DEAD)
+        at = publications(self.lake, ("sda", table))
+        waits, received = [np.empty(0)], [np.empty(0)]
+        # Those of snapshots that are no longer kept, after an hour or so, are left out of the delays.
+        for snapshot, added in added_rows(self.lake.catalog(MAIN).load_table(("sda", table)), _ROW[2:]):
+            came = added["received_at"].to_numpy().astype("datetime64[us]").astype(np.int64) / 1e6
+            received.append(came)
+            waits.append(at[snapshot.snapshot_id] - came)
+        there, delays = np.concatenate([rows, dead]), np.concatenate(waits)
+        later = delays[np.concatenate(received) >= began + _FIRST_S]
+        once = len(np.unique(there))
+        return {
+            "sent": sent.get("delivered", sent["sent"]),
+            "received": account["received"],
+            "dropped": account["dropped"],
+            "rows": len(rows),
+            "dead_letters": len(dead),
+            "lost": account["handed_over"] - once,
+            "doubled": len(there) - once,
+            "publications": len(at),
+            "p50_s": _quantile(delays, 0.5),
+            "p99_s": _quantile(delays, 0.99),
+            "later_p50_s": _quantile(later, 0.5),
+            "later_p99_s": _quantile(later, 0.99),
+        }
+
+    def _places(self, identifier: tuple[str, ...], columns: tuple[str, str]) -> np.ndarray[Any, Any]:
+        """Partition and offset of each row of a table, as one number."""
+        try:
+            rows = self.lake.catalog(MAIN).load_table(identifier).scan(selected_fields=columns).to_arrow()
+        except NoSuchTableError:
+            return np.empty(0, np.int64)
+        partition, offset = (rows[name].to_numpy().astype(np.int64) for name in columns)
+        found: np.ndarray[Any, Any] = partition << 40 | offset
+        return found
+
+    @contextmanager
+    def _command(self, *arguments: str) -> Iterator[_Command]:
+        """A `branchlake` command of its own process, ended whatever happens; what it says is in a file."""
+        with (
+            (self.folder / f"{arguments[0]}.log").open("wb") as log,
+            subprocess.Popen(
+                [sys.executable, "-c", COMMAND, *arguments, "--json"],
+                # By its state folder it knows the password of the broker.
+                env={**os.environ, "BRANCHLAKE_STATE_DIR": str(self.lake.settings.state_dir)},
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            ) as process,
+        ):
+            try:
+                yield _Command(process, Path(log.name))
+            finally:
+                process.kill()
+
+
+@dataclass(frozen=True)
+class _Command:
+    process: subprocess.Popen[str]
+    log: Path
+
+    def told(self) -> dict[str, Any]:
+        """Its next line. Raises BenchFailed if it has ended."""
+        return self._read(self.process.stdout.readline() if self.process.stdout is not None else "")
+
+    def require(self) -> None:
+        """Raise BenchFailed if it has ended."""
+        if self.process.poll() is not None:
+            self._read("")
+
+    def end(self) -> dict[str, Any]:
+        """Let it end by itself; its account. Raises BenchFailed if it leaves none."""
+        self.process.terminate()
+        return self._read(self.process.communicate(timeout=60)[0])
+
+    def _read(self, text: str) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = json.loads(text)
+        except ValueError as error:
+            raise BenchFailed(f"branchlake {self.log.stem} ended: {self.log.read_text()[-500:]}") from error
+        return found
+
+
+def _quantile(delays: np.ndarray[Any, Any], share: float) -> float | None:
+    return round(float(np.quantile(delays, share)), 2) if len(delays) else None
+
+
+def show(found: dict[str, Any]) -> None:
+    """The figures for people."""
+    table = Table("", *found["kinds"], title=f"live sensors, {found['seconds']:g} s")
+    for key in next(iter(found["kinds"].values())):
+        values = [found["kinds"][kind][key] for kind in found["kinds"]]
+        table.add_row(
+            key,
+            *(json.dumps(v) if isinstance(v, dict) else str(v) if v is None else f"{v:,}" for v in values),
+        )
+    Console().print(table)

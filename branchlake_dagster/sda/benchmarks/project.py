@@ -1,0 +1,35 @@
+"""The code location of `branchlake bench`: the product's own, and one small asset to time."""
+
+import dagster as dg
+from pandera.pyspark import DataFrameModel, Field
+from pyspark.sql import DataFrame
+from pyspark.sql.types import LongType
+
+from branchlake_dagster.bench.parts_project import parts_definitions
+from branchlake_dagster.checks import pandera_checks
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.sda.graph.code_location import build_definitions
+from branchlake_dagster.settings import Settings
+
+SMALL = dg.AssetKey(["bench", "small"])
+
+
+class SmallContract(DataFrameModel):  # type: ignore[type-arg]  # generic in its stubs only
+    """What the small table promises."""
+
+    id: LongType = Field(ge=0, unique=False)
+
+
+@dg.asset(key=SMALL, group_name="bench")
+def small(spark: BranchSparkResource) -> DataFrame:
+    """A thousand rows made by Spark."""
+    return spark.spark_session.range(1_000)
+
+
+small_job = dg.define_asset_job("small_job", selection=dg.AssetSelection.assets(SMALL))
+
+defs = dg.Definitions.merge(
+    build_definitions(Settings()),
+    parts_definitions(Settings()),
+    dg.Definitions(assets=[small], asset_checks=[pandera_checks(small, SmallContract)], jobs=[small_job]),
+)

@@ -1,0 +1,183 @@
+"""The list of close approaches: its selection, and how it is shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import polars as pl
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from branchlake_dagster.query.connection import LakeReader
+
+TABLE = "sda.conjunctions"
+_SHOWN = (
+    *("event_id", "kind", "tca", "miss_distance_km", "relative_speed_km_s"),
+    *("sat1_object_designator", "sat1_name", "sat2_object_designator", "sat2_name"),
+    *("collision_probability", "max_collision_probability", "probability_diluted", "together_min"),
+    *(f"relative_position_{axis}_km" for axis in "rtn"),
+    *("sat1_element_age_days", "sat2_element_age_days", "previous_miss_distance_km", "first_reported"),
+)
+_SEEN = ("event_id", "kind", "tca", "miss_distance_km")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which close approaches: of any of these objects (none: of all), with their time and distance."""
+
+    objects: tuple[int, ...] = ()
+    since: datetime | None = None
+    until: datetime | None = None
+    within_km: float | None = None
+    kinds: tuple[str, ...] = ()
+
+    def condition(self) -> str:
+        """As DuckDB's SQL; numbers, times and kinds of ours alone."""
+        numbers = ", ".join(str(int(one)) for one in self.objects)
+        pair = f"(sat1_object_designator IN ({numbers}) OR sat2_object_designator IN ({numbers}))"
+        kinds = ", ".join(f"'{kind}'" for kind in self.kinds)
+        parts = (
+            pair if self.objects else "",
+            f"tca >= TIMESTAMPTZ '{self.since.isoformat()}'" if self.since else "",
+            f"tca < TIMESTAMPTZ '{self.until.isoformat()}'" if self.until else "",
+            f"miss_distance_km <= {float(self.within_km)}" if self.within_km is not None else "",
+            f"kind IN ({kinds})" if self.kinds else "",
+        )
+        return " AND ".join(part for part in parts if part) or "TRUE"
+
+    def of(self, changes: pl.DataFrame) -> pl.DataFrame:
+        """Those of what `compared` gave that are wanted in either list."""
+        moments = (pl.col("tca"), pl.col("was_tca"))
+        misses = (pl.col("miss_distance_km"), pl.col("was_miss_distance_km"))
+        wanted = [
+            pl.any_horizontal(*(one >= self.since for one in moments)) if self.since else None,
+            pl.any_horizontal(*(one < self.until for one in moments)) if self.until else None,
+            pl.col("kind").is_in(self.kinds) if self.kinds else None,
+        ]
+        if self.within_km is not None:
+            wanted.append(pl.any_horizontal(*(one <= self.within_km for one in misses)))
+        return changes.filter(*(one for one in wanted if one is not None))
+
+
+def listed(reader: LakeReader, wanted: Wanted, *, at: str | None) -> tuple[pl.DataFrame, str]:
+    """The list with the objects' names, nearest first, and in words what was read and screened."""
+    query = f"""
+        SELECT c.*, a.object_name AS sat1_name, b.object_name AS sat2_name
+        FROM {TABLE} AS c LEFT JOIN sda.catalogue AS a ON a.sat_no = c.sat1_object_designator
+        LEFT JOIN sda.catalogue AS b ON b.sat_no = c.sat2_object_designator
+        WHERE {wanted.condition()} ORDER BY c.miss_distance_km, c.tca, c.event_id
+    """  # noqa: S608 - see `condition`
+    with reader.sql(query, at=at) as result:
+        found, place = result.polars(), result.where
+    # A list of before a column was there is shown without it.
+    found = found.select(name for name in _SHOWN if name in found.columns)
+    reach = f"SELECT min(screened_from), max(screened_until), max(threshold_km) FROM {TABLE}"  # noqa: S608
+    with reader.sql(reach, branch=place.ref) as result:
+        ((begin, end, threshold_km),) = result.polars().rows()
+    if begin is None:
+        return found, f"{place.told}; nothing was found to come close"
+    time = f"{begin:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M} UTC"
+    return found, f"{place.told}; screened {time}, {threshold_km:g} km"
+
+
+def compared(before: pl.DataFrame, after: pl.DataFrame) -> pl.DataFrame:
+    """What the later list has that the earlier had not, or had otherwise, and what it has no more.
+
+    `change` is `new`, `gone` or `moved`; `was_tca` and `was_miss_distance_km` are the earlier list's. An
+    event that is past when the later list begins is gone, as nobody screens it any more.
+    """
+    earlier = before.select(
+        "event_id",
+        was_kind="kind",
+        was_tca="tca",
+        was_miss_distance_km="miss_distance_km",
+        was_sat1="sat1_object_designator",
+        was_sat2="sat2_object_designator",
+    )
+    both = after.join(earlier, on="event_id", how="full", coalesce=True)
+    change = (
+        pl.when(pl.col("was_tca").is_null())
+        .then(pl.lit("new"))
+        .when(pl.col("tca").is_null())
+        .then(pl.lit("gone"))
+        .when(
+            (pl.col("tca") != pl.col("was_tca"))
+            | (pl.col("miss_distance_km") != pl.col("was_miss_distance_km"))
+            | (pl.col("kind") != pl.col("was_kind"))
+        )
+        .then(pl.lit("moved"))
+    )
+    return (
+        both.with_columns(
+            change.alias("change"),
+            pl.coalesce("sat1_object_designator", "was_sat1").alias("sat1_object_designator"),
+            pl.coalesce("sat2_object_designator", "was_sat2").alias("sat2_object_designator"),
+        )
+        .filter(pl.col("change").is_not_null())
+        .with_columns(pl.coalesce("kind", "was_kind").alias("kind"))
+        .select(
+            "change",
+            *_SEEN,
+            "was_tca",
+            "was_miss_distance_km",
+            "sat1_object_designator",
+            "sat1_name",
+            "sat2_object_designator",
+            "sat2_name",
+        )
+        .sort(pl.coalesce("miss_distance_km", "was_miss_distance_km"), "event_id")
+    )
+
+
+_LEFT_OUT = (
+    *("event_id", "sat1_name", "sat2_name", "together_min", "first_reported"),
+    *("max_collision_probability", "probability_diluted"),
+)
+_HEADS = {
+    "miss_distance_km": "miss, km",
+    "was_miss_distance_km": "was, km",
+    "was_tca": "was at",
+    "relative_speed_km_s": "km/s",
+    "collision_probability": "probability",
+    "previous_miss_distance_km": "before, km",
+    "relative_position_r_km": "R, km",
+    "relative_position_t_km": "T, km",
+    "relative_position_n_km": "N, km",
+    "sat1_element_age_days": "age 1, d",
+    "sat2_element_age_days": "age 2, d",
+    "sat1_object_designator": "object 1",
+    "sat2_object_designator": "object 2",
+}
+
+
+def show(found: pl.DataFrame, most: int) -> None:
+    """At most `most` rows (0: all); the objects with their names."""
+    columns = [name for name in found.columns if name not in _LEFT_OUT]
+    table = Table(show_edge=False, pad_edge=False)
+    for name in columns:
+        number = found.schema[name].is_numeric() and not name.endswith("designator")
+        table.add_column(_HEADS.get(name, name), justify="right" if number else "left", no_wrap=number)
+    for row in found.head(most or found.height).iter_rows(named=True):
+        table.add_row(*(_cell(name, row) for name in columns))
+    console = Console()
+    console.print(table) if console.is_terminal else Console(width=10_000).print(table)
+
+
+def _cell(name: str, row: dict[str, Any]) -> Text:
+    value = row[name]
+    if value is None:
+        return Text("")
+    if name.endswith("designator"):
+        return Text(f"{value} {row[name.replace('object_designator', 'name')] or ''}".rstrip())
+    if name == "kind" and row.get("together_min"):
+        return Text(f"{value} {row['together_min']} min")
+    if isinstance(value, datetime):
+        return Text(f"{value:%Y-%m-%d %H:%M:%S}")
+    if name == "collision_probability":
+        return Text(f"{value:.1e}{' diluted' if row.get('probability_diluted') else ''}")
+    if isinstance(value, float):
+        return Text(f"{value:.1f}" if name.endswith("days") else f"{value:.3f}")
+    return Text(str(value))

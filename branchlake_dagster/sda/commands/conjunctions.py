@@ -1,0 +1,195 @@
+"""`branchlake sda conjunctions`: what is ahead of an object, now or as it was published at some moment."""
+
+from __future__ import annotations
+
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from branchlake_dagster.cli.command_settings import command_settings
+from branchlake_dagster.wording import counted
+
+if TYPE_CHECKING:
+    from branchlake_dagster.query.connection import LakeReader
+    from branchlake_dagster.sda.commands.conjunction_list import Wanted
+
+_KINDS = ("encounter", "edge", "together")
+
+
+class _Moment(click.ParamType[datetime]):
+    """A time; without a zone: UTC."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
+        try:
+            found = datetime.fromisoformat(str(value))
+        except ValueError:
+            self.fail(f"{value!r} is no time: write it as 2026-11-20T12:00.", param, ctx)
+        return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+@click.command(name="conjunctions")
+@click.option("--object", "objects", type=int, multiple=True, help="Catalogue number; may be repeated.")
+@click.option("--since", type=_Moment(), help="Closest at or after this time.")
+@click.option("--until", type=_Moment(), help="Closest before this time.")
+@click.option("--within", "within_km", type=click.FloatRange(min=0), help="Largest miss distance, km.")
+@click.option("--kind", "kinds", type=click.Choice(_KINDS), multiple=True, help="Only such.")
+@click.option("--at", help="The list as of a time (without a zone: UTC) or a commit hash, instead of now.")
+@click.option("--changes-since", help="What has changed since the list as of this time or commit hash.")
+@click.option("--csv", "as_csv", is_flag=True, help="All of it as CSV.")
+@click.option(
+    "--cdm",
+    "cdm_folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="All of it as Conjunction Data Messages, a file each, into this folder.",
+)
+@click.option(
+    "--cdm-format",
+    type=click.Choice(("kvn", "xml")),
+    default="kvn",
+    show_default=True,
+    help="Of the messages.",
+)
+@click.option("--originator", help="Who writes the messages: a registered abbreviation.")
+@click.option("--rows", default=50, show_default=True, help="Most rows of the table; 0: all.")
+def conjunctions(
+    objects: tuple[int, ...],
+    since: datetime | None,
+    until: datetime | None,
+    within_km: float | None,
+    kinds: tuple[str, ...],
+    at: str | None,
+    changes_since: str | None,
+    as_csv: bool,
+    cdm_folder: Path | None,
+    cdm_format: str,
+    originator: str | None,
+    rows: int,
+) -> None:
+    """List predicted close approaches, nearest first.
+
+    Starts nothing and changes nothing.
+
+    \b
+    branchlake sda conjunctions --object 25544 --since 2026-08-11T12:00
+    branchlake sda conjunctions --within 0.5 --kind encounter --csv > near.csv
+    branchlake sda conjunctions --object 25544 --changes-since 2026-08-11T06:00
+    branchlake sda conjunctions --object 25544 --kind encounter --cdm messages --originator ABC
+    """
+    if cdm_folder is not None and (as_csv or changes_since is not None):
+        raise click.UsageError("--cdm writes messages of a list: not with --csv or --changes-since.")
+    if (cdm_folder is None) != (originator is None):
+        raise click.UsageError("--cdm and --originator belong together: a message says who wrote it.")
+    from branchlake_dagster.query import connect
+    from branchlake_dagster.sda.commands.conjunction_list import Wanted, compared, listed, show
+
+    reader = connect(command_settings(None).settings)
+    wanted = Wanted(objects, since, until, within_km, kinds)
+    if cdm_folder is not None and originator is not None:
+        _write_messages(reader, wanted, cdm_folder, at, cdm_format, originator)
+        return
+    if changes_since is None:
+        found, told = listed(reader, wanted, at=at)
+    else:
+        everything = Wanted(objects)
+        after, told = listed(reader, everything, at=at)
+        before, was = listed(reader, everything, at=changes_since)
+        found, told = wanted.of(compared(before, after)), f"{told}, since {was}"
+    if as_csv:
+        sys.stdout.write(found.write_csv(datetime_format="%Y-%m-%dT%H:%M:%S%.6fZ"))
+    else:
+        show(found, rows)
+    click.echo(f"{counted(found.height, 'close approach', 'close approaches')}. Read at {told}.", err=True)
+
+
+def _write_messages(
+    reader: LakeReader, wanted: Wanted, folder: Path, at: str | None, notation: str, originator: str
+) -> None:
+    from branchlake_dagster.sda.commands.conjunction_messages import write_messages
+    from branchlake_dagster.sda.messages.notation import Notation, identifier
+
+    identifier("ORIGINATOR", originator)  # a wrong one is told before anything is read
+    done = write_messages(
+        reader,
+        wanted,
+        folder,
+        at=at,
+        notation=Notation(notation),
+        originator=originator,
+        now=lambda: datetime.now(UTC),
+    )
+    click.echo(f"{counted(done.count, 'message', 'messages')} in {folder}. Read at {done.place}.", err=True)
+    if done.refused:
+        click.echo(done.told(), err=True)
+        raise click.ClickException(f"{counted(len(done.refused), 'row', 'rows')} could not be a message.")
+
+
+@click.command(name="screen-ephemeris")
+@click.argument(
+    "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
+)
+@click.option("--since", type=_Moment(), help="From this time on; else all that the file has.")
+@click.option("--until", type=_Moment(), help="Until this time.")
+@click.option(
+    "--within",
+    "within_km",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="Largest miss distance, km.",
+)
+@click.option(
+    "--exclude",
+    type=int,
+    multiple=True,
+    help="Catalogue number that is left out: the object itself, its parts.",
+)
+@click.option(
+    "--max-age",
+    "max_age_days",
+    type=click.FloatRange(min=0, min_open=True),
+    default=14.0,
+    show_default=True,
+    help="Objects with elements that many days from the begin are left out.",
+)
+@click.option("--at", help="The catalogue as of a time (without a zone: UTC) or a commit hash.")
+@click.option("--csv", "as_csv", is_flag=True, help="All of it as CSV.")
+@click.option("--rows", default=50, show_default=True, help="Most rows of the table; 0: all.")
+def screen_ephemeris(
+    files: tuple[Path, ...],
+    since: datetime | None,
+    until: datetime | None,
+    within_km: float,
+    exclude: tuple[int, ...],
+    max_age_days: float,
+    at: str | None,
+    as_csv: bool,
+    rows: int,
+) -> None:
+    """Screen ephemeris files against the catalog.
+
+    Lists their close approaches with published objects. The files are CCSDS OEM, in KVN or XML. Starts
+    nothing and changes nothing. Nothing is extrapolated: gaps between segments are not screened.
+
+    \b
+    branchlake sda screen-ephemeris station.oem --exclude 25544 --within 10
+    """
+    from branchlake_dagster.query import connect
+    from branchlake_dagster.sda.commands.ephemeris_screening import screen
+
+    screen(
+        connect(command_settings(None).settings),
+        files,
+        since=since,
+        until=until,
+        within_km=within_km,
+        exclude=exclude,
+        max_age_days=max_age_days,
+        at=at,
+        as_csv=as_csv,
+        rows=rows,
+    )

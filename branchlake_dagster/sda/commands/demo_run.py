@@ -1,0 +1,278 @@
+"""The demo: the SDA graph for a few partitions, each run on its branch, one of them blocked by the gate."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+from rich.console import Console
+
+from branchlake_dagster.cli.dagster_home import dagster_home
+from branchlake_dagster.cli.server_starts import Starting
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.publication.outcome import Outcome, PublicationAction
+from branchlake_dagster.publication.reconciler import RUN_BRANCHES, Reconciler
+from branchlake_dagster.runs.run_tags import PUBLICATION_TAG, REASON_TAG, VERDICT_TAG
+from branchlake_dagster.sda.assets.catalogue import CATALOGUE
+from branchlake_dagster.sda.graph.code_location import build_definitions, gp_folder
+from branchlake_dagster.sda.partitions import FIRST_WINDOW, gp_snapshots, windows
+from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
+from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT, snapshot_id, snapshot_time
+from branchlake_dagster.settings import Settings
+
+BAD_SNAPSHOT = "sim-bad-20260808T0600Z"
+_INDENT = " " * 14
+_INTERRUPTS = ("DagsterExecutionInterruptedError", "KeyboardInterrupt")
+_QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
+"""Dagster prints every event of an in-process run; the demo's own lines are enough."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run of the demo: a job, its partition, and whether the gate is expected to block it."""
+
+    job: str
+    partition: str
+    blocked: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the closing table. `rows` are those of the run's tables on `main`; None when blocked."""
+
+    run: str
+    job: str
+    partition: str
+    branch: str
+    checks: str
+    verdict: str
+    publication: str | None
+    rows: dict[str, int] | None
+    seconds: float
+    reason: str | None = None
+
+
+@dataclass
+class DemoResult:
+    """What the demo did."""
+
+    lines: list[Line] = field(default_factory=list)
+    catalogue_objects: int = 0
+    branches_left: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    as_expected: bool = True
+    dagster_home: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def run_demo(
+    settings: Settings,
+    catalogue: Sequence[str],
+    *,
+    say: Callable[[str], None],
+    starting: Starting | None = None,
+) -> DemoResult:
+    """Run the plan, round after round, and settle each as the publication sensor would.
+
+    With `catalogue` the named TLE or OMM files are ingested, else a simulated snapshot. `starting` are the
+    servers that are about to answer.
+    """
+    starting = starting or Starting(settings, say=say)
+    began = starting.began
+    home = dagster_home(settings)
+    snapshots = _link(catalogue, gp_folder(settings))
+    definitions = build_definitions(settings)
+    starting.wait()
+    lake = Lakehouse(settings, say=say)
+    rounds = plan_for(snapshots)
+    count = sum(map(len, rounds))
+    result = DemoResult(dagster_home=str(home))
+    with dg.DagsterInstance.get() as instance:
+        graph = definitions.get_repository_def().asset_graph
+        reconciler = Reconciler.of(lake, instance, graph)
+        instance.add_dynamic_partitions(gp_snapshots.name or "", [*snapshots, BAD_SNAPSHOT])
+        for plans in rounds:
+            done = []
+            for number, plan in enumerate(plans, start=len(result.lines) + 1):
+                at = time.monotonic() - began
+                say(f"[{number}/{count}] {plan.job} {plan.partition} … (at {at:.0f} s)")
+                done.append(_run(plan, definitions, instance))
+                _stop_if_interrupted(done[-1][0])
+            # One pass, as the sensor's: runs of one table go in one commit.
+            outcomes = {outcome.run_id: outcome for outcome in reconciler.run()}
+            for plan, (run, seconds) in zip(plans, done, strict=True):
+                line = _line(plan, run, outcomes.get(run.run_id), instance, lake, seconds)
+                told = f"published as {line.publication[:12]}" if line.publication else str(line.reason)
+                say(f"      {plan.partition}: {line.verdict}, {told} ({line.seconds:.1f} s)")
+                result.lines.append(line)
+                result.as_expected &= (line.publication is None) is plan.blocked
+            if not all(run.success for run, _ in done):
+                break  # what follows reads what they should have written
+    result.catalogue_objects = _catalogue_rows(lake)
+    ours = {line.branch for line in result.lines}
+    result.branches_left = [
+        ref.name for ref in lake.nessie.references(filter=RUN_BRANCHES) if ref.name in ours
+    ]
+    kept = (
+        [line.branch for line in result.lines if not line.publication] if settings.keep_failed_hours else []
+    )
+    result.as_expected &= set(result.branches_left) <= set(kept)
+    starting.finish()
+    result.seconds = round(time.monotonic() - began, 1)
+    return result
+
+
+def plan_for(snapshots: Sequence[str]) -> list[list[Plan]]:
+    """The runs: the catalogue, a bad snapshot, then one window's observations by kind and its products.
+
+    Those of one round start from the same `main` and are published together.
+    """
+    times = [moment for name in snapshots if (moment := snapshot_time(name))]
+    window = max(times).replace(minute=0).strftime(windows.fmt) if times else FIRST_WINDOW
+    kinds = [
+        Plan("observations_job", str(dg.MultiPartitionKey({"window": window, "source_kind": kind})))
+        for kind in SOURCE_KINDS
+    ]
+    return [
+        *([Plan("catalogue_job", name)] for name in snapshots),
+        [Plan("catalogue_job", BAD_SNAPSHOT, blocked=True)],
+        kinds,
+        [Plan("window_job", window)],
+    ]
+
+
+def _run(
+    plan: Plan, definitions: dg.Definitions, instance: dg.DagsterInstance
+) -> tuple[dg.ExecuteInProcessResult, float]:
+    started = time.monotonic()
+    job = definitions.resolve_job_def(plan.job)
+    done = job.execute_in_process(
+        instance=instance, partition_key=plan.partition, run_config=_QUIET, raise_on_error=False
+    )
+    return done, time.monotonic() - started
+
+
+def _line(
+    plan: Plan,
+    done: dg.ExecuteInProcessResult,
+    outcome: Outcome | None,
+    instance: dg.DagsterInstance,
+    lake: Lakehouse,
+    seconds: float,
+) -> Line:
+    run = instance.get_run_by_id(done.run_id)
+    tags = run.tags if run else {}
+    publication = tags.get(PUBLICATION_TAG)
+    return Line(
+        run=done.run_id,
+        job=plan.job,
+        partition=plan.partition,
+        branch=f"run-{done.run_id}",
+        checks=_checks(outcome, done),
+        verdict=tags.get(VERDICT_TAG, "none"),
+        publication=publication,
+        rows=_rows(lake, outcome.tables) if publication and outcome else None,
+        seconds=round(seconds, 1),
+        reason=None if publication else _failure(done) or tags.get(REASON_TAG),
+    )
+
+
+def _checks(outcome: Outcome | None, done: dg.ExecuteInProcessResult) -> str:
+    if (
+        outcome is not None
+        and outcome.verdict is not None
+        and outcome.action is not PublicationAction.WAITING
+    ):
+        return f"{outcome.verdict.checks_passed}/{outcome.verdict.checks_total}"
+    # The sensor of a `make dev` beside us was faster; the events tell the same.
+    found = done.get_asset_check_evaluations()
+    return f"{sum(check.passed for check in found)}/{len(found)}"
+
+
+def _failure(done: dg.ExecuteInProcessResult) -> str | None:
+    """The first failed step with its own error; None when no step failed."""
+    for event in done.all_events:
+        error = event.step_failure_data.error if event.is_step_failure else None
+        while error is not None and error.cause is not None:
+            error = error.cause  # Dagster wraps what the step raised
+        if error is not None:
+            return f"step {event.step_key} failed: {error.message.strip()}"
+    return None
+
+
+def _rows(lake: Lakehouse, tables: Sequence[str]) -> dict[str, int]:
+    """Rows of each table on `main`, from its metadata."""
+    catalog = lake.catalog(MAIN)
+    found = {}
+    for name in tables:
+        snapshot = catalog.load_table(tuple(name.split("."))).current_snapshot()
+        summary = snapshot.summary if snapshot else None
+        found[name] = int(summary.additional_properties.get("total-records", 0)) if summary else 0
+    return found
+
+
+def _catalogue_rows(lake: Lakehouse) -> int:
+    name = ".".join(CATALOGUE.path)
+    return _rows(lake, [name])[name] if lake.catalog(MAIN).table_exists(tuple(CATALOGUE.path)) else 0
+
+
+def _stop_if_interrupted(done: dg.ExecuteInProcessResult) -> None:
+    """Raise the KeyboardInterrupt that Dagster took for the end of one run; it means the whole demo."""
+    for event in done.all_events:
+        error = event.step_failure_data.error if event.is_step_failure else None
+        while error is not None:
+            if error.cls_name in _INTERRUPTS:
+                raise KeyboardInterrupt
+            error = error.cause
+        if event.event_type is dg.DagsterEventType.PIPELINE_CANCELED:
+            raise KeyboardInterrupt
+
+
+def _link(files: Sequence[str], folder: Path) -> list[str]:
+    """Make the files known to the GP source under their snapshot ids."""
+    names = []
+    for text in files:
+        source = Path(text).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        link = folder / source.name
+        if link.is_symlink() or not link.exists():
+            link.unlink(missing_ok=True)
+            link.symlink_to(source)
+        names.append(snapshot_id(source))
+    return names or [DEFAULT_SNAPSHOT]
+
+
+def show(result: DemoResult) -> None:
+    """The closing table, why runs were blocked, and what to type next; fits into 80 columns."""
+    console = Console(highlight=False)
+    console.print(
+        f"\n[bold]{'branch':14}{'partition':27}{'checks':8}{'verdict':22}publication[/]", soft_wrap=True
+    )
+    for line in result.lines:
+        colour = "green" if line.publication else "red"
+        hash_ = line.publication[:8] if line.publication else "none"
+        console.print(
+            f"{line.branch[:12]:14}{line.partition:27}{line.checks:8}[{colour}]{line.verdict:22}[/]{hash_}",
+            soft_wrap=True,
+        )
+        rows = ", ".join(f"{count:,} {name.split('.')[-1]}" for name, count in (line.rows or {}).items())
+        told = f"rows on main: {rows}" if line.publication else str(line.reason)
+        for text in textwrap.wrap(told, console.width - len(_INDENT) - 1):
+            console.print(f"{_INDENT}{text}", style="dim", markup=False)
+    console.print()
+    console.print(f"{result.catalogue_objects:,} catalogue objects on main, {result.seconds:.0f} s in all.")
+    if not result.as_expected:
+        console.print("[red]Not as expected:[/] a run that should be published was not, or the reverse.")
+    console.print(
+        "Next:  make dev                      the same in the Dagster UI\n"
+        "       .venv/bin/branchlake status   servers, run branches, last publications\n"
+        "       .venv/bin/branchlake down     stop the servers; the data stays"
+    )

@@ -1,0 +1,178 @@
+"""`branchlake sda receive`: receivers of sensors' measurements, and the options of Kafka's client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.extras import require
+from branchlake_dagster.ingest.embedded_kafka import cluster_at
+from branchlake_dagster.receivers.allowed_peers import AllowedPeers
+from branchlake_dagster.receivers.http_polling import HttpConfig, HttpSource
+from branchlake_dagster.receivers.intake import Intake, Source
+from branchlake_dagster.receivers.kafka_sink import KafkaSink
+from branchlake_dagster.receivers.landing_sink import DEFAULT_ROLL, LandingSink
+from branchlake_dagster.receivers.metrics_server import monitored
+from branchlake_dagster.receivers.records import Buffer, Counts, Drop, Origin, Sink
+from branchlake_dagster.receivers.service import Receivers, stop_on_signals
+from branchlake_dagster.receivers.tcp import TcpConfig, TcpSource
+from branchlake_dagster.receivers.udp import UdpConfig, UdpSource
+from branchlake_dagster.sda.wire import links, optical, radar
+from branchlake_dagster.settings import Settings
+
+
+def kafka_options(bootstrap: str, file: Path | None) -> dict[str, str]:
+    """Options for librdkafka: those of a file of ``key=value`` lines, and the brokers.
+
+    Without a file the credentials are those of the settings (``BRANCHLAKE_KAFKA_SECURITY`` and so on), and
+    the embedded broker's own for its address. Raises ConfigurationError.
+    """
+    if file is None:
+        return cluster_at(Settings(), bootstrap).client_options()
+    found: dict[str, str] = {}
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        name, equals, value = text.partition("=")
+        if not equals:
+            # Not the line itself: it may hold a password.
+            raise ConfigurationError(
+                f"Line {number} of {file} is no option.",
+                hint="Write it as key=value.",
+                reason="kafka_option",
+                subject=str(file),
+            )
+        found[name.strip()] = value.strip()
+    return {**found, "bootstrap.servers": bootstrap}
+
+
+_BUFFER_BYTES = 512 * 1024 * 1024
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The command's options."""
+
+    radar: tuple[Address, ...]
+    optical: tuple[str, ...]
+    isl: tuple[Address, ...]
+    landing: Path | None
+    kafka: str | None
+    kafka_options: Path | None
+    topics: str
+    name: str
+    first_partition: int
+    monitor: Address
+    roll_s: float
+    buffer: int
+    drop: Drop
+    connections: int
+    connections_per_peer: int
+    allow: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of what was received; `complete` if all of it was handed over."""
+
+    intakes: list[dict[str, Any]]
+    finished: bool
+
+    @property
+    def complete(self) -> bool:
+        """Nothing was left over at the end."""
+        return not any(one["not_handed_over"] or one["not_confirmed"] for one in self.intakes)
+
+
+def run(wanted: Wanted, *, as_json: bool, say: Callable[[str], None]) -> Done:
+    """Receive until a signal, and drain."""
+    require("receive", "aiohttp", "prometheus_client", wanted_by="branchlake sda receive")
+    return asyncio.run(_run(wanted, as_json, say))
+
+
+async def _run(wanted: Wanted, as_json: bool, say: Callable[[str], None]) -> Done:
+    stop = asyncio.Event()
+    stop_on_signals(stop)
+    receivers = Receivers(list(intakes(wanted)))
+    async with monitored(receivers, *wanted.monitor) as url:
+        running = asyncio.create_task(receivers.run(stop))
+        announcing = asyncio.create_task(_announce(receivers, url, as_json, say))
+        try:
+            await running
+        finally:
+            announcing.cancel()
+    done = Done(receivers.summary(), receivers.finished)
+    for one in done.intakes:
+        lost = one["dropped"] | {
+            "not handed over": one["not_handed_over"],
+            "of unknown outcome": one["not_confirmed"],
+        }
+        told = ", ".join(f"{number:,} {reason}" for reason, number in lost.items() if number)
+        say(
+            f"{one['topic']}: {one['received']:,} received, {one['handed_over']:,} handed over;"
+            f" {told or 'nothing lost'}."
+        )
+    return done
+
+
+async def _announce(receivers: Receivers, url: str, as_json: bool, say: Callable[[str], None]) -> None:
+    while not all(intake.opened for intake in receivers.intakes):
+        await asyncio.sleep(0.02)
+    at = {
+        one.topic if one.partition is None else f"{one.topic}/{one.partition}": one.source.address
+        for one in receivers.intakes
+    }
+    for where, address in at.items():
+        say(f"{address} -> {where}")
+    say(f"{url}/health and /metrics")
+    if as_json:
+        print(json.dumps({"event": "ready", "sources": at, "monitor": url}), flush=True)
+
+
+def intakes(wanted: Wanted) -> Iterator[Intake]:
+    """One for each source. Made inside the event loop."""
+    allowed = AllowedPeers.of(wanted.allow)
+    for number, (host, port) in enumerate(wanted.radar):
+        datagrams = UdpConfig(host, port, key_bytes=radar.KEY_BYTES, drop=wanted.drop, allowed=allowed)
+        yield _intake(wanted, "radar", "udp", number, partial(UdpSource, datagrams))
+    for number, url in enumerate(wanted.optical):
+        pages = HttpConfig(url, key_field=optical.KEY_FIELD, cursor_field=optical.CURSOR_FIELD)
+        yield _intake(wanted, "optical", "http", number, partial(HttpSource, pages))
+    for number, (host, port) in enumerate(wanted.isl):
+        frames = TcpConfig(
+            host,
+            port,
+            key_bytes=links.KEY_BYTES,
+            most_connections=wanted.connections,
+            most_connections_per_peer=wanted.connections_per_peer,
+            allowed=allowed,
+        )
+        yield _intake(wanted, "isl", "tcp", number, partial(TcpSource, frames))
+
+
+def _intake(
+    wanted: Wanted, kind: str, protocol: str, number: int, make: Callable[[Buffer, Counts], Source]
+) -> Intake:
+    topic, partition = f"{wanted.topics}{kind}", wanted.first_partition + number
+    origin = Origin(f"{wanted.name}/{kind}/{partition}", protocol)
+    sink: Sink
+    where: int | None = partition
+    if wanted.landing is not None:
+        roll = DEFAULT_ROLL._replace(age_s=wanted.roll_s)
+        sink = LandingSink(wanted.landing, topic, partition, origin, roll=roll)
+    else:
+        # Only what has a cursor needs one partition; the others spread by key.
+        where = partition if protocol == "http" else None
+        options = kafka_options(wanted.kafka or "", wanted.kafka_options)
+        sink = KafkaSink(topic, where, origin, options)
+    counts = Counts()
+    buffer = Buffer(wanted.buffer, _BUFFER_BYTES, counts)
+    return Intake(topic, where, make(buffer, counts), buffer, sink, counts)

@@ -1,0 +1,83 @@
+"""The code location: the branch machinery, and the Space Domain Awareness graph that runs on it."""
+
+import os
+from pathlib import Path
+
+import dagster as dg
+
+from branchlake_dagster import Settings, branchlake_definitions
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.sda.graph.definitions import (
+    fusion_assets,
+    fusion_checks,
+    fusion_jobs,
+    fusion_schedules,
+    fusion_sensors,
+    pull_schedule,
+)
+from branchlake_dagster.sda.providers.celestrak import CelesTrak
+from branchlake_dagster.sda.providers.pulled import GpProvider
+from branchlake_dagster.sda.providers.space_track import SpaceTrack
+from branchlake_dagster.sda.sources import GpSource
+
+GP_DIR = "BRANCHLAKE_GP_DIR"
+"""Environment variable: the folder of GP files (TLE, OMM); unset: `gp` in the state folder, if it exists."""
+
+GP_PULL = "BRANCHLAKE_GP_PULL"
+"""Environment variable: the provider that catalogues are pulled from; unset: none."""
+
+
+LIVE_SENSORS = "BRANCHLAKE_LIVE_SENSORS"
+"""Environment variable: where live sensors' topics are, `landing` or `kafka`; unset: there are none."""
+
+
+def live(settings: Settings) -> dg.Definitions:
+    """The ingestions of live sensors, if the environment asks for them. Their sensors are off at first."""
+    wanted = os.environ.get(LIVE_SENSORS, "").strip().lower()
+    if not wanted:
+        return dg.Definitions()
+    if wanted not in ("landing", "kafka"):
+        raise ConfigurationError(
+            f"{LIVE_SENSORS} is {wanted!r}.", hint="Set it to landing or kafka, or unset it."
+        )
+    # Others do not wait for what only ingestion imports.
+    from branchlake_dagster.sda.assets.raw import live_sensors
+
+    return live_sensors("kafka" if wanted == "kafka" else "landing", settings.receiver_monitors)
+
+
+def gp_provider(settings: Settings) -> GpProvider | None:
+    """The provider that the environment names; None when it names none."""
+    cache = str(settings.state_dir / "gp-cache")
+    providers = {"celestrak": CelesTrak, "space-track": SpaceTrack}
+    wanted = os.environ.get(GP_PULL, "").strip().lower()
+    if wanted and wanted not in providers:
+        raise ConfigurationError(
+            f"{GP_PULL} is {wanted!r}.", hint=f"Set it to {' or '.join(providers)}, or unset it."
+        )
+    return providers[wanted](cache_dir=cache) if wanted else None
+
+
+def gp_folder(settings: Settings) -> Path:
+    """Where GP files are looked for."""
+    return Path(os.environ.get(GP_DIR) or settings.state_dir / "gp")
+
+
+def build_definitions(settings: Settings) -> dg.Definitions:
+    """Everything, for the given settings."""
+    folder = gp_folder(settings)
+    provider = gp_provider(settings)
+    if provider is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    gp = GpSource(catalogue_dir=str(folder) if folder.is_dir() else None)
+    graph = dg.Definitions(
+        assets=fusion_assets,
+        asset_checks=fusion_checks,
+        jobs=fusion_jobs,
+        schedules=[*fusion_schedules, pull_schedule(running=provider is not None)],
+        sensors=fusion_sensors,
+        resources={"gp": gp, "gp_provider": provider or GpProvider()},
+        # One process per run: a process per step costs its start-up for each, and the work is Spark's.
+        executor=dg.in_process_executor,
+    )
+    return branchlake_definitions(settings, dg.Definitions.merge(graph, live(settings)))
