@@ -237,6 +237,41 @@ def test_every_extra_has_its_row() -> None:
     assert rows == set(declared["options.extras_require"]) - {"dev"}
 
 
+def sentences_of_the_package() -> str:
+    """Every string of the package's code, one below the other; an f-string as the texts between its values."""
+    return "\n".join(
+        node.value
+        for path in PACKAGES.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+
+
+def documented_messages(page: Path) -> list[str]:
+    """The first cells, in backticks, of the page's tables whose first column is a message or a reason."""
+    tables = re.findall(r"^\| (?:message|reason) \|.*\n\|-.*\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE)
+    return [
+        message
+        for table in tables
+        for row in table.splitlines()
+        for message in re.findall(r"`([^`]+)`", row.split(" | ")[0])
+    ]
+
+
+def test_the_messages_of_the_operations_page_are_those_of_the_product() -> None:
+    """A sentence may be improved at any time, and then on the page too: its reader searches for it."""
+    printed = sentences_of_the_package()
+    messages = documented_messages(ROOT / "docs" / "operations.md")
+    assert len(messages) > 80
+    missing = {
+        message: part
+        for message in messages
+        for part in re.sub(r"^\w+: ", "", message).split("…")
+        if part.strip(" .,:;()") not in printed
+    }
+    assert missing == {}
+
+
 def test_pictures_are_small() -> None:
     large = [path for path in (ROOT / "docs").rglob("*.png") if path.stat().st_size > LARGEST_PICTURE]
     assert large == []

@@ -265,7 +265,7 @@ def _rolled_back(
             "The table was rolled back, and the snapshots that tell how far it still is have expired.",
             table=name,
             hint='Choose on_rollback="skip" to leave the records out, or roll the table forward again. Do not'
-            " drop it: the new one gets only later records. docs/runbook-ingestion.md shows how to fill one"
+            " drop it: the new one gets only later records. docs/operations.md shows how to fill one"
             " anew.",
             reason="snapshots_expired",
         )

@@ -1,4 +1,4 @@
-"""Tables that are rolled back below dead letters which were put back: seen, and got right by the runbook."""
+"""Tables that are rolled back below dead letters which were put back: seen, and got right by docs/operations.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.suite.kafka import Broker
 from branchlake_dagster_tests.suite.raised import raising
 
-_RUNBOOK = Path(__file__).parents[2] / "docs" / "runbook-ingestion.md"
+_PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 
 
 def _json(**told: Any) -> bytes:
@@ -40,9 +40,9 @@ def _put_back(drive: Driver, run: str) -> None:
     assert drive.merge(place)
 
 
-def _by_the_runbook(drive: Driver, words: str, values: Mapping[str, str]) -> None:
-    """Run the statements of the runbook's block that has these words, for the table `a` of the ingestion."""
-    blocks = [one.split("```")[0] for one in _RUNBOOK.read_text().split("```sql\n")[1:]]
+def _by_the_page(drive: Driver, words: str, values: Mapping[str, str]) -> None:
+    """Run the statements of the page's block that has these words, for the table `a` of the ingestion."""
+    blocks = [one.split("```")[0] for one in _PAGE.read_text().split("```sql\n")[1:]]
     (text,) = [one for one in blocks if words in one]
     dead, own = ".".join(list(drive.wanted.values())[-1]), ".".join(next(iter(drive.wanted.values())))
     shown = {
@@ -99,7 +99,7 @@ def test_rows_that_were_put_back_are_missed_and_put_back_again(
     with raising(PositionLost, f"{topic}[0]", reason="reprocessed_rows_lost") as lost:
         drive.look()
     assert (lost.value.table, lost.value.branch, lost.value.run_id) == (f"{namespace}.a", "main", "run-1")
-    _by_the_runbook(drive, "set_current_snapshot", {"4711": str(put_in)})
+    _by_the_page(drive, "set_current_snapshot", {"4711": str(put_in)})
     assert drive.look().plan.empty
 
     kafka.send(topic, [_json(id=3, to="x"), _json(id=4, to="z")])
@@ -118,7 +118,7 @@ def test_rows_that_were_put_back_are_missed_and_put_back_again(
     assert drive.look().plan.empty
 
     runs = {"'1081e5a2-…'": "'run-1', 'run-2'", ">= 10": ">= 2"}
-    _by_the_runbook(drive, "NOT EXISTS", runs)
+    _by_the_page(drive, "NOT EXISTS", runs)
     _takes(drive, "x|y|z", on_rollback="replay")
     drive.batch()
     assert [row["id"] for row in drive.rows(0, "id")] == [1, 3, 4]
@@ -153,7 +153,7 @@ def test_letters_whose_marks_were_rolled_back_are_not_put_back_twice(
         _put_back(drive, "run-2")
     _takes(drive, "x|y", on_rollback="stop")
 
-    _by_the_runbook(drive, "UPDATE", {"5012": str(marked), "1081e5a2-…": "run-1"})
+    _by_the_page(drive, "UPDATE", {"5012": str(marked), "1081e5a2-…": "run-1"})
     assert drive.look().plan.empty
     assert _waiting(drive) == [2, 4]
     _put_back(drive, "run-2")

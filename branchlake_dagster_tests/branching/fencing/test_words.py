@@ -1,4 +1,4 @@
-"""The word that a run shows, and that the runbook explains each word."""
+"""The word that a run shows, and that docs/operations.md explains each word."""
 
 import dagster as dg
 import pytest
@@ -47,5 +47,5 @@ def test_a_run_that_its_publisher_let_fail_was_not_interrupted() -> None:
 @pytest.mark.parametrize(
     "word", sorted({*map(str, (*Status, *Decision, *PublicationAction)), *UNJUDGED}), ids=str
 )
-def test_the_runbook_explains_each_word(word: str) -> None:
-    assert f"`{word}`" in (ROOT / "docs" / "runbook-blocked-run.md").read_text()
+def test_the_page_explains_each_word(word: str) -> None:
+    assert f"`{word}`" in (ROOT / "docs" / "operations.md").read_text()
