@@ -184,8 +184,8 @@ def _by_property(ingestion: str, table: Table, name: str) -> Recorded | None:
         raise PositionLost(
             f"The table's property {OFFSETS}{ingestion} cannot be read, and no snapshot tells its offsets.",
             table=name,
-            hint="Set the property to the offsets that the table holds. docs/ingestion.md has its format"
-            " under Where the offsets are.",
+            hint="Set the property to the offsets that the table holds. docs/ingestion-reference.md has its"
+            " format under Where the offsets are.",
             reason="offsets_unreadable",
         ) from error
 

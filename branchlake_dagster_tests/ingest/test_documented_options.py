@@ -1,4 +1,4 @@
-"""docs/ingestion.md lists every option with its default."""
+"""docs/ingestion-reference.md lists every option with its default."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from branchlake_dagster import Ingest, IngestTable, ingest_definitions
 from branchlake_dagster.ingest import formats
 
-PAGE = Path(__file__).parents[2] / "docs" / "ingestion.md"
+PAGE = Path(__file__).parents[2] / "docs" / "ingestion-reference.md"
 
 
 def listed_options(heading: str) -> dict[str, str]:
