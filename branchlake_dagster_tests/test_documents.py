@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from configparser import ConfigParser
+from datetime import date
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -270,6 +272,15 @@ def test_the_messages_of_the_operations_page_are_those_of_the_product() -> None:
         if part.strip(" .,:;()") not in printed
     }
     assert missing == {}
+
+
+def test_each_measured_figure_has_its_setting() -> None:
+    history = json.loads((ROOT / "docs" / "benchmarks-history.json").read_text())
+    fields = {"date", "commit", "benchmark", "setting", "measure", "value", "unit"}
+    for figure in history["figures"]:
+        assert fields <= figure.keys() <= fields | {"note"}, figure
+        assert isinstance(figure["value"], int | float), figure
+        date.fromisoformat(figure["date"])
 
 
 def test_pictures_are_small() -> None:
