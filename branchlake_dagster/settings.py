@@ -200,7 +200,12 @@ class Settings(BaseSettings):
     orphan_grace_min: float = Field(
         60.0, gt=0, description="Minutes without a commit after which a branch of an unknown run is reaped."
     )
-    orphan_max_age_h: float = Field(6.0, gt=0, description="Age at which a run branch is reaped.")
+    orphan_max_age_h: float = Field(
+        6.0,
+        gt=0,
+        description="Hours without a sign of life after which the branch of an active run without a heartbeat"
+        " is reaped.",
+    )
 
     heartbeat_interval_s: float = Field(
         10.0,
