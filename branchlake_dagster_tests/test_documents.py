@@ -19,7 +19,7 @@ from branchlake_dagster.cli.main import main
 from branchlake_dagster_tests.suite.command_line import subcommands
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PACKAGES = ROOT / "branchlake_dagster"
 CONFIGURATION = sorted(
     [

@@ -76,8 +76,8 @@ def as_page() -> str:
     )
     return (
         "# Support\n\n"
-        "What the tests run with, and what is supported. [support.json](support.json) has the same for programs,\n"
-        "with the test that holds each row. *Untested* means that it may work and nobody has seen it.\n\n"
+        "Which versions and features are supported. The tests run with these versions. *Untested* means that it may\n"
+        "work, but nobody has tried. [support.json](support.json) has the same for programs, and the test of each row.\n\n"
         f"| component | versions |\n|---|---|\n{versions}\n\n"
         f"| area | feature | supported | note |\n|---|---|---|---|\n{rows}\n"
     )
