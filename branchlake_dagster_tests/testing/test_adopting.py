@@ -1,4 +1,4 @@
-"""docs/adopting.md: a table of another catalogue is registered, replaced by partition, read, and stays whole."""
+"""docs/assets.md#adopting-an-existing-table: the table is registered, replaced by partition, read, and stays whole."""
 
 import datetime as dt
 from pathlib import Path
