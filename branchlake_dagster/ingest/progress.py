@@ -347,9 +347,9 @@ def require_put_back(
 
 
 _FORWARD = "Roll it forward to there if nothing has come since. Otherwise "
-_MARK_AGAIN = "mark the letters again, as docs/runbook-ingestion.md shows."
+_MARK_AGAIN = "mark the letters again, as docs/operations.md shows."
 _WAIT_AGAIN = (
-    "let these letters wait once more for this table alone, as docs/runbook-ingestion.md shows, or leave the"
+    "let these letters wait once more for this table alone, as docs/operations.md shows, or leave the"
     ' rows out with on_rollback="skip". on_rollback="replay" does not bring them back.'
 )
 
