@@ -15,7 +15,7 @@ import branchlake_dagster as root
 ROOT = Path(__file__).parents[1] / "branchlake_dagster"
 NAME = ROOT.name
 
-_BASE = {"errors", "extras", "waiting", "wording", "internals", "settings"}
+_BASE = {"errors", "extras", "file_lock", "waiting", "wording", "internals", "settings"}
 _LAKE = {*_BASE, "nessie", "catalog", "embedded", "spark", "lakehouse"}
 _RUNS = {*_LAKE, "history", "tables", "runs"}
 _ASSETS = {*_RUNS, "incremental", "io_manager", "publication", "checks", "automation"}
@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "wording": set(),
     "errors": {"wording"},
     "internals": set(),
+    "file_lock": set(),
     "waiting": set(),
     "extras": {"errors"},
     "settings": {"errors"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ import requests
 from branchlake_dagster.embedded.process import LOOPBACK, ServerDidNotStart, choose_port
 from branchlake_dagster.embedded.state_folder import state_folder
 from branchlake_dagster.extras import require
+from branchlake_dagster.file_lock import file_lock
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.waiting import holds_within
 
@@ -75,8 +75,7 @@ def prepare_home(home: Path) -> None:
     config, preparing = home / "dagster.yaml", home / ".preparing"
     if config.exists() and not preparing.exists():
         return
-    with preparing.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with file_lock(preparing):
         if not config.exists():
             config.write_text(_DAGSTER_YAML)
         _make_databases(home)

@@ -8,7 +8,6 @@ with one that was cut off or damaged; so the checksum of an archive is in its na
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from branchlake_dagster.embedded.state_folder import private_folder
+from branchlake_dagster.file_lock import file_lock
 
 _AOT_SINCE = 25
 """The first Java that makes a cache for that in one go. It needs no archive of the JDK's own below it."""
@@ -112,8 +112,7 @@ def archive_of(name: str, java: Path, jars: Sequence[Path]) -> Archive | None:
 def making() -> Iterator[None]:
     """One process at a time makes archives; what nobody has used for a month goes. Raises OSError."""
     folder = private_folder(archives_folder())
-    with (folder / "lock").open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    with file_lock(folder / "lock"):
         oldest = time.time() - _UNUSED_DAYS * 24 * 3600
         for path in folder.iterdir():
             # With the lock held, a scratch file is that of a process that died.

@@ -7,7 +7,6 @@ digests are locked in `jars.sha256`: each jar is compared with its digest before
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -22,6 +21,7 @@ from branchlake_dagster.embedded.archives import archives_folder
 from branchlake_dagster.embedded.jar_lock import packaged_lock, verify_jars
 from branchlake_dagster.embedded.java import user_java
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Transient
+from branchlake_dagster.file_lock import file_lock
 
 _FREE_BYTES_NEEDED = 1 << 30
 _MEMORY = "verified-jars.json"
@@ -171,8 +171,7 @@ def _alone() -> Iterator[None]:
     """One Ivy of ours at a time: two that write their report into its cache leave one that none can read."""
     home = Path.home() / ".ivy2"
     home.mkdir(exist_ok=True)
-    with (home / "branchlake.lock").open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    with file_lock(home / "branchlake.lock"):
         yield
 
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+from branchlake_dagster.file_lock import try_file_lock
 
 LIMIT_BYTES = 16 << 20
 """A log that is larger is rotated."""
@@ -101,9 +102,7 @@ def _too_large(log: Path) -> Iterator[int | None]:
 
 
 def _locked(log: Path, descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_file_lock(descriptor):
         return False
     # While this process opened and locked it, another one may have rotated it.
     opened = os.fstat(descriptor)

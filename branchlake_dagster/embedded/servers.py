@@ -11,7 +11,6 @@ Everything lives under one state folder:
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import shutil
@@ -49,6 +48,7 @@ from branchlake_dagster.embedded.state_folder import (
     write_secret,
 )
 from branchlake_dagster.embedded.token import credentials, stored
+from branchlake_dagster.file_lock import file_lock
 from branchlake_dagster.settings import Settings
 
 NESSIE = "nessie"
@@ -201,9 +201,7 @@ class EmbeddedServers:
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
         """One process at a time starts or stops servers; the kernel frees the lock of a dead one."""
-        folder = private_folder(self._root / "run")
-        with (folder / "lock").open("w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        with file_lock(private_folder(self._root / "run") / "lock"):
             yield
 
     def _require_place(self) -> None:

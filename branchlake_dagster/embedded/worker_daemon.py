@@ -9,7 +9,6 @@ it becomes the ordinary daemon.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import socket
@@ -17,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from branchlake_dagster.file_lock import file_lock
 from branchlake_dagster.internals.json_channel import ChannelClosed, receive, send
 
 FOLDER = "SPARK_WARM_PYTHON"
@@ -82,8 +82,7 @@ def _ordinary(error: Exception) -> NoReturn:
 
 def _warm(folder: Path) -> socket.socket:
     """A connection to the warm process, which is started where there is none. Raises OSError."""
-    with (folder / _LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with file_lock(folder / _LOCK):
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
             return _connected(folder)
         _start(folder)

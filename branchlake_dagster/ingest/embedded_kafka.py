@@ -15,7 +15,6 @@ that of clients, and that of the controller, which takes commands as well.
 from __future__ import annotations
 
 import base64
-import fcntl
 import secrets
 import subprocess
 import uuid
@@ -36,6 +35,7 @@ from branchlake_dagster.embedded.process import (
 )
 from branchlake_dagster.embedded.state_folder import private_folder, state_folder, write_secret
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.file_lock import file_lock
 from branchlake_dagster.ingest.kafka_cluster import Cluster
 from branchlake_dagster.settings import Settings
 
@@ -205,8 +205,7 @@ class EmbeddedKafka:
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        with (private_folder(self._root / "run") / f"{KAFKA}.lock").open("w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        with file_lock(private_folder(self._root / "run") / f"{KAFKA}.lock"):
             yield
 
     def _start(self) -> str:

@@ -10,7 +10,6 @@ goes on beside a holder that is older than any pass should be.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
+from branchlake_dagster.file_lock import try_file_lock
 from branchlake_dagster.settings import Settings
 
 _LOOK_S = 0.02
@@ -61,16 +61,13 @@ def one_pass(
     until = clock() + patience_s
     while True:
         with path.open("a+b", buffering=0) as handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                _abandon_stale(path, handle, now=now(), longest_s=longest_pass_s(settings))
-            else:
+            if try_file_lock(handle.fileno()):
                 if _is_current(path, handle):
                     _write_holder(handle, PassHolder(os.getpid(), now()))
                     yield True
                     return
                 continue  # another pass has abandoned this file between its opening and its lock
+            _abandon_stale(path, handle, now=now(), longest_s=longest_pass_s(settings))
             if _is_current(path, handle):
                 if clock() >= until:
                     yield False

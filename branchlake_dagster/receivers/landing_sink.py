@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import time
@@ -17,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from branchlake_dagster.embedded.logs import earlier_log, rotate_by_rename
+from branchlake_dagster.file_lock import try_file_lock
 from branchlake_dagster.receivers.landing import (
     LOCK,
     LOG,
@@ -216,16 +216,14 @@ class LandingSink:
 
     def _take_lock(self) -> None:
         number = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        if not try_file_lock(number):
             os.close(number)
             raise PartitionTaken(
                 f"Partition {self.partition} of topic {self.topic} in {self.landing.folder} has a receiver"
                 f" already.",
                 hint="End that one, or take another partition.",
                 subject=f"{self.topic}[{self.partition}]",
-            ) from error
+            )
         self._lock = number
 
     def _marked(self) -> int:
