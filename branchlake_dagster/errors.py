@@ -1,4 +1,4 @@
-"""The errors of the whole package, told apart by what the caller may do next.
+"""All errors that branchlake raises on purpose; their class says what the caller may do next.
 
 Every error carries one marker. `Transient`: nothing happened, the same call may be made again.
 `Terminal`: repeating cannot help. `OutcomeUnknown`: a change was asked for and the answer is missing,
@@ -16,12 +16,204 @@ its fields only.
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from branchlake_dagster.wording import agree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from branchlake_dagster.automation.backfill_comparison import EarlierStateLost
+    from branchlake_dagster.catalog.stored_files import StoredFileDamaged
+    from branchlake_dagster.checks.constraints import CheckFailedToRun, ContractError
+    from branchlake_dagster.cleanup.sweep_plan import BaseUnknown, StateUnreadable
+    from branchlake_dagster.cleanup.sweeper import FilesNotDeleted
+    from branchlake_dagster.embedded.jar_lock import JarRefused
+    from branchlake_dagster.embedded.jars import DownloadFailed
+    from branchlake_dagster.embedded.process import ServerDidNotStart
+    from branchlake_dagster.embedded.state_folder import LakeMoved, LakeNotRunning
+    from branchlake_dagster.extras import MissingExtra
+    from branchlake_dagster.history.change import ChangeLost, RowsUnreadable
+    from branchlake_dagster.ingest.batch_tables import TypesUnknown
+    from branchlake_dagster.ingest.errors import (
+        AnotherIngestion,
+        ColumnsUnknown,
+        ConsumerGroupActive,
+        EarlierAttemptLate,
+        IngestError,
+        KafkaRefused,
+        KafkaUnavailable,
+        LandingUnavailable,
+        LettersLeftOut,
+        PositionLost,
+        RecordsDeleted,
+        StartOffsetsMissing,
+        StartOffsetsOutOfRange,
+        Superseded,
+        TableTooNarrow,
+        TooManyDeadLetters,
+        TopicChanged,
+        TopicReplaced,
+    )
+    from branchlake_dagster.nessie.errors import (
+        ContentNotFound,
+        NessieAlreadyExists,
+        NessieConflict,
+        NessieError,
+        NessieNotFound,
+        NessieOutcomeUnknown,
+        NessieRefused,
+        NessieUnauthorized,
+        NessieUnavailable,
+        NotNessie,
+        ReferenceNotFound,
+    )
+    from branchlake_dagster.publication.cleanup_jobs import NotOurs, RunsUnreadable
+    from branchlake_dagster.publication.column_changes import ColumnChangeRefused
+    from branchlake_dagster.publication.committer import (
+        PublicationContended,
+        TableFilesDamaged,
+        TableFilesMissing,
+        TableFilesUnreadable,
+    )
+    from branchlake_dagster.publication.main_log import BaseNotOnMain
+    from branchlake_dagster.publication.publish import RunUnknown
+    from branchlake_dagster.publication.publish_at_end import NotPublished
+    from branchlake_dagster.publication.publisher import PublicationUnexplained
+    from branchlake_dagster.publication.replay import ReplayImpossible
+    from branchlake_dagster.publication.unpublished_runs import AlertFailed
+    from branchlake_dagster.query.reference import NoSuchState, QueryFailed, TableNotThere
+    from branchlake_dagster.receivers.kafka_sink import BrokerRefused, BrokerUnreachable
+    from branchlake_dagster.receivers.landing import LandingDamaged, OffsetsGone
+    from branchlake_dagster.receivers.records import NotConfirmed, NotHandedOver, PartitionTaken
+    from branchlake_dagster.runs.heartbeats import HeartbeatsUnreadable
+    from branchlake_dagster.spark.session import SparkGone
+    from branchlake_dagster.tables.errors import (
+        ColumnsFrozen,
+        ColumnUnsupported,
+        ForeignSession,
+        InputColumnGone,
+        InvalidCheckRun,
+        LeaseHeld,
+        LeaseLost,
+        NotApproved,
+        OneLakeOnly,
+        PartitionMismatch,
+        PositionUnreadable,
+        ReadsUnknown,
+        RetryNeedsFullRun,
+        RowsRemoved,
+        RunBranchGone,
+        SchemaMismatch,
+        TableMissing,
+        UnsupportedType,
+        UpsertKeyInvalid,
+    )
+    from branchlake_dagster.tables.table_files import FileUnreadable
+
+__all__ = [
+    "AlertFailed",
+    "AnotherIngestion",
+    "BaseNotOnMain",
+    "BaseUnknown",
+    "BranchlakeError",
+    "BrokerRefused",
+    "BrokerUnreachable",
+    "ChangeLost",
+    "CheckFailedToRun",
+    "ColumnChangeRefused",
+    "ColumnUnsupported",
+    "ColumnsFrozen",
+    "ColumnsUnknown",
+    "ConfigurationError",
+    "ConsumerGroupActive",
+    "ContentNotFound",
+    "ContractError",
+    "DownloadFailed",
+    "EarlierAttemptLate",
+    "EarlierStateLost",
+    "FileUnreadable",
+    "FilesNotDeleted",
+    "ForeignSession",
+    "HeartbeatsUnreadable",
+    "IngestError",
+    "InputColumnGone",
+    "InvalidCheckRun",
+    "JarRefused",
+    "KafkaRefused",
+    "KafkaUnavailable",
+    "LakeMoved",
+    "LakeNotRunning",
+    "LandingDamaged",
+    "LandingUnavailable",
+    "LeaseHeld",
+    "LeaseLost",
+    "LettersLeftOut",
+    "MissingExtra",
+    "NessieAlreadyExists",
+    "NessieConflict",
+    "NessieError",
+    "NessieNotFound",
+    "NessieOutcomeUnknown",
+    "NessieRefused",
+    "NessieUnauthorized",
+    "NessieUnavailable",
+    "NoSuchState",
+    "NotApproved",
+    "NotConfirmed",
+    "NotHandedOver",
+    "NotNessie",
+    "NotOurs",
+    "NotPublished",
+    "OffsetsGone",
+    "OneLakeOnly",
+    "OutcomeUnknown",
+    "PartitionMismatch",
+    "PartitionTaken",
+    "PositionLost",
+    "PositionUnreadable",
+    "PublicationContended",
+    "PublicationUnexplained",
+    "QueryFailed",
+    "ReadOnlyReference",
+    "ReadsUnknown",
+    "RecordsDeleted",
+    "ReferenceNotFound",
+    "ReplayImpossible",
+    "RetryNeedsFullRun",
+    "RowsRemoved",
+    "RowsUnreadable",
+    "RunBranchGone",
+    "RunUnknown",
+    "RunsUnreadable",
+    "SchemaMismatch",
+    "SecretWithoutTls",
+    "ServerDidNotStart",
+    "SparkGone",
+    "StartOffsetsMissing",
+    "StartOffsetsOutOfRange",
+    "StateUnreadable",
+    "StoredFileDamaged",
+    "Superseded",
+    "TableFilesDamaged",
+    "TableFilesMissing",
+    "TableFilesUnreadable",
+    "TableMissing",
+    "TableNotThere",
+    "TableTooNarrow",
+    "Terminal",
+    "TooManyDeadLetters",
+    "TopicChanged",
+    "TopicReplaced",
+    "Transient",
+    "TypesUnknown",
+    "Unsupported",
+    "UnsupportedType",
+    "UpsertKeyInvalid",
+    "some",
+    "without_credentials",
+]
 
 _USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")
 _SHOWN = 5
@@ -193,3 +385,131 @@ class ReadOnlyReference(BranchlakeError, Terminal):
 
 class Unsupported(BranchlakeError, Terminal, NotImplementedError):
     """The operation is refused on principle; the text says why and what to do instead."""
+
+
+_HOMES = {
+    "automation.backfill_comparison": ("EarlierStateLost",),
+    "catalog.stored_files": ("StoredFileDamaged",),
+    "checks.constraints": (
+        "CheckFailedToRun",
+        "ContractError",
+    ),
+    "cleanup.sweep_plan": (
+        "BaseUnknown",
+        "StateUnreadable",
+    ),
+    "cleanup.sweeper": ("FilesNotDeleted",),
+    "embedded.jar_lock": ("JarRefused",),
+    "embedded.jars": ("DownloadFailed",),
+    "embedded.process": ("ServerDidNotStart",),
+    "embedded.state_folder": (
+        "LakeMoved",
+        "LakeNotRunning",
+    ),
+    "extras": ("MissingExtra",),
+    "history.change": (
+        "ChangeLost",
+        "RowsUnreadable",
+    ),
+    "ingest.batch_tables": ("TypesUnknown",),
+    "ingest.errors": (
+        "AnotherIngestion",
+        "ColumnsUnknown",
+        "ConsumerGroupActive",
+        "EarlierAttemptLate",
+        "IngestError",
+        "KafkaRefused",
+        "KafkaUnavailable",
+        "LandingUnavailable",
+        "LettersLeftOut",
+        "PositionLost",
+        "RecordsDeleted",
+        "StartOffsetsMissing",
+        "StartOffsetsOutOfRange",
+        "Superseded",
+        "TableTooNarrow",
+        "TooManyDeadLetters",
+        "TopicChanged",
+        "TopicReplaced",
+    ),
+    "nessie.errors": (
+        "ContentNotFound",
+        "NessieAlreadyExists",
+        "NessieConflict",
+        "NessieError",
+        "NessieNotFound",
+        "NessieOutcomeUnknown",
+        "NessieRefused",
+        "NessieUnauthorized",
+        "NessieUnavailable",
+        "NotNessie",
+        "ReferenceNotFound",
+    ),
+    "publication.cleanup_jobs": (
+        "NotOurs",
+        "RunsUnreadable",
+    ),
+    "publication.column_changes": ("ColumnChangeRefused",),
+    "publication.committer": (
+        "PublicationContended",
+        "TableFilesDamaged",
+        "TableFilesMissing",
+        "TableFilesUnreadable",
+    ),
+    "publication.main_log": ("BaseNotOnMain",),
+    "publication.publish": ("RunUnknown",),
+    "publication.publish_at_end": ("NotPublished",),
+    "publication.publisher": ("PublicationUnexplained",),
+    "publication.replay": ("ReplayImpossible",),
+    "publication.unpublished_runs": ("AlertFailed",),
+    "query.reference": (
+        "NoSuchState",
+        "QueryFailed",
+        "TableNotThere",
+    ),
+    "receivers.kafka_sink": (
+        "BrokerRefused",
+        "BrokerUnreachable",
+    ),
+    "receivers.landing": (
+        "LandingDamaged",
+        "OffsetsGone",
+    ),
+    "receivers.records": (
+        "NotConfirmed",
+        "NotHandedOver",
+        "PartitionTaken",
+    ),
+    "runs.heartbeats": ("HeartbeatsUnreadable",),
+    "spark.session": ("SparkGone",),
+    "tables.errors": (
+        "ColumnUnsupported",
+        "ColumnsFrozen",
+        "ForeignSession",
+        "InputColumnGone",
+        "InvalidCheckRun",
+        "LeaseHeld",
+        "LeaseLost",
+        "NotApproved",
+        "OneLakeOnly",
+        "PartitionMismatch",
+        "PositionUnreadable",
+        "ReadsUnknown",
+        "RetryNeedsFullRun",
+        "RowsRemoved",
+        "RunBranchGone",
+        "SchemaMismatch",
+        "TableMissing",
+        "UnsupportedType",
+        "UpsertKeyInvalid",
+    ),
+    "tables.table_files": ("FileUnreadable",),
+}
+"""Module below the package -> the errors that it defines. They are imported when they are asked for."""
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    return getattr(import_module(f"branchlake_dagster.{_HOME_OF[name]}"), name)

@@ -1,6 +1,6 @@
 """Locks between the processes of this machine, on files.
 
-The kernel releases a lock when its process ends, however it ends. A lock belongs to an open file, so two threads
+The kernel releases a lock when its process ends, however it ends. A lock belongs to an open file, so threads
 of one process exclude each other too.
 """
 
