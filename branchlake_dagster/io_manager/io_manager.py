@@ -14,18 +14,14 @@ from dagster import (
     OutputContext,
     PartitionsDefinition,
 )
-from pyiceberg.exceptions import NoSuchTableError, TableAlreadyExistsError
+from pyiceberg.exceptions import NoSuchTableError
 from pyiceberg.schema import Schema
-from pyiceberg.table import CreateTableTransaction, Table
 from pyspark.sql import DataFrame
 
-from branchlake_dagster.catalog import NessieCatalog
-from branchlake_dagster.incremental import inputs, outputs, replace_keys, spark_inputs
 from branchlake_dagster.incremental import inputs as arrow_inputs
-from branchlake_dagster.incremental.consumption import Consumption
+from branchlake_dagster.incremental import outputs, spark_inputs
 from branchlake_dagster.incremental.step_consumption import consumption_of
 from branchlake_dagster.internals.dagster import CopiedByFields
-from branchlake_dagster.io_manager import earlier_attempts
 from branchlake_dagster.io_manager import loading as op_values
 from branchlake_dagster.io_manager import row_counts as partition_row_counts
 from branchlake_dagster.io_manager.loading import (
@@ -36,31 +32,17 @@ from branchlake_dagster.io_manager.loading import (
     preview,
     wants_stored_rows,
 )
+from branchlake_dagster.io_manager.table_writer import TableWriter
+from branchlake_dagster.io_manager.write_plan import WriteRequest
 from branchlake_dagster.nessie.errors import NessieUnauthorized
 from branchlake_dagster.runs import provenance
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.read_set import merging
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.spark.session import quoted, telling_refusals
 from branchlake_dagster.tables import arrow_frames, spark_frames
-from branchlake_dagster.tables import arrow_frames as frame_conversion
-from branchlake_dagster.tables import partitioning as long_keys
-from branchlake_dagster.tables import partitioning as splitting
-from branchlake_dagster.tables import replaced_rows as replaced
-from branchlake_dagster.tables import upserts as merge
 from branchlake_dagster.tables.errors import TableMissing, UnsupportedType
-from branchlake_dagster.tables.partitioning import partition_spec
-from branchlake_dagster.tables.schemas import (
-    arrow_schema,
-    evolve,
-    iceberg_schema,
-    require_unchanged,
-    stored_schema,
-    without_untyped,
-)
 from branchlake_dagster.tables.selection import Selection, select
-from branchlake_dagster.tables.specification import PREVIEW_ROWS, TableSpec, require_parquet, table_spec
-from branchlake_dagster.tables.upsert_engine import SparkReason, engine_metadata
+from branchlake_dagster.tables.specification import PREVIEW_ROWS, TableSpec, table_spec
 
 
 class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
@@ -129,14 +111,13 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
         spec = self._spec(context, definition)
         self.lakehouse.require_writable()
         with self._fenced():
-            branch = self.lakehouse.open_branch()
+            request = WriteRequest(
+                spec, self.lakehouse.open_branch(), definition, provenance.asset_partitions(context)
+            )
             catalog = self.lakehouse.own_catalog()
+            writer = TableWriter(context, self.lakehouse, catalog, self.spark.own_session)
             consumption = consumption_of(context.step_context, self.lakehouse)
-            table: Table | None = None
-            if obj is not None:
-                table = self._write(context, obj, spec, definition, branch, catalog, consumption)
-            else:
-                table = self._existing(catalog, spec)
+            table = writer.existing_table(spec) if obj is None else writer.write(request, obj, consumption)
             if table is not None and consumption is not None:
                 table = outputs.record(consumption, table)
                 consumption.written()
@@ -230,166 +211,6 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
         with self._fenced():
             return spark_frames.read(self.spark.own_session(), spec, schema, selection)
 
-    # -- writing ---------------------------------------------------------------------------------------
-
-    def _write(
-        self,
-        context: OutputContext,
-        obj: Any,
-        spec: TableSpec,
-        definition: PartitionsDefinition[str] | None,
-        branch: str,
-        catalog: NessieCatalog,
-        consumption: Consumption | None = None,
-    ) -> Table:
-        """The table after the write, without what earlier attempts of this step had added to it."""
-        is_spark = isinstance(obj, DataFrame)
-        if not is_spark and not frame_conversion.handles(type(obj)):
-            raise UnsupportedType(
-                f"The asset returned a {type(obj).__module__}.{type(obj).__qualname__}.",
-                table=spec.name,
-                hint="Return a Spark, pandas or Polars frame or a pyarrow.Table.",
-            )
-        changed_keys: pa.Table | None = None
-        if consumption is not None:
-            spec = outputs.effective(consumption, spec)
-            if consumption.replaced_keys:
-                changed_keys = inputs.changed_keys(consumption)
-        keys = provenance.asset_partitions(context)
-        found = self._existing(catalog, spec)
-        if found is not None:
-            require_parquet(found.metadata.properties, table=spec.name)
-        # Where there is no row yet, an upsert has none to match.
-        matches = spec.write_mode == "upsert" and found is not None and arrow_frames.may_have_rows(found)
-        if is_spark:
-            spark_frames.require_branch(obj, branch, table=spec.name)
-            wanted = stored_schema(spark_frames.arrow_schema(obj, table=spec.name), table=spec.name)
-        else:
-            like = arrow_schema(found.schema(), name=spec.name) if found is not None else None
-            obj = frame_conversion.to_arrow(obj, like, table=spec.name)
-            wanted = obj.schema
-        if spec.write_mode == "upsert":
-            spark_frames.check_keys(spec, wanted.names)
-        if found is None:
-            needed = (*spec.keys, *spec.columns_by_dimension.values())
-            schema = iceberg_schema(without_untyped(wanted, needed, name=spec.name), table=spec.name)
-        else:
-            schema = found.schema()
-        # Before anything is made: windows that do not fit the column must leave no table behind.
-        selection = (
-            select(keys, definition, spec.columns_by_dimension, schema=schema, table=spec.name)
-            if definition is not None and spec.columns_by_dimension
-            else None
-        )
-        if consumption is not None and outputs.by_range(consumption):
-            selection = outputs.replaced_range(consumption, schema)
-        if consumption is not None:
-            obj = outputs.own_rows(obj, consumption, selection, schema)
-        if found is None:
-            how: dict[str, Any] = {
-                "partition_spec": partition_spec(
-                    definition, spec.columns_by_dimension, schema, table=spec.name, layout=spec.layout
-                ),
-                "properties": {**spec.properties, **long_keys.properties(selection)},
-            }
-            try:
-                if not is_spark:
-                    creation = catalog.create_table_transaction(spec.identifier, schema, **how)
-                    return self._begin(context, obj, spec, selection, creation)
-                table = catalog.create_table(spec.identifier, schema, **how)
-            except TableAlreadyExistsError:  # another step of this run was first
-                return self._write(context, obj, spec, definition, branch, catalog, consumption)
-        else:
-            catalog.record_prefixes(found.metadata)
-            table = long_keys.make_room(self._evolve(found, wanted, spec), selection)
-        properties = self._properties(context, spec, selection, table.schema())
-        table = earlier_attempts.undo_earlier(table, spec, properties)
-        if not is_spark:
-            obj = frame_conversion.cast(obj, arrow_schema(table.schema(), name=spec.name), table=spec.name)
-        if changed_keys is not None and not changed_keys.num_rows:
-            return table  # no key has changed, so nothing of it takes any row's place
-        if matches and not is_spark and changed_keys is None and not obj.num_rows:
-            return table  # no row to match, and none to add
-        planned = _planned(obj, table, spec, selection, changed_keys) if matches else None
-        if matches:
-            context.add_output_metadata(engine_metadata(planned))
-        if not is_spark and not isinstance(planned, SparkReason):
-            if isinstance(planned, merge.UpsertPlan):
-                table = merge.write(planned, properties)
-            elif changed_keys is not None:
-                replace_keys.by_arrow(obj, table, spec, changed_keys, properties, selection)
-            else:
-                arrow_frames.write(obj, table, spec, selection, properties)
-            if not self._attempted_before(context):
-                return table  # what others wrote meanwhile would have been refused, or shown
-        else:
-            if selection is not None and spec.write_mode == "replace_partitions":
-                table = splitting.divide(table, selection, properties)
-            frame = obj if is_spark else spark_inputs.from_arrow(self.spark.own_session(), obj)
-            with merging(spec.identifier):
-                if changed_keys is not None:
-                    replace_keys.by_spark(frame, table.schema(), spec, changed_keys, properties, selection)
-                else:
-                    spark_frames.write(frame, spec, table.schema(), selection, properties)
-        return earlier_attempts.settle(catalog.load_table(spec.identifier), spec, properties)
-
-    def _begin(
-        self,
-        context: OutputContext,
-        obj: pa.Table,
-        spec: TableSpec,
-        selection: Selection | None,
-        creation: CreateTableTransaction,
-    ) -> Table:
-        """A new table with its first rows, in one commit with the namespaces that it needs."""
-        schema = creation.table_metadata.schema()
-        rows = frame_conversion.cast(obj, arrow_schema(schema, name=spec.name), table=spec.name)
-        arrow_frames.require_inside(rows, schema, spec, selection)
-        if spec.write_mode == "upsert":
-            arrow_frames.require_unique(rows, spec)
-        properties = self._properties(context, spec, selection, schema)
-        creation.append(rows, snapshot_properties=properties)
-        return creation.commit_transaction()
-
-    def _existing(self, catalog: NessieCatalog, spec: TableSpec) -> Table | None:
-        try:
-            return catalog.load_table(spec.identifier)
-        except NoSuchTableError:
-            return None
-
-    def _evolve(self, table: Table, wanted: pa.Schema, spec: TableSpec) -> Table:
-        widen = self.lakehouse.lakehouse.settings.widen_columns
-        if spec.frozen:
-            require_unchanged(table, wanted, name=spec.name, widen=widen)
-        return evolve(table, wanted, name=spec.name, widen=widen)
-
-    def _properties(
-        self, context: OutputContext, spec: TableSpec, selection: Selection | None, schema: Schema
-    ) -> dict[str, str]:
-        run = context.step_context.dagster_run
-        predicate = (
-            replaced.to_text(replaced.replaced(selection, schema))
-            if selection is not None and spec.write_mode == "replace_partitions"
-            else None
-        )
-        return provenance.snapshot_properties(
-            spec=spec,
-            asset=context.asset_key.to_user_string(),
-            partitions=provenance.asset_partitions(context),
-            code_version=context.asset_spec.code_version,
-            run=self.lakehouse.run_branch,
-            root_run_id=run.root_run_id or run.run_id,
-            step=context.step_context.step.key,
-            attempt=context.step_context.previous_attempt_count + 1,
-            replaced=predicate,
-        )
-
-    @staticmethod
-    def _attempted_before(context: OutputContext) -> bool:
-        """Whether an earlier attempt of the step may have a commit on its way."""
-        run = context.step_context.dagster_run
-        return context.step_context.previous_attempt_count > 0 or run.root_run_id not in (None, run.run_id)
-
     # -- shared ----------------------------------------------------------------------------------------
 
     def _preview_rows(self, context: OutputContext) -> int:
@@ -447,17 +268,6 @@ def _several_partitions(
     if definition is None or not spec.columns_by_dimension or len(context.asset_partition_keys) < 2:
         return None
     return RowPartitions(definition, spec.columns_by_dimension)
-
-
-def _planned(
-    obj: Any, table: Table, spec: TableSpec, selection: Selection | None, changed_keys: pa.Table | None
-) -> merge.UpsertPlan | SparkReason | None:
-    """How an upsert into rows is written. None: by PyIceberg, in place of all rows of few changed keys."""
-    if isinstance(obj, DataFrame):
-        return SparkReason.SPARK_FRAME
-    if changed_keys is not None:
-        return SparkReason.CHANGED_KEYS if changed_keys.num_rows > replace_keys.MOST_KEYS else None
-    return merge.plan(obj, table, spec, selection)
 
 
 def _in_step(context: InputContext) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 from branchlake_dagster.internals.dagster import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 from branchlake_dagster.io_manager.earlier_attempts import UNDOES
-from branchlake_dagster.io_manager.io_manager import NessieBranchIOManager
+from branchlake_dagster.io_manager.table_writer import TableWriter
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.claims import claim
 from branchlake_dagster.runs.discarding import discard, discarded_name
@@ -354,20 +354,20 @@ def test_a_commit_that_arrives_after_all_is_taken_out(lakehouse: Lakehouse, name
 
 def test_a_creation_that_arrives_after_all_is_taken_out(lakehouse: Lakehouse, namespace: str) -> None:
     """The same of a table that the first attempt made: the second meets it when it commits its own."""
-    real = NessieBranchIOManager._begin
+    real = TableWriter.create_with_rows
     lost: list[Any] = []
 
-    def losing(manager: Any, *args: Any) -> Any:
+    def losing(writer: Any, *args: Any) -> Any:
         if not lost:
-            lost.append(args)
+            lost.append((writer, *args))
             raise RuntimeError("reply lost")
         if len(lost) == 1:
-            lost.append(real(manager, *lost[0]))
-        return real(manager, *args)
+            lost.append(real(*lost[0]))
+        return real(writer, *args)
 
     t = appending(namespace, lambda _: False, retry_policy=dg.RetryPolicy(max_retries=1))
     with project(lakehouse, t) as p, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NessieBranchIOManager, "_begin", losing)
+        patch.setattr(TableWriter, "create_with_rows", losing)
         run_id = p.run()
         assert len(lost) == 2
         assert p.rows(namespace, "t", ref=branch_name(run_id)) == [{"n": 2}]

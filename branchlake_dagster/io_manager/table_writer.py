@@ -1,0 +1,225 @@
+"""Planned writes applied to a table on the run's branch: by PyIceberg or by Spark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+from dagster import OutputContext
+from pyiceberg.exceptions import NoSuchTableError, TableAlreadyExistsError
+from pyiceberg.schema import Schema
+from pyiceberg.table import CreateTableTransaction, Table
+from pyspark.sql import DataFrame, SparkSession
+
+from branchlake_dagster.catalog import NessieCatalog
+from branchlake_dagster.incremental import inputs, outputs, replace_keys, spark_inputs
+from branchlake_dagster.incremental.consumption import Consumption
+from branchlake_dagster.io_manager import earlier_attempts
+from branchlake_dagster.io_manager.write_plan import (
+    Frame,
+    WritePlan,
+    WriteRequest,
+    convert_frame,
+    plan_write,
+)
+from branchlake_dagster.runs import provenance
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.read_set import merging
+from branchlake_dagster.tables import arrow_frames, partitioning, replaced_rows, spark_frames, upserts
+from branchlake_dagster.tables.schemas import arrow_schema, evolve, require_unchanged
+from branchlake_dagster.tables.specification import TableSpec
+from branchlake_dagster.tables.upsert_engine import SparkReason, engine_metadata
+
+
+@dataclass(frozen=True)
+class PreparedWrite:
+    """A plan with the table that it is applied to, and the engine that writes.
+
+    Args:
+        plan: what is written.
+        table: the table, created or evolved, without rows of earlier attempts of the step.
+        frame: the rows; Arrow rows have the table's columns and types.
+        properties: the summary of the snapshot.
+        changed_keys: the keys that changed in the inputs, if `plan.replaces_keys`.
+        upsert: how an upsert matches rows: PyIceberg's plan, the reason why Spark does it, or None.
+    """
+
+    plan: WritePlan
+    table: Table
+    frame: Frame
+    properties: Mapping[str, str]
+    changed_keys: pa.Table | None = None
+    upsert: upserts.UpsertPlan | SparkReason | None = None
+
+    @property
+    def by_spark(self) -> bool:
+        """Whether Spark writes: its own frames, and upserts that PyIceberg cannot do."""
+        return self.frame.is_spark or isinstance(self.upsert, SparkReason)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing would change: no key has changed, or there is no row to match and none to add."""
+        if self.changed_keys is not None:
+            return not self.changed_keys.num_rows
+        return self.plan.matches_rows and not self.frame.is_spark and not self.frame.rows.num_rows
+
+
+@dataclass(frozen=True)
+class TableWriter:
+    """Writes materializations of one step to tables on the run's branch.
+
+    `spark_session` opens the run's Spark session; it is called for writes by Spark only.
+    """
+
+    context: OutputContext
+    lakehouse: LakehouseResource
+    catalog: NessieCatalog
+    spark_session: Callable[[], SparkSession]
+
+    def existing_table(self, spec: TableSpec) -> Table | None:
+        """The table of an asset on the run's branch, or None."""
+        try:
+            return self.catalog.load_table(spec.identifier)
+        except NoSuchTableError:
+            return None
+
+    def write(self, request: WriteRequest, value: Any, consumption: Consumption | None) -> Table:
+        """Write what an asset returned; return the table without rows of earlier attempts of the step."""
+        existing_table = self.existing_table(request.spec)
+        frame = convert_frame(value, request, existing_table)
+        plan = plan_write(request, frame.schema, existing_table, consumption)
+        changed_keys = None
+        if consumption is not None:
+            changed_keys = inputs.changed_keys(consumption) if plan.replaces_keys else None
+            frame = replace(
+                frame, rows=outputs.own_rows(frame.rows, consumption, plan.selection, plan.schema)
+            )
+        try:
+            if existing_table is None and not frame.is_spark:
+                return self.create_with_rows(plan, frame.rows, self._begin_creation(plan))
+            table = self._table_to_write(plan, frame.schema)
+        except TableAlreadyExistsError:  # another step of this run created it first
+            return self.write(request, value, consumption)
+        prepared = self._prepare(plan, table, frame, changed_keys)
+        if prepared.is_empty:
+            return prepared.table
+        prepared = self._with_engine(prepared)
+        return self._write_by_spark(prepared) if prepared.by_spark else self._write_by_pyiceberg(prepared)
+
+    def create_with_rows(self, plan: WritePlan, rows: pa.Table, creation: CreateTableTransaction) -> Table:
+        """Create a table with its first rows, in one commit with the namespaces that it needs."""
+        spec, schema = plan.spec, creation.table_metadata.schema()
+        rows = arrow_frames.cast(rows, arrow_schema(schema, name=spec.name), table=spec.name)
+        arrow_frames.require_inside(rows, schema, spec, plan.selection)
+        if spec.write_mode == "upsert":
+            arrow_frames.require_unique(rows, spec)
+        creation.append(rows, snapshot_properties=self._snapshot_properties(plan, schema))
+        return creation.commit_transaction()
+
+    def _begin_creation(self, plan: WritePlan) -> CreateTableTransaction:
+        return self.catalog.create_table_transaction(
+            plan.spec.identifier,
+            plan.schema,
+            partition_spec=plan.partition_spec,
+            properties=dict(plan.creation_properties),
+        )
+
+    def _table_to_write(self, plan: WritePlan, frame_schema: pa.Schema) -> Table:
+        """The existing table with the frame's new columns, or a created one without rows."""
+        table = plan.existing_table
+        if table is None:
+            return self.catalog.create_table(
+                plan.spec.identifier,
+                plan.schema,
+                partition_spec=plan.partition_spec,
+                properties=dict(plan.creation_properties),
+            )
+        self.catalog.record_prefixes(table.metadata)
+        widen, name = self.lakehouse.lakehouse.settings.widen_columns, plan.spec.name
+        if plan.spec.frozen:
+            require_unchanged(table, frame_schema, name=name, widen=widen)
+        table = evolve(table, frame_schema, name=name, widen=widen)
+        return partitioning.make_room(table, plan.selection)
+
+    def _prepare(
+        self, plan: WritePlan, table: Table, frame: Frame, changed_keys: pa.Table | None
+    ) -> PreparedWrite:
+        properties = self._snapshot_properties(plan, table.schema())
+        table = earlier_attempts.undo_earlier(table, plan.spec, properties)
+        if not frame.is_spark:
+            stored = arrow_schema(table.schema(), name=plan.spec.name)
+            frame = replace(frame, rows=arrow_frames.cast(frame.rows, stored, table=plan.spec.name))
+        return PreparedWrite(plan, table, frame, properties, changed_keys)
+
+    def _with_engine(self, prepared: PreparedWrite) -> PreparedWrite:
+        """Decide which engine matches the rows of an upsert, and report it in the materialization."""
+        if not prepared.plan.matches_rows:
+            return prepared
+        prepared = replace(prepared, upsert=_plan_upsert(prepared))
+        self.context.add_output_metadata(engine_metadata(prepared.upsert))
+        return prepared
+
+    def _write_by_pyiceberg(self, prepared: PreparedWrite) -> Table:
+        plan, table, properties = prepared.plan, prepared.table, prepared.properties
+        spec, selection, rows = plan.spec, plan.selection, prepared.frame.rows
+        if isinstance(prepared.upsert, upserts.UpsertPlan):
+            table = upserts.write(prepared.upsert, properties)
+        elif prepared.changed_keys is not None:
+            replace_keys.by_arrow(rows, table, spec, prepared.changed_keys, properties, selection)
+        else:
+            arrow_frames.write(rows, table, spec, selection, properties)
+        # The write refuses any other concurrent change; only a late commit of an earlier attempt could pass.
+        return self._without_late_commits(plan, properties) if self._was_attempted_before() else table
+
+    def _write_by_spark(self, prepared: PreparedWrite) -> Table:
+        plan, table, properties = prepared.plan, prepared.table, prepared.properties
+        spec, selection, rows = plan.spec, plan.selection, prepared.frame.rows
+        if selection is not None and spec.write_mode == "replace_partitions":
+            table = partitioning.divide(table, selection, properties)
+        frame = rows if isinstance(rows, DataFrame) else spark_inputs.from_arrow(self.spark_session(), rows)
+        with merging(spec.identifier):
+            if prepared.changed_keys is not None:
+                keys = prepared.changed_keys
+                replace_keys.by_spark(frame, table.schema(), spec, keys, properties, selection)
+            else:
+                spark_frames.write(frame, spec, table.schema(), selection, properties)
+        return self._without_late_commits(plan, properties)
+
+    def _without_late_commits(self, plan: WritePlan, properties: Mapping[str, str]) -> Table:
+        table = self.catalog.load_table(plan.spec.identifier)
+        return earlier_attempts.settle(table, plan.spec, properties)
+
+    def _was_attempted_before(self) -> bool:
+        """Whether a commit of an earlier attempt of the step may still be on its way."""
+        step = self.context.step_context
+        run = step.dagster_run
+        return step.previous_attempt_count > 0 or run.root_run_id not in (None, run.run_id)
+
+    def _snapshot_properties(self, plan: WritePlan, schema: Schema) -> dict[str, str]:
+        step = self.context.step_context
+        run = step.dagster_run
+        predicate = None
+        if plan.selection is not None and plan.spec.write_mode == "replace_partitions":
+            predicate = replaced_rows.to_text(replaced_rows.replaced(plan.selection, schema))
+        return provenance.snapshot_properties(
+            spec=plan.spec,
+            asset=self.context.asset_key.to_user_string(),
+            partitions=provenance.asset_partitions(self.context),
+            code_version=self.context.asset_spec.code_version,
+            run=self.lakehouse.run_branch,
+            root_run_id=run.root_run_id or run.run_id,
+            step=step.step.key,
+            attempt=step.previous_attempt_count + 1,
+            replaced=predicate,
+        )
+
+
+def _plan_upsert(prepared: PreparedWrite) -> upserts.UpsertPlan | SparkReason | None:
+    """How rows are matched. None: by PyIceberg, in place of all rows of few changed keys."""
+    if prepared.frame.is_spark:
+        return SparkReason.SPARK_FRAME
+    if prepared.changed_keys is not None:
+        return SparkReason.CHANGED_KEYS if prepared.changed_keys.num_rows > replace_keys.MOST_KEYS else None
+    return upserts.plan(prepared.frame.rows, prepared.table, prepared.plan.spec, prepared.plan.selection)
