@@ -414,7 +414,8 @@ class Renaming:
         for part in parts:
             for name in self.attributes:
                 for owner in self.program.owners_of(part, scope, name).classes:
-                    if Symbol(self.program.ids.get(owner, ""), name) in self.new:
+                    symbol = Symbol(self.program.ids.get(owner, ""), name)
+                    if symbol in self.new and not self.program.definitions(symbol):
                         offset = module.offset(call.lineno, call.col_offset)
                         self.warnings.append(
                             f"{self.where(module, offset)}: {ast.unparse(call)} reads field {name}"
@@ -663,7 +664,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(listing(root, given.list))
         return 0
     maps = read_maps(given.maps)
-    program = Program(root, given.package or PACKAGES, given.config or root / "pyproject.toml")
+    program = Program(root, given.package or PACKAGES, (given.config or root / "pyproject.toml").resolve())
     program.analyze()
     renaming = Renaming(program, maps)
     renaming.run()
