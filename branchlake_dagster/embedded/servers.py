@@ -50,9 +50,12 @@ from branchlake_dagster.embedded.state_folder import (
 from branchlake_dagster.embedded.token import credentials, stored
 from branchlake_dagster.file_lock import file_lock
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.waiting import holds_within
 
 NESSIE = "nessie"
 SPARK = "spark"
+_BUSY_S = 10.0
+"""How long a living server may take to accept a connection before it is stopped and started again."""
 AVRO_LIMITS = {
     "org.apache.avro.limits.bytes.maxLength": str(64 << 20),
     "org.apache.avro.limits.string.maxLength": str(64 << 20),
@@ -114,6 +117,7 @@ class EmbeddedServers:
                 raise not_running(self._root)
             with self._lock():
                 records = self._running(names)
+                records |= self._answering_late(tuple(name for name in names if name not in records))
                 records |= self._start(tuple(name for name in names if name not in records))
         return self._endpoints(records)
 
@@ -197,6 +201,19 @@ class EmbeddedServers:
             for name, record in records
             if record and record.alive() and process.listening(record.port)
         }
+
+    def _answering_late(self, names: tuple[str, ...]) -> dict[str, ProcessRecord]:
+        """Servers of `names` whose process lives and that accept a connection within `_BUSY_S`.
+
+        On a busy machine the kernel sends the first packet of a connection again after a second. A server
+        that others use must not be stopped for that.
+        """
+        found = {}
+        for name in names:
+            record = ProcessRecord.load(self._record_path(name))
+            if record and record.alive() and _listens_within(record, _BUSY_S):
+                found[name] = record
+        return found
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
@@ -429,3 +446,9 @@ def _nessie_answers(port: int) -> bool:
         return answer.ok or answer.status_code == requests.codes.unauthorized
     except requests.RequestException:
         return False
+
+
+def _listens_within(record: ProcessRecord, timeout_s: float) -> bool:
+    """Whether a process accepts connections within some seconds; False at once when it ends."""
+    holds_within(timeout_s, lambda: process.listening(record.port) or not record.alive(), every_s=0.1)
+    return record.alive() and process.listening(record.port)
