@@ -201,8 +201,8 @@ def _lost(self: Consumption) -> set[str] | None:
 
 _BUGS: dict[str, Any] = {
     "positions are read from the branch": (Consumption, "positions", property(_from_branch)),
-    "what a run's branch added is not remembered": (history, "since", _without_beyond),
-    "a roll-back below it is not noticed": (history, "since", _beyond_is_not_looked_for),
+    "what a run's branch added is not remembered": (history, "snapshots_since", _without_beyond),
+    "a roll-back below it is not noticed": (history, "snapshots_since", _beyond_is_not_looked_for),
     "compactions add rows": (capture, "_net", _compactions_add),
     "compactions are not told apart": (capture, "_kind", _compactions_are_updates),
     "what was added and removed does not cancel": (capture, "_net", _nothing_cancels),
