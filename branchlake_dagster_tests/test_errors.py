@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-import branchlake_dagster
 from branchlake_dagster import errors
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
 from branchlake_dagster_tests.suite.raised import raising
 
-INDEX = Path(errors.__file__).parents[1] / "docs" / "api.md"
+PACKAGE = Path(errors.__file__).parent
+INDEX = PACKAGE.parent / "docs" / "api.md"
 INTERNAL = ("bench", "cli", "sda", "definitions", "launching")
 """Their errors end a command; the launcher catches its own."""
 
@@ -39,7 +39,7 @@ def summary(name: str) -> str:
 def defined() -> dict[str, str]:
     """Each public error class of the library -> the module that defines it."""
     found = {}
-    for module in pkgutil.walk_packages(branchlake_dagster.__path__, "branchlake_dagster."):
+    for module in pkgutil.walk_packages([str(PACKAGE)], "branchlake_dagster."):
         if module.name.split(".")[1] in INTERNAL or module.name.startswith("branchlake_dagster.testing"):
             continue
         for name, value in vars(import_module(module.name)).items():
