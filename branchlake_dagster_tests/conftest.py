@@ -33,7 +33,8 @@ from branchlake_dagster_tests.suite.own_project import ignore_own_project
 
 # Many tests speak to Nessie themselves, as anybody could; the token is test_embedded_token's matter.
 os.environ.setdefault("BRANCHLAKE_GUARD_NESSIE", "false")
-os.environ.setdefault("JDK_JAVA_OPTIONS", " ".join(soak.jvm_options()))
+# Its servers end before what the second compiler makes pays: it would take half of their time.
+os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
 # A machine that is taken starts servers slowly.
 os.environ.setdefault("BRANCHLAKE_STARTUP_TIMEOUT_S", "240")
 

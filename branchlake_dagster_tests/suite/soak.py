@@ -79,24 +79,10 @@ SLOW = frozenset(
 )
 """Tests that are left out too, or single cases of them, so that `make test` ends in time."""
 
-# The servers end before what the second compiler makes pays: it would take half of their time.
-_BRIEF = ("-XX:TieredStopAtLevel=1",)
-# So with Spark's code for each query, and threads that collect garbage. Together a fifth of its time.
-_SMALL = (
-    "-XX:+UseSerialGC",
-    "-Dspark.sql.codegen.wholeStage=false",
-    "-Dspark.sql.codegen.factoryMode=NO_CODEGEN",
-)
-
 
 def soaking() -> bool:
     """Whether the tests that are left out run as well."""
     return bool(os.environ.get(VARIABLE))
-
-
-def jvm_options() -> tuple[str, ...]:
-    """Options of all JVMs. When soaking Spark generates code, as it does for users."""
-    return _BRIEF if soaking() else _BRIEF + _SMALL
 
 
 def is_left_out(marks: Sequence[str], *, expression: str, soaking: bool) -> bool:
