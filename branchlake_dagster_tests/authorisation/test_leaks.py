@@ -84,7 +84,8 @@ def test_the_token_is_nowhere(
     told: list[str] = []
     errors: list[BranchlakeError] = []
     with (
-        project(lake, *scenery.assets) as p,
+        dg.instance_for_test() as capturing,  # the output of steps is a place where the token must not be
+        project(lake, *scenery.assets, instance=capturing) as p,
         project(lake, *checked(f"{namespace}b", passes=False)) as blocked,
     ):
         # -- good, blocked, and two whose token expires
