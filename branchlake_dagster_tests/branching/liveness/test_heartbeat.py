@@ -239,9 +239,10 @@ def test_an_object_store_holds_them_too() -> None:
         host, port = server.get_host_and_port()
         keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
         client = boto3.client("s3", endpoint_url=f"http://{host}:{port}", **keys)
-        client.create_bucket(Bucket="lake")
+        # Servers of this process share their buckets.
+        client.create_bucket(Bucket="heartbeats")
         store = HeartbeatStore(
-            "s3://lake/warehouse",
+            "s3://heartbeats/warehouse",
             {
                 "s3.endpoint": f"http://{host}:{port}",
                 "s3.force-virtual-addressing": "false",
@@ -253,7 +254,7 @@ def test_an_object_store_holds_them_too() -> None:
         assert store.all() == ()
         store.write(BEAT)
         store.write(replace(BEAT, counter=2))
-        listed = [item["Key"] for item in client.list_objects_v2(Bucket="lake")["Contents"]]
+        listed = [item["Key"] for item in client.list_objects_v2(Bucket="heartbeats")["Contents"]]
         assert [key for key in listed if not key.endswith("/")] == [
             "warehouse/_branchlake/heartbeats/run-1/host-1-abc.json"
         ]
