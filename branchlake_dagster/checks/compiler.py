@@ -1,6 +1,6 @@
 """From a pandera PySpark schema to constraints, and its built-in checks as Spark conditions.
 
-From a pandera PySpark schema to constraints: pure, no session, no rows.
+Pure: no session, no rows.
 
 Names are built from what is promised and where (`not_null__norad_id`, `in_range__ra_deg`,
 `unique__norad_id__epoch`), never from positions, so that adding a promise renames no other and the

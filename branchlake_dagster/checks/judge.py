@@ -1,7 +1,5 @@
 """All constraints and SQL checks of an asset: what needs no rows, the one job, the fallbacks.
 
-All constraints and SQL checks of an asset: what needs no rows, the one job, the fallbacks.
-
 Each gets its own verdict: what cannot be evaluated is found by dividing the one job, and leaves the others
 theirs.
 

@@ -1,6 +1,6 @@
 """Reaping: ending run branches that nobody will publish, and giving back those whose run has passed.
 
-Reaping: ending run branches that nobody will publish (docs/adr/0007).
+The rules: docs/adr/0007.
 
 Everything is looked up before the first branch is touched: when a page of the listing, the heartbeats or the
 runs cannot be read, nothing is ended. A branch is ended by the hash it was judged at, so a write in between

@@ -1,7 +1,5 @@
 """Which files a discarded branch left that no other reference can reach.
 
-Which files a discarded branch left that no other reference can reach.
-
 Dead is what the branch's own commits made since its base: metadata files, the snapshots that are new in
 them, and what each of those wrote (`made`). What stood at the base, under whatever key, is not theirs.
 Needed is what any other reference reaches, under whatever key: the same snapshots (its state was copied),

@@ -1,7 +1,5 @@
 """A warm process: it has loaded one code location, and forks a worker for each run.
 
-A warm process: it has loaded one code location, and forks a worker for each run it is asked for.
-
 Started by the launcher as `python -m branchlake_dagster.launching.template DESCRIPTOR`, with one end of a
 socket pair. It opens no storage and no connection and runs no thread, since a fork would share them. It ends
 when the launcher's end is closed (so also when that process dies) and its last worker has ended: it is the

@@ -1,7 +1,5 @@
 """One commit on `main` for several candidates: their files are opened, then it is sent expecting a hash.
 
-One commit on `main` for several candidates: planned on its present hash, sent expecting that hash.
-
 It is looked for in the ledger before it is planned again, at the very hash that the plan expects. Two
 commits of one plan cannot both succeed, because each changes keys that the other expects unchanged.
 

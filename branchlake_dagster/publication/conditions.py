@@ -1,7 +1,5 @@
 """Automation that follows publication: an upstream counts as updated when `main` has it, not before.
 
-Automation that follows publication: an upstream counts as updated when `main` has it, not before.
-
 Dagster's own conditions (`eager()`, `any_deps_updated()`) follow materialisations, and a run materialises on
 its branch, where nobody else sees it. These follow what the publisher tells each asset after the merge. They
 are classes of this package, which Dagster's daemon does not load, so only a sensor that evaluates in the

@@ -1,7 +1,5 @@
 """Whether a run's change to a table can be replayed on what `main` has become. Pure functions.
 
-Whether a run's change to a table can be replayed on what `main` has become meanwhile. Pure functions.
-
 Replaying is allowed where the result is what running the run afterwards would have given, as far as its
 files can tell; whatever they cannot tell is refused (docs/adr/0008).
 

@@ -1,7 +1,5 @@
 """Publishing: making passed branches visible on `main`, each wholly, exactly once, whatever is lost.
 
-Publishing: making passed branches visible on `main`, each wholly, exactly once, whatever is lost.
-
 A branch whose keys nobody else touched is merged: one call. Where `main` has moved under a table, or the
 run asked for serializable isolation, or several candidates want the same table, one commit is planned on
 `main`'s present hash and sent expecting that hash. Both can be repeated after a lost reply: Nessie

@@ -1,7 +1,5 @@
 """What snapshots did to files, from their manifests, each read once. No data file is opened.
 
-What snapshots did to files, from their manifests, each read once. No data file is opened.
-
 A plan asks for the snapshots of `main` since the base of each of its candidates, and again when `main` has
 moved: of sixty runs that waited beside a busy writer, all but some seconds of four minutes went into reading
 the same manifest lists.
