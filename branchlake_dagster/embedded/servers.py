@@ -114,6 +114,9 @@ class EmbeddedServers:
         records = self._running(names)
         if set(records) != set(names):
             if not start:
+                records |= self._answering_late(tuple(name for name in names if name not in records))
+                if set(records) == set(names):
+                    return self._endpoints(records)
                 raise not_running(self._root)
             with self._lock():
                 records = self._running(names)

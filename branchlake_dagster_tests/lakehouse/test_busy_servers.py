@@ -49,12 +49,13 @@ def listens_after(embedded: EmbeddedServers, seconds: float) -> Iterator[subproc
         server.kill()
 
 
-def test_a_server_that_accepts_late_is_used(embedded: EmbeddedServers) -> None:
+@pytest.mark.parametrize("start", [True, False])
+def test_a_server_that_accepts_late_is_used(embedded: EmbeddedServers, *, start: bool) -> None:
     for server in listens_after(embedded, 1.5):
         record = ProcessRecord.load(embedded._record_path(NESSIE))
         assert record is not None
         assert not process.listening(record.port)
-        assert str(record.port) in embedded.endpoints(spark=False).nessie_uri
+        assert str(record.port) in embedded.endpoints(spark=False, start=start).nessie_uri
         assert server.poll() is None
 
 
