@@ -33,8 +33,9 @@ from branchlake_dagster_tests.suite.own_project import ignore_own_project
 
 # Many tests speak to Nessie themselves, as anybody could; the token is test_embedded_token's matter.
 os.environ.setdefault("BRANCHLAKE_GUARD_NESSIE", "false")
-# Its servers end before what the second compiler makes pays: it would take half of their time.
-os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
+# Servers end before what the second compiler makes pays: it would take half of their time. Without it the JVM
+# reserves a fifth of the usual memory for code, and a full one ended the Spark server that all tests share.
+os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m")
 # A machine that is taken starts servers slowly.
 os.environ.setdefault("BRANCHLAKE_STARTUP_TIMEOUT_S", "240")
 
