@@ -34,6 +34,16 @@ def ending_cleanly() -> Iterator[None]:
 
 
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+_POOLS = ("NullPool", "QueuePool", "SingletonThreadPool", "StaticPool")
+
+
+def _is_no_interrupt(record: logging.LogRecord) -> bool:
+    """Whether a log record is about something else than Ctrl-C.
+
+    A pool that is just closing a connection logs the interrupt as an error, with a stack trace, and then
+    raises it.
+    """
+    return record.exc_info is None or not isinstance(record.exc_info[1], KeyboardInterrupt)
 
 
 @contextmanager
@@ -49,9 +59,6 @@ def interrupts_for_us_alone() -> Iterator[None]:
         return
 
     def as_interrupt(_: int, frame: FrameType | None) -> None:
-        # A pool that is just closing a connection logs the interrupt as an error, with a stack trace,
-        # before it passes it on.
-        logging.getLogger("sqlalchemy").setLevel(logging.CRITICAL)
         # The handler of the moment: inside a step it is Dagster's.
         handler = signal.getsignal(signal.SIGINT)
         if callable(handler):
@@ -62,6 +69,8 @@ def interrupts_for_us_alone() -> Iterator[None]:
             signal.sigwait({signal.SIGINT})
             signal.pthread_kill(main, signal.SIGUSR1)
 
+    for name in _POOLS:
+        logging.getLogger(f"sqlalchemy.pool.impl.{name}").addFilter(_is_no_interrupt)
     before = signal.signal(signal.SIGUSR1, as_interrupt)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     threading.Thread(target=relay, name="interrupts", daemon=True).start()
