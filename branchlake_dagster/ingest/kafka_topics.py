@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import finalize
 
 from pyspark.errors import PySparkException
 
@@ -51,6 +52,12 @@ _NO_ID = "AAAAAAAAAAAAAAAAAAAAAA"
 """The id of all zeros, as it is printed: brokers that know of none give it to every topic."""
 _YEAR_1_MS, _YEAR_10000_MS = -62_135_596_800_000, 253_402_300_800_000
 _log = logging.getLogger(__name__)
+_retired_clients: list[AdminClient] = []
+"""Clients of `KafkaTopics` objects that are gone, to be closed by the next thread that makes a request.
+
+librdkafka aborts the process if a client is closed by the client's own thread, where Python's garbage
+collector may run as well.
+"""
 
 
 class Topics(Protocol):
@@ -104,7 +111,7 @@ class KafkaTopics:
         options: dict[str, Any] = {"log_level": 2, "error_cb": self._complaints}
         options |= self._cluster.client_options()
         try:
-            return AdminClient(options)
+            client = AdminClient(options)
         except KafkaException as exception:
             raise ConfigurationError(
                 f"A connection to Kafka at {self._cluster.bootstrap} cannot be set up:"
@@ -113,6 +120,8 @@ class KafkaTopics:
                 reason="client_options",
                 subject=self._cluster.bootstrap,
             ) from exception
+        finalize(self, _retired_clients.append, client)
+        return client
 
     def describe(self, names: Iterable[str]) -> dict[str, Topic]:
         """See `Topics`. Three requests, whatever the number of topics."""
@@ -317,6 +326,7 @@ class KafkaTopics:
             _log.warning("Consumer group %s was not told: %s", group, error)
 
     def _begin(self) -> None:
+        _retired_clients.clear()
         self._admin.poll(0)
         self._complaints.asked()
 

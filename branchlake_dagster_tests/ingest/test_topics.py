@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from concurrent.futures import Future
 from datetime import UTC, datetime
 from pathlib import Path
@@ -45,6 +47,34 @@ def test_topics_without_an_id_are_refused() -> None:
     for ask in (topics.describe, topics.ids):
         with raising(KafkaRefused, "Kafka 2.8", reason="topic_id_missing", subject="orders"):
             ask(["orders"])
+
+
+COLLECTED_BY_ITS_OWN_THREAD = """
+import gc, threading
+from confluent_kafka import TopicCollection
+from branchlake_dagster.ingest.kafka_cluster import Cluster
+from branchlake_dagster.ingest.kafka_topics import KafkaTopics
+
+gc.disable()
+topics = KafkaTopics(Cluster("127.0.0.1:1"))
+topics.itself = topics
+future = topics._admin.describe_topics(TopicCollection(["orders"]), request_timeout=0.2)["orders"]
+collected = threading.Event()
+
+def collect(_):
+    assert threading.current_thread() is not threading.main_thread()
+    gc.collect()
+    collected.set()
+
+future.add_done_callback(collect)
+del topics
+assert collected.wait(30)
+"""
+
+
+def test_a_client_may_be_garbage_on_its_own_thread() -> None:
+    """librdkafka aborts a process whose client is closed by the client's own thread."""
+    subprocess.run([sys.executable, "-c", COLLECTED_BY_ITS_OWN_THREAD], check=True)
 
 
 @pytest.mark.parametrize(
