@@ -37,9 +37,6 @@ _SECRETS_FOR_SPARK = {
 }
 """Settings that sessions and queries carry to Spark."""
 
-RUN_BRANCH_PREFIX = "run-"
-"""Branches we own start with this; clean-up never looks at any other."""
-
 
 def require_tls(remote: str, secrets: Sequence[str], *, token: bool = False) -> None:
     """Raise SecretWithoutTls if `secrets` would go in clear to the Spark Connect server `remote`.

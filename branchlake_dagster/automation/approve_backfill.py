@@ -13,7 +13,8 @@ from branchlake_dagster.automation.launch_decision import Outcome, outcome_of
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.internals.dagster import PARTITION_TAG
 from branchlake_dagster.runs.approval import approval_names, give_approval, on_main
-from branchlake_dagster.runs.run_tags import APPROVAL_TAG, REQUIRED
+from branchlake_dagster.runs.run_tags import REQUIRED
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.wording import agree, counted
 
 _MAY_BE_PUBLISHED = (Outcome.UNFINISHED, Outcome.AWAITS_VERDICT)
@@ -68,7 +69,7 @@ def approve(instance: dg.DagsterInstance, approval_id: str, assets: Sequence[dg.
             f"There is no backfill or run {approval_id} in this Dagster instance.",
             hint="`branchlake backfill status` and the sensor's last tick name the id to approve.",
         )
-    waiting = instance.get_runs(dg.RunsFilter(tags={APPROVAL_TAG: REQUIRED}))
+    waiting = instance.get_runs(dg.RunsFilter(tags={RunTag.APPROVAL: REQUIRED}))
     approval = waiting_runs(waiting, approval_id, assets)
     for run in approval.approved:
         give_approval(instance, run)

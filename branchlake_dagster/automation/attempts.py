@@ -10,7 +10,8 @@ from dagster import DagsterInstance, RunRecord, RunsFilter
 
 from branchlake_dagster.automation.launch_decision import Attempt, History, Outcome, outcome_of, retry_key
 from branchlake_dagster.internals.dagster import RUN_KEY_TAG
-from branchlake_dagster.runs.run_tags import NONE, REASON_TAG, place_of, publication_of
+from branchlake_dagster.runs.run_tags import NONE, place_of, publication_of
+from branchlake_dagster.stored_names import RunTag
 
 _CHUNK = 200
 """Run keys in one query."""
@@ -76,5 +77,5 @@ def attempt_of(number: int, record: RunRecord) -> Attempt:
         ended = datetime.fromtimestamp(record.end_time, UTC)
     elif ended.tzinfo is None:
         ended = ended.replace(tzinfo=UTC)
-    reason = record.dagster_run.tags.get(REASON_TAG, "")
+    reason = record.dagster_run.tags.get(RunTag.REASON, "")
     return Attempt(number, record.dagster_run.run_id, outcome, ended, "" if reason == NONE else reason)

@@ -16,12 +16,12 @@ from pyiceberg.expressions import AlwaysTrue, BooleanExpression
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.table import Table
 
-from branchlake_dagster.automation.backfill_launch import BASE_TAG
 from branchlake_dagster.automation.backfill_plan import Stage, selection_of, spec_of
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.internals.dagster import AssetGraph, BackfillState
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.errors import NessieNotFound
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.selection import to_iceberg
 from branchlake_dagster.tables.specification import TableSpec
 
@@ -167,7 +167,7 @@ def hash_before(lake: Lakehouse, backfill: BackfillState) -> str | None:
     `branchlake backfill run` records it. For a backfill that was requested on Dagster's page, it is the
     newest commit that is older than the request by the clocks of Nessie and Dagster.
     """
-    if recorded := backfill.tags.get(BASE_TAG):
+    if recorded := backfill.tags.get(RunTag.BACKFILL_BASE):
         return recorded
     requested = datetime.fromtimestamp(backfill.requested_at, UTC).isoformat()
     older = lake.nessie.log(MAIN, filter=f"timestamp(commit.commitTime) < timestamp('{requested}')", limit=1)

@@ -6,16 +6,9 @@ from collections.abc import Sequence
 
 from dagster import AssetKey, DagsterInstance
 
-from branchlake_dagster.incremental.step_consumption import REBUILD_TAG
 from branchlake_dagster.internals.dagster import AssetGraph, add_asset_backfill
-from branchlake_dagster.runs.run_tags import APPROVAL_TAG, FOLLOWS_TAG, REQUIRED
-
-BACKFILL_TAG = "branchlake/backfill"
-"""On the runs of the first stage, and of what is launched again: why."""
-RETRY_OF_TAG = "branchlake/retry_of"
-"""On the runs that launch partitions of a backfill again: the id of the backfill."""
-BASE_TAG = "branchlake/backfill_base"
-"""On a backfill and its runs: the commit of `main` with which its stages are compared."""
+from branchlake_dagster.runs.run_tags import REQUIRED
+from branchlake_dagster.stored_names import RunTag
 
 
 def launch(
@@ -39,8 +32,8 @@ def launch(
         instance,
         root,
         partitions,
-        tags={REBUILD_TAG: "true", BACKFILL_TAG: why[:200], BASE_TAG: base_hash}
-        | ({APPROVAL_TAG: REQUIRED} if approval else {}),
+        tags={RunTag.REBUILD: "true", RunTag.BACKFILL: why[:200], RunTag.BACKFILL_BASE: base_hash}
+        | ({RunTag.APPROVAL: REQUIRED} if approval else {}),
         title=f"Backfill of {root.to_user_string()}",
         description=why,
         at=at,
@@ -69,9 +62,9 @@ def launch_again(
         instance,
         asset,
         partitions,
-        tags={RETRY_OF_TAG: backfill_id, BACKFILL_TAG: why}
-        | ({REBUILD_TAG: "true"} if rebuild else {})
-        | ({APPROVAL_TAG: REQUIRED, FOLLOWS_TAG: backfill_id} if approval else {}),
+        tags={RunTag.RETRY_OF: backfill_id, RunTag.BACKFILL: why}
+        | ({RunTag.REBUILD: "true"} if rebuild else {})
+        | ({RunTag.APPROVAL: REQUIRED, RunTag.FOLLOWS: backfill_id} if approval else {}),
         title=f"{why}: {asset.to_user_string()}",
         description=why,
         at=at,

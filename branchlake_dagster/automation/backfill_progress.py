@@ -9,7 +9,6 @@ from datetime import datetime
 from dagster import AssetKey, DagsterInstance, RunsFilter
 
 from branchlake_dagster.automation.attempts import attempt_of, histories
-from branchlake_dagster.automation.backfill_launch import RETRY_OF_TAG
 from branchlake_dagster.automation.backfill_plan import Stage, plan
 from branchlake_dagster.automation.backlog import Standing
 from branchlake_dagster.automation.consumers import consumers
@@ -19,6 +18,7 @@ from branchlake_dagster.errors import BranchlakeError, ConfigurationError
 from branchlake_dagster.internals.dagster import AssetGraph, BackfillState, backfill_of, backfills_tagged
 from branchlake_dagster.runs.approval import Approvals
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.errors import TableMissing
 from branchlake_dagster.wording import counted
 
@@ -71,7 +71,7 @@ def progress(
     ConfigurationError for an id that nobody knows.
     """
     state = require_backfill(instance, graph, backfill_id)
-    again = backfills_tagged(instance, graph, {RETRY_OF_TAG: backfill_id})
+    again = backfills_tagged(instance, graph, {RunTag.RETRY_OF: backfill_id})
     stages = plan(graph, lake.lakehouse, state.key, state.partitions, why=state.why, instance=instance)
     in_flight = InFlight(instance, now)
     found = [_first(stages[0], [state, *(one for one in again if one.key == state.key)])]
@@ -237,7 +237,9 @@ def _launched_again(
     """By partition the newest run of the retries of a backfill; one query."""
     found: dict[Partition, Attempt] = {}
     definition = graph.get(asset).partitions_def
-    for record in instance.get_run_records(RunsFilter(tags={RETRY_OF_TAG: backfill_id})):  # the newest first
+    for record in instance.get_run_records(
+        RunsFilter(tags={RunTag.RETRY_OF: backfill_id})
+    ):  # the newest first
         run = record.dagster_run
         if asset in (run.asset_selection or ()):
             attempt = attempt_of(0, record)

@@ -14,7 +14,7 @@ from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.internals.dagster import AssetGraph, backfill_of
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import APPROVAL_TAG
+from branchlake_dagster.stored_names import RunTag
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def launch_retry(
 ) -> tuple[StageRetry, ...]:
     """Request a Dagster backfill for each stage of the plan; returns the stages with their backfills."""
     first = backfill_of(instance, backfill_id, graph)
-    approval = first is not None and APPROVAL_TAG in first.tags
+    approval = first is not None and RunTag.APPROVAL in first.tags
     done: list[StageRetry] = []
     for one in plan.launches:
         names = [name for name in one.partitions if name is not None]

@@ -12,13 +12,7 @@ from branchlake_dagster.automation.backlog import Unconsumed
 from branchlake_dagster.automation.launch_decision import LaunchPolicy
 from branchlake_dagster.automation.partition_backlog import PartitionBacklog
 from branchlake_dagster.incremental.positions import Consumed
-
-ROWS = "branchlake/unconsumed_rows"
-FILES = "branchlake/unconsumed_files"
-AGE_S = "branchlake/unconsumed_age_s"
-LEFT = "branchlake/unconsumed"
-PARTITIONS = "branchlake/unconsumed_partitions"
-PARTITION_COUNT = "branchlake/unconsumed_partition_count"
+from branchlake_dagster.stored_names import EventMetadata
 
 SHOWN_PARTITIONS = 20
 """Partitions in the table on an asset's page."""
@@ -50,12 +44,12 @@ def standing_metadata(
     """
     table = [_record(one, now, policy or LaunchPolicy()) for one in partitions[:SHOWN_PARTITIONS]]
     return {
-        ROWS: MetadataValue.int(found.rows),
-        FILES: MetadataValue.int(found.files),
-        AGE_S: MetadataValue.float(round(found.age_s(now), 1)),
-        LEFT: MetadataValue.text(found.text()),
-        PARTITIONS: MetadataValue.table(table, _SCHEMA),
-        **({} if count is None else {PARTITION_COUNT: MetadataValue.int(count)}),
+        EventMetadata.UNCONSUMED_ROWS: MetadataValue.int(found.rows),
+        EventMetadata.UNCONSUMED_FILES: MetadataValue.int(found.files),
+        EventMetadata.UNCONSUMED_AGE_S: MetadataValue.float(round(found.age_s(now), 1)),
+        EventMetadata.UNCONSUMED: MetadataValue.text(found.text()),
+        EventMetadata.UNCONSUMED_PARTITIONS: MetadataValue.table(table, _SCHEMA),
+        **({} if count is None else {EventMetadata.UNCONSUMED_PARTITION_COUNT: MetadataValue.int(count)}),
     }
 
 

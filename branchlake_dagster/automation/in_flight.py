@@ -19,7 +19,8 @@ from dagster import (
 from branchlake_dagster.automation.launch_decision import RunUnderWay
 from branchlake_dagster.internals.dagster import PARTITION_TAG, RANGE_END_TAG, RANGE_START_TAG, planned_assets
 from branchlake_dagster.publication.conditions import FORGOTTEN_AFTER
-from branchlake_dagster.runs.run_tags import PENDING, VERDICT_TAG
+from branchlake_dagster.runs.run_tags import PENDING
+from branchlake_dagster.stored_names import RunTag
 
 _UNFINISHED = [
     DagsterRunStatus.QUEUED,
@@ -50,7 +51,7 @@ class InFlight:
     """The runs that are not finished or not judged, as they were at `now`."""
 
     def __init__(self, instance: DagsterInstance, now: datetime) -> None:
-        waiting = RunsFilter(tags={VERDICT_TAG: PENDING}, updated_after=now - FORGOTTEN_AFTER)
+        waiting = RunsFilter(tags={RunTag.VERDICT: PENDING}, updated_after=now - FORGOTTEN_AFTER)
         found = [*instance.get_runs(RunsFilter(statuses=_UNFINISHED)), *instance.get_runs(waiting)]
         self._instance = instance
         self._runs: Collection[DagsterRun] = {run.run_id: run for run in found}.values()

@@ -49,13 +49,8 @@ from branchlake_dagster.internals.dagster import RANGE_END_TAG, RANGE_START_TAG,
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.runs.approval import Approvals
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import HELD_TAG
+from branchlake_dagster.stored_names import AssetMetadata, RunTag
 from branchlake_dagster.wording import counted, named
-
-RETRY_TAG = "branchlake/retry"
-"""On a run that is launched again: which retry it is, counted from 1."""
-POLICY_KEY = "branchlake/launch_policy"
-"""Of a sensor's metadata: its `LaunchPolicy`, for what shows why nothing is launched."""
 
 
 def incremental_sensor(
@@ -130,7 +125,7 @@ def incremental_sensor(
         minimum_interval_seconds=minimum_interval_seconds,
         default_status=default_status,
         description="Launches assets that consume changes, for the changes they have not consumed.",
-        metadata={POLICY_KEY: MetadataValue.json(asdict(policy))},
+        metadata={AssetMetadata.LAUNCH_POLICY: MetadataValue.json(asdict(policy))},
     )
     def incremental_sensor_(context: SensorEvaluationContext, **_: object) -> SensorResult:
         # `_`: called like a function, as in tests, Dagster passes the resources by name too.
@@ -278,7 +273,9 @@ class _Look:
         for run, history in zip(runs, histories(self._instance, keys, self._policy.retries), strict=True):
             decision = decide(found, history, None, self._policy, self._now)
             if decision.run_key is not None:
-                tags = {HELD_TAG: "true"} | ({RETRY_TAG: str(decision.retry)} if decision.retry else {})
+                tags = {RunTag.HELD_UNTIL_APPROVED: "true"} | (
+                    {RunTag.RETRY: str(decision.retry)} if decision.retry else {}
+                )
                 if len(run) > 1:
                     tags |= {RANGE_START_TAG: run[0], RANGE_END_TAG: run[-1]}
                 yield RunRequest(
@@ -312,7 +309,7 @@ def declared_sensors(repository: RepositoryDefinition) -> dict[AssetKey, Declare
     graph = repository.asset_graph
     found: dict[AssetKey, DeclaredSensor] = {}
     for one in sorted(repository.sensor_defs, key=lambda sensor: sensor.name):
-        stored: Any = one.metadata.get(POLICY_KEY)
+        stored: Any = one.metadata.get(AssetMetadata.LAUNCH_POLICY)
         if stored is None or one.asset_selection is None:
             continue
         running = one.default_status is DefaultSensorStatus.RUNNING

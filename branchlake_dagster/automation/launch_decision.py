@@ -11,14 +11,8 @@ from dagster import DagsterRun, DagsterRunStatus
 
 from branchlake_dagster.automation.backlog import Unconsumed
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.runs.run_tags import (
-    STATUS_TAG,
-    UNJUDGED,
-    VERDICT_TAG,
-    Status,
-    place_of,
-    publication_of,
-)
+from branchlake_dagster.runs.run_tags import UNJUDGED, Status, place_of, publication_of
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.wording import agree
 
 _LONGEST_DELAY_S = 86_400.0
@@ -214,14 +208,14 @@ def outcome_of(run: DagsterRun) -> Outcome:
         return Outcome.PUBLISHED
     if run.status is DagsterRunStatus.CANCELED:
         return Outcome.CANCELED
-    word = run.tags.get(STATUS_TAG, "") if place is not None else ""
+    word = run.tags.get(RunTag.STATUS, "") if place is not None else ""
     if word in (Status.REFUSED, Status.BLOCKED):
         return Outcome.REFUSED if word == Status.REFUSED else Outcome.BLOCKED
     if word in (Status.UNBRANCHED, Status.CONTINUED, Status.UNCHANGED):
         return Outcome.ENDED
     if run.status is DagsterRunStatus.FAILURE:
         return Outcome.FAILED
-    waits = word == Status.PENDING and run.tags.get(VERDICT_TAG) in UNJUDGED
+    waits = word == Status.PENDING and run.tags.get(RunTag.VERDICT) in UNJUDGED
     return Outcome.AWAITS_VERDICT if waits else Outcome.ENDED
 
 

@@ -12,7 +12,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history import capture as history
 from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.runs.provenance import PREFIX
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.specification import identifier_of
 
 _CUT = "…"
@@ -52,9 +52,9 @@ def _written(table: Table, key: AssetKey) -> Iterator[tuple[list[str], str]]:
     """The partitions and the code version of each write of the asset, newest first."""
     snapshots, _ = history.line(table.metadata)
     for snapshot in reversed(snapshots):
-        version = history.told(snapshot, f"{PREFIX}code_version")
-        if version is not None and history.told(snapshot, f"{PREFIX}asset") == key.to_user_string():
-            listed = history.told(snapshot, f"{PREFIX}partition") or ""
+        version = history.told(snapshot, LakeProperty.CODE_VERSION)
+        if version is not None and history.told(snapshot, LakeProperty.ASSET) == key.to_user_string():
+            listed = history.told(snapshot, LakeProperty.PARTITION) or ""
             yield [name for name in listed.split(",") if name], version
 
 

@@ -22,7 +22,6 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
 
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY
-from branchlake_dagster.history.summary import RUN_ID
 from branchlake_dagster.internals.dagster import StepMaterializationData
 from branchlake_dagster.internals.pyiceberg import write_metadata
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -34,10 +33,10 @@ from branchlake_dagster.publication.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.publisher import publisher_of
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.provenance import BRANCH_HEAD
 from branchlake_dagster.runs.run_branch import branch_name
 from branchlake_dagster.runs.run_tags import Place, opened
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.stored_names import EventMetadata, LakeProperty
 from branchlake_dagster.tables import arrow_frames
 from branchlake_dagster.tables.replaced_rows import replaced as predicate_of
 from branchlake_dagster.tables.replaced_rows import to_text
@@ -277,7 +276,7 @@ class _Runs:
         partition = token if asset.partitions_def is not None else None
         head = self.lake.nessie.reference(name).hash
         written = dg.AssetMaterialization(
-            asset.key, metadata={"rows": 1, BRANCH_HEAD: head}, partition=partition
+            asset.key, metadata={"rows": 1, EventMetadata.BRANCH_HEAD: head}, partition=partition
         )
         materialised = StepMaterializationData(written)
         passed = dg.AssetCheckEvaluation(asset.key, "waiting_check", passed=True, partition=partition)
@@ -290,9 +289,9 @@ class _Runs:
             instance.report_dagster_event(event, run_id)
 
     def _write(self, branch: str, run_id: str, token: str) -> None:
-        options = {f"{COMMIT_PROPERTY}{RUN_ID}": run_id}
+        options = {f"{COMMIT_PROPERTY}{LakeProperty.RUN_ID}": run_id}
         table = self.lake.catalog(branch, properties=options).load_table(self.spec.identifier)
-        how = {"branchlake.write_mode": self.spec.write_mode, RUN_ID: run_id}
+        how = {"branchlake.write_mode": self.spec.write_mode, LakeProperty.RUN_ID: run_id}
         selection = None
         if self.asset.partitions_def is not None:
             one = dg.StaticPartitionsDefinition([token])

@@ -17,8 +17,8 @@ from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.table.metadata import TableMetadata
 
 from branchlake_dagster.catalog.stored_files import each_at_once, read_content
+from branchlake_dagster.stored_names import LakeFolder
 
-_FOLDER = "_branchlake/prefixes"
 _PATHS = ("write.data.path", "write.metadata.path", "write.object-storage.path", "write.folder-storage.path")
 _UNIQUE = re.compile(r"(?<=_)(?:[0-9a-f]{16}_)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
 """The end of a location that the catalog chose: the UUID of the table, after the batch of a staging table."""
@@ -80,7 +80,7 @@ def recorded_prefixes(io: FileIO, warehouse: str) -> frozenset[str]:
 
 
 def _folder(warehouse: str) -> str:
-    return f"{warehouse.rstrip('/')}/{_FOLDER}"
+    return f"{warehouse.rstrip('/')}/{LakeFolder.PREFIXES}"
 
 
 def _size(io: FileIO, location: str) -> int | None:

@@ -17,7 +17,7 @@ from branchlake_dagster.checks.compiler import compile_schema
 from branchlake_dagster.checks.constraints import ContractError, SqlConstraint, require_examples
 from branchlake_dagster.checks.counting import THIS
 from branchlake_dagster.checks.judge import Asked
-from branchlake_dagster.tables.specification import CHECK_SCOPE
+from branchlake_dagster.stored_names import AssetMetadata
 
 CheckedAsset = dg.AssetKey | str | Sequence[str] | dg.AssetsDefinition
 """What a check may be attached to: an asset's key in any form, or its definition."""
@@ -81,7 +81,7 @@ def check_specs(
                 asset=asset_key(asset),
                 description=f"{_CONSEQUENCES[name in warned]} Promise: {promise.rstrip('.')}.",
                 partitions_def=partitions_def,
-                metadata={CHECK_SCOPE: "table" if partitions_def is None else "rows"},
+                metadata={AssetMetadata.CHECK_SCOPE: "table" if partitions_def is None else "rows"},
             )
             for name, promise in promises.items()
         ]

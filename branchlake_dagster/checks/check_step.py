@@ -22,11 +22,8 @@ from branchlake_dagster.checks.constraints import (
 from branchlake_dagster.checks.judge import Asked, FrameRows, Rows, Verdicts, judge
 from branchlake_dagster.checks.stored_rows import TableRows
 from branchlake_dagster.io_manager.loading import StoredRows
+from branchlake_dagster.stored_names import EventMetadata
 
-PROVED_BY = "branchlake/proved_by"
-"""In a check's metadata: `metadata` when no row was read for it, `rows` when few were, without Spark."""
-FAILING_PARTITIONS = "branchlake/failing_partitions"
-"""In a check's metadata: the partitions of the failing rows, where the check read several partitions."""
 _SHOWN_COLUMNS = 12
 _BRANCH_CONF = "spark.sql.catalog.nessie.ref"
 
@@ -68,11 +65,11 @@ def asset_check_result(
     if outcome.examples:
         metadata["examples"] = _table(outcome.examples)
     if outcome.partitions is not None:
-        metadata[FAILING_PARTITIONS] = _partitions(outcome.partitions)
+        metadata[EventMetadata.FAILING_PARTITIONS] = _partitions(outcome.partitions)
     if outcome.proof is not None:
-        metadata[PROVED_BY] = dg.MetadataValue.text(outcome.proof.by)
-        metadata["branchlake/proved_by_files"] = dg.MetadataValue.int(outcome.proof.files)
-        metadata["branchlake/proved_by_rows"] = dg.MetadataValue.int(outcome.proof.rows)
+        metadata[EventMetadata.PROVED_BY] = dg.MetadataValue.text(outcome.proof.by)
+        metadata[EventMetadata.PROVED_BY_FILES] = dg.MetadataValue.int(outcome.proof.files)
+        metadata[EventMetadata.PROVED_BY_ROWS] = dg.MetadataValue.int(outcome.proof.rows)
     if outcome.note:
         metadata["note"] = dg.MetadataValue.text(outcome.note)
     return dg.AssetCheckResult(

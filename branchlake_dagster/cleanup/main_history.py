@@ -8,7 +8,7 @@ from itertools import islice
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import LogEntry
-from branchlake_dagster.runs.provenance import PREFIX
+from branchlake_dagster.stored_names import LakeProperty
 
 _STRIDE = 200
 """Commits of `main` read for each commit of a branch: `main` may have moved on by thousands."""
@@ -52,7 +52,7 @@ class MainHistory:
     def published_since(self, base_hash: str) -> set[str]:
         """The ids of the runs that the ledger names after `base_hash`, which `base_of` has found."""
         since = self._entries[: self._places[base_hash]]
-        named = (entry.commit.properties.get(f"{PREFIX}run_id", "") for entry in since)
+        named = (entry.commit.properties.get(LakeProperty.RUN_ID, "") for entry in since)
         return {run_id for listed in named for run_id in listed.split(",") if run_id}
 
     def time_of(self, base_hash: str) -> datetime | None:

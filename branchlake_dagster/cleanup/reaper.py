@@ -32,7 +32,7 @@ from branchlake_dagster.cleanup.reaper_rules import (
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieConflict, ReferenceNotFound
 from branchlake_dagster.nessie.model import Reference
-from branchlake_dagster.runs.branch_names import DISCARDED_PREFIX, PUBLICATION_PREFIX, branches, run_of
+from branchlake_dagster.runs.branch_names import branches, run_of
 from branchlake_dagster.runs.branch_owner import BatchBranch, at_work_on
 from branchlake_dagster.runs.claims import CLAIM_TAGS, claim_tag, claimed_branches, release_leftover_claim
 from branchlake_dagster.runs.discarding import DISCARDED_TAGS, discard, give_back
@@ -40,7 +40,7 @@ from branchlake_dagster.runs.failure_detector import Heartbeats, Liveness, by_ti
 from branchlake_dagster.runs.heartbeats import Heartbeat
 from branchlake_dagster.runs.origin import UNKNOWN, Maker, Makers, Origin
 from branchlake_dagster.runs.run_branch import branch_name, run_id_of
-from branchlake_dagster.settings import RUN_BRANCH_PREFIX
+from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster.tables.table_files import TableFiles
 from branchlake_dagster.wording import Reason
 
@@ -104,7 +104,7 @@ def give_passed_back(
     whose they are. Raises what all raise, before it changed anything.
     """
     found = client.references(filter=listing)
-    tags = {branch_name(tag.name.removeprefix(DISCARDED_PREFIX)): tag for tag in found}
+    tags = {branch_name(tag.name.removeprefix(ReferencePrefix.DISCARDED)): tag for tag in found}
     if not tags:
         return
     # Claims after tags, and runs after claims: a publisher claims, discards, reports and then releases
@@ -122,7 +122,7 @@ def give_passed_back(
             yield Reaping(branch, owner.run_id, ReapingAction.GIVE_BACK, why, owner.state)
 
 
-OUR_BRANCHES = branches(RUN_BRANCH_PREFIX, PUBLICATION_PREFIX)
+OUR_BRANCHES = branches(ReferencePrefix.RUN, ReferencePrefix.PUBLICATION)
 """Nessie's filter for the branches that the reaper looks at."""
 
 _MANY = 200
@@ -286,12 +286,12 @@ class Reaper:
         return {name: replace(seen.branches[name], metadata=found[name].metadata) for name in both}
 
     def _judge(self, branch: Reference, seen: Seen) -> Reaping:
-        if branch.name.startswith(RUN_BRANCH_PREFIX) and (batch := BatchBranch.of(branch.name)):
+        if branch.name.startswith(ReferencePrefix.RUN) and (batch := BatchBranch.of(branch.name)):
             return self._judge_batch(branch, batch, seen)
         here = seen.pulses.get(branch.name, {})
         publishers = frozenset(pulse for beat, pulse in here.items() if beat.kind != "run")
-        if branch.name.startswith(PUBLICATION_PREFIX):
-            run_id = branch.name.removeprefix(PUBLICATION_PREFIX)
+        if branch.name.startswith(ReferencePrefix.PUBLICATION):
+            run_id = branch.name.removeprefix(ReferencePrefix.PUBLICATION)
             waits = branch_name(run_id) in seen.branches
             state = seen.owner(branch_name(run_id)).state
             made = self._made(branch) if state is RunState.MISSING and not waits else UNKNOWN

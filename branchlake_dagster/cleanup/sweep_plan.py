@@ -25,7 +25,6 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Snapshot
 
 from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
-from branchlake_dagster.history.summary import RUN_ID
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import (
     Content,
@@ -36,11 +35,10 @@ from branchlake_dagster.nessie.model import (
     Put,
     Reference,
 )
-from branchlake_dagster.runs.branch_names import PUBLICATION_PREFIX, SWEEPING_PREFIX, is_ours, run_of
+from branchlake_dagster.runs.branch_names import is_ours, run_of
 from branchlake_dagster.runs.branch_owner import at_work_on
-from branchlake_dagster.runs.provenance import PREFIX, PUBLICATION_ID
 from branchlake_dagster.runs.run_branch import branch_name, run_id_of
-from branchlake_dagster.settings import RUN_BRANCH_PREFIX
+from branchlake_dagster.stored_names import LakeProperty, ReferencePrefix
 from branchlake_dagster.tables.table_files import FileUnreadable, TableFiles, folders, home, plain, within
 
 
@@ -60,10 +58,11 @@ class Made:
     def recorded_bases(self, run_id: str) -> frozenset[str]:
         """The hashes that snapshots of a run, in files that its branch wrote, record as its base."""
         bases = {
-            _told(snapshot, "base_hash")
+            _told(snapshot, LakeProperty.BASE_HASH)
             for metadata in self.own.values()
             for snapshot in metadata.snapshots
-            if _told(snapshot, "run_id") == run_id and not _told(snapshot, "replayed_from")
+            if _told(snapshot, LakeProperty.RUN_ID) == run_id
+            and not _told(snapshot, LakeProperty.REPLAYED_FROM)
         }
         return frozenset(filter(None, bases))
 
@@ -73,7 +72,7 @@ class Made:
         A commit that puts no table made no file, and counts as one that does; so does a table whose metadata
         an earlier sweep deleted.
         """
-        if named := entry.commit.properties.get(RUN_ID):
+        if named := entry.commit.properties.get(LakeProperty.RUN_ID):
             return named == run_id
         tables = [
             operation.content
@@ -87,7 +86,7 @@ class Made:
         if metadata is None:
             return True
         found = (one for one in metadata.snapshots if one.snapshot_id == table.snapshot_id)
-        return any(_told(snapshot, "run_id") == run_id for snapshot in found)
+        return any(_told(snapshot, LakeProperty.RUN_ID) == run_id for snapshot in found)
 
     @cached_property
     def places(self) -> frozenset[str]:
@@ -154,7 +153,7 @@ def made_on(
     mine = {
         number: snapshot
         for number, snapshot in snapshots.items()
-        if number not in foreign and _told(snapshot, "base_hash") in (None, base_hash)
+        if number not in foreign and _told(snapshot, LakeProperty.BASE_HASH) in (None, base_hash)
     }
     return Made(frozenset(touched), named, own, mine)
 
@@ -166,7 +165,7 @@ def _follows(metadata: TableMetadata, before: str | None) -> bool:
 
 
 def _told(snapshot: Snapshot, name: str) -> str | None:
-    return snapshot.summary.additional_properties.get(f"{PREFIX}{name}") if snapshot.summary else None
+    return snapshot.summary.additional_properties.get(name) if snapshot.summary else None
 
 
 class Borrowed:
@@ -189,12 +188,12 @@ class Borrowed:
         other file the store's clock must say that it is younger than the base, and the base's tables must
         not name it: a restored backup makes all files young.
         """
-        if _told(snapshot, "change_of"):
+        if _told(snapshot, LakeProperty.CHANGE_OF):
             return not within(path, (home(manifest.manifest_path),))
         commit = manifest.manifest_path.rpartition("/")[2].rpartition("-m")[0]
         if commit and commit in path.rpartition("/")[2]:
             return False
-        if _told(snapshot, "step") and not _told(snapshot, "replayed_from"):
+        if _told(snapshot, LakeProperty.STEP) and not _told(snapshot, LakeProperty.REPLAYED_FROM):
             return False
         written = self._files.modified(path)
         if written is None:
@@ -390,7 +389,7 @@ class SweepPlanner:
         old = set(base.values())
         for ref in self._references.values():
             # What a sweep has claimed is dead: two half-done ones would wait for each other's lost metadata.
-            if ref.name != tag.name and not is_ours(ref.name, SWEEPING_PREFIX):
+            if ref.name != tag.name and not is_ours(ref.name, ReferencePrefix.SWEEPING):
                 for key, location in self._of(ref).items():
                     if location not in old:
                         found.setdefault((key, location), set()).add(ref.name)
@@ -451,7 +450,7 @@ class SweepPlanner:
     def _of(self, ref: Reference) -> dict[ContentKey, str]:
         """The tables of a reference; of our own branches only those that they changed themselves."""
         ancestor = ref.metadata.common_ancestor_hash if ref.metadata else None
-        if ancestor is None or not is_ours(ref.name, RUN_BRANCH_PREFIX, PUBLICATION_PREFIX):
+        if ancestor is None or not is_ours(ref.name, ReferencePrefix.RUN, ReferencePrefix.PUBLICATION):
             return self._at(_as_listed(ref))
         if ref.name not in self._tables:
             changed = self._client.diff(f"@{ancestor}", _as_listed(ref)) if ancestor != ref.hash else ()
@@ -481,7 +480,7 @@ def _is_base(base_hash: str, recorded_base: str, log: Sequence[LogEntry], made: 
     as those of the run do. Taken for the run's, their files were deleted, published ones among them.
     Dagster or the run's snapshots record the base. Where neither does, every commit must name the run.
     """
-    if any(entry.commit.properties.get(PUBLICATION_ID) for entry in log):
+    if any(entry.commit.properties.get(LakeProperty.PUBLICATION_ID) for entry in log):
         return False
     recorded = made.recorded_bases(run_of(name)) | frozenset(filter(None, [recorded_base]))
     if recorded:

@@ -20,26 +20,19 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
 from branchlake_dagster.nessie.model import Reference
-from branchlake_dagster.runs.branch_names import (
-    CLAIM_PREFIX,
-    DISCARDED_PREFIX,
-    SWEEPING_PREFIX,
-    is_ours,
-    run_of,
-    tags,
-)
+from branchlake_dagster.runs.branch_names import is_ours, run_of, tags
 from branchlake_dagster.runs.claims import claim_tag
 from branchlake_dagster.runs.origin import Maker, Makers
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.settings import RUN_BRANCH_PREFIX
+from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster.tables.table_files import TableFiles
 from branchlake_dagster.wording import Reason, agree, counted
 
-TAGS = tags(DISCARDED_PREFIX, SWEEPING_PREFIX)
+TAGS = tags(ReferencePrefix.DISCARDED, ReferencePrefix.SWEEPING)
 """Nessie's filter for the tags that the sweeper looks at."""
 
 _AT_ONCE = 8
-_OURS = (RUN_BRANCH_PREFIX, DISCARDED_PREFIX, CLAIM_PREFIX)
+_OURS = (ReferencePrefix.RUN, ReferencePrefix.DISCARDED, ReferencePrefix.CLAIM)
 """References whose own end takes care of the files that they still need."""
 
 
@@ -138,8 +131,8 @@ class Sweeper:
         for name, tag in found.items():
             run_id = run_of(name)
             owner = owners.get(branch_name(run_id))
-            if name.startswith(SWEEPING_PREFIX):
-                other = found.get(f"{DISCARDED_PREFIX}{run_id}")
+            if name.startswith(ReferencePrefix.SWEEPING):
+                other = found.get(f"{ReferencePrefix.DISCARDED}{run_id}")
                 if other is not None and other.hash == tag.hash:
                     continue  # a sweep died while it claimed this; the other tag starts it again
             elif (why := self._too_early(tag, owner)) is not None:
@@ -186,9 +179,9 @@ class Sweeper:
 
     def _claimed(self, tag: Reference, run_id: str) -> Reference | Sweeping | None:
         """The tag under its new name; None when it has that already; a Sweeping when others were first."""
-        if tag.name.startswith(SWEEPING_PREFIX):
+        if tag.name.startswith(ReferencePrefix.SWEEPING):
             return None
-        name = f"{SWEEPING_PREFIX}{run_id}"
+        name = f"{ReferencePrefix.SWEEPING}{run_id}"
         try:
             mine = self._client.create_tag(name, from_ref=tag.name, from_hash=tag.hash)
         except NessieAlreadyExists:

@@ -23,7 +23,7 @@ from branchlake_dagster.automation.backfill_comparison import (
     compare_stage,
     hash_before,
 )
-from branchlake_dagster.automation.backfill_launch import RETRY_OF_TAG, launch
+from branchlake_dagster.automation.backfill_launch import launch
 from branchlake_dagster.automation.backfill_plan import Stage, plan, size_text
 from branchlake_dagster.automation.backfill_progress import (
     Progress,
@@ -41,6 +41,7 @@ from branchlake_dagster.internals.dagster import AssetGraph, backfills_tagged
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.wording import counted
 
 
@@ -170,7 +171,7 @@ def retry(where: Place, backfill_id: str, at: float, *, rebuild_lost: bool) -> R
     ConfigurationError for an id that nobody knows.
     """
     found = status(where, backfill_id)
-    again = backfills_tagged(where.instance, where.graph, {RETRY_OF_TAG: backfill_id})
+    again = backfills_tagged(where.instance, where.graph, {RunTag.RETRY_OF: backfill_id})
     requested = {
         key: requested_partitions(one for one in again if one.key == key)
         for key in {one.key for one in again}

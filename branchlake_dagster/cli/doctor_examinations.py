@@ -51,9 +51,10 @@ from branchlake_dagster.nessie.errors import ReferenceNotFound
 from branchlake_dagster.publication.cleanup_jobs import limits_of, reap_branches
 from branchlake_dagster.publication.publisher import publisher_of
 from branchlake_dagster.runs.failure_detector import Liveness
-from branchlake_dagster.runs.run_tags import BRANCH_TAG, LAKE_TAG, STATUS_TAG, Status, publication_of
-from branchlake_dagster.settings import RUN_BRANCH_PREFIX, Settings
+from branchlake_dagster.runs.run_tags import Status, publication_of
+from branchlake_dagster.settings import Settings
 from branchlake_dagster.spark.session import connect_url, open_session
+from branchlake_dagster.stored_names import ReferencePrefix, RunTag
 from branchlake_dagster.wording import agree, counted, named
 
 if TYPE_CHECKING:
@@ -184,12 +185,12 @@ def _newest_publication(home: Path, settings: Settings) -> str:
     Costs one query to Dagster's run storage, and the log of `main` since that run started.
     """
     with DagsterInstance.from_config(str(home)) as instance:
-        published = RunsFilter(tags={STATUS_TAG: str(Status.PUBLISHED), LAKE_TAG: settings.lake_id})
+        published = RunsFilter(tags={RunTag.STATUS: str(Status.PUBLISHED), RunTag.LAKE: settings.lake_id})
         newest = instance.get_run_records(published, limit=1, order_by="update_timestamp")
     if not newest:
         return "none yet"
     run = newest[0].dagster_run
-    branch = run.tags.get(BRANCH_TAG, "")
+    branch = run.tags.get(RunTag.BRANCH, "")
     publication = publication_of(run.tags, branch)
     if publication is None:
         return f"of run {run.run_id}, which names no commit"
@@ -243,7 +244,7 @@ def ownerless_branches(decisions: Sequence[Reaping], grace: timedelta) -> list[R
         for one in decisions
         if one.state is RunState.MISSING
         and one.action is ReapingAction.KEEP
-        and one.branch.startswith(RUN_BRANCH_PREFIX)
+        and one.branch.startswith(ReferencePrefix.RUN)
         # A silent writer too: the heartbeat of a killed one stays, and `reap --branch` watches it first.
         and Liveness.ALIVE not in one.heartbeat
         and (one.age is None or one.age > grace)

@@ -68,7 +68,7 @@ def _put_back(
 
     from branchlake_dagster.cli.dagster_home import dagster_home
     from branchlake_dagster.cli.location import required_location
-    from branchlake_dagster.ingest.batch_assets import INGESTION_TAG, REPROCESS_TAG, declared
+    from branchlake_dagster.ingest.batch_assets import declared
     from branchlake_dagster.ingest.batch_context import known_tables
     from branchlake_dagster.ingest.reprocessing import waiting_letters
     from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -92,7 +92,9 @@ def _put_back(
     if dry_run or not counts:
         return counts, None
     dagster_home(settings)
-    tags = {INGESTION_TAG: ingestion, REPROCESS_TAG: chosen.text()}
+    from branchlake_dagster.stored_names import RunTag
+
+    tags = {RunTag.INGESTION: ingestion, RunTag.REPROCESS: chosen.text()}
     with DagsterInstance.get() as instance:
         done = repository.get_job(name).execute_in_process(instance=instance, tags=tags)
     return counts, done.run_id

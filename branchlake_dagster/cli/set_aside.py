@@ -14,8 +14,8 @@ from branchlake_dagster.cli.dagster_home import dagster_home
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.parked_runs import give_up, retry, set_aside
-from branchlake_dagster.runs.run_tags import ATTEMPTS_TAG, BRANCH_TAG, REASON_TAG
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.wording import counted
 
 
@@ -32,9 +32,9 @@ def gather(settings: Settings) -> list[dict[str, Any]]:
         return [
             {
                 "run_id": run.run_id,
-                "branch": run.tags.get(BRANCH_TAG),
-                "attempts": int(run.tags.get(ATTEMPTS_TAG, "0")),
-                "reason": run.tags.get(REASON_TAG, ""),
+                "branch": run.tags.get(RunTag.BRANCH),
+                "attempts": int(run.tags.get(RunTag.ATTEMPTS, "0")),
+                "reason": run.tags.get(RunTag.REASON, ""),
             }
             for run in set_aside(instance)
         ]

@@ -20,7 +20,7 @@ from branchlake_dagster.history.change import (
     moment,
 )
 from branchlake_dagster.history.snapshot_files import CACHE, OwnFiles, OwnFilesCache
-from branchlake_dagster.history.summary import REPLAYED_FROM, RUN_ID, WRITE_MODE
+from branchlake_dagster.stored_names import LakeProperty
 
 
 def told(snapshot: Snapshot, name: str) -> str | None:
@@ -30,7 +30,7 @@ def told(snapshot: Snapshot, name: str) -> str | None:
 
 def replayed_from(snapshot: Snapshot) -> int | None:
     """The snapshot on a run's branch that this one repeats on `main`."""
-    found = told(snapshot, REPLAYED_FROM) or ""
+    found = told(snapshot, LakeProperty.REPLAYED_FROM) or ""
     return int(found) if found.isdigit() else None
 
 
@@ -90,7 +90,7 @@ def runs_since(metadata: TableMetadata, position: Position | None, *, table: str
     snapshots = snapshots_since(metadata, position, table=table) if position is not None else None
     if snapshots is None:
         snapshots, _ = line(metadata)
-    runs = {snapshot.snapshot_id: told(snapshot, RUN_ID) for snapshot in snapshots}
+    runs = {snapshot.snapshot_id: told(snapshot, LakeProperty.RUN_ID) for snapshot in snapshots}
     return {snapshot_id: run_id for snapshot_id, run_id in runs.items() if run_id}
 
 
@@ -217,7 +217,7 @@ def _step(snapshot: Snapshot, ordinal: int, files: OwnFiles) -> Step:
         added,
         removed,
         deletes,
-        told(snapshot, RUN_ID),
+        told(snapshot, LakeProperty.RUN_ID),
         replayed_from(snapshot),
     )
 
@@ -232,7 +232,7 @@ def _kind(
         return ChangeKind.COMPACT
     if deletes:
         return ChangeKind.ROW_DELETES
-    recorded = _RECORDED.get(told(snapshot, WRITE_MODE) or "")
+    recorded = _RECORDED.get(told(snapshot, LakeProperty.WRITE_MODE) or "")
     if recorded is not None and not (recorded is ChangeKind.APPEND and removed):
         return recorded
     if not removed:

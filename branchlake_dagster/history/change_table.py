@@ -14,8 +14,8 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Operation
 from pyiceberg.typedef import Identifier
 
-from branchlake_dagster.history.summary import CHANGE_OF
 from branchlake_dagster.internals.pyiceberg import applied, data_files, snapshot_of
+from branchlake_dagster.stored_names import LakeProperty
 
 
 @dataclass
@@ -55,7 +55,7 @@ def referring(
         }
     )
     made = ChangeTable(_with(source, metadata, name))
-    told = {**properties, CHANGE_OF: change_of}
+    told = {**properties, LakeProperty.CHANGE_OF: change_of}
     ordered = sorted(files, key=_spec_id)
     for spec_id, some in itertools.groupby(ordered, key=_spec_id):
         # PyIceberg writes added files under the table's default spec, whatever they were written with.

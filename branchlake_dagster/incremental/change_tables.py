@@ -18,11 +18,11 @@ from branchlake_dagster.errors import all_of
 from branchlake_dagster.history.change import ChangedFile, ChangeSet
 from branchlake_dagster.history.change_table import ChangeTable, copied, referring
 from branchlake_dagster.history.rows import ChangedRows, RowReader
-from branchlake_dagster.history.summary import CHANGE_TABLE
 from branchlake_dagster.incremental.consumer import Identifier, Input
 from branchlake_dagster.internals.column_metrics import ReliableInclusiveEvaluator, ReliableStrictEvaluator
 from branchlake_dagster.internals.pyiceberg import write_metadata
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.stored_names import CHANGE_TABLE_INFIX
 from branchlake_dagster.tables.selection import Selection, inside, to_iceberg
 from branchlake_dagster.tables.specification import table_name
 
@@ -58,7 +58,7 @@ class ChangeTables:
         They refer to the changed files where all rows of these belong to them; otherwise rows are copied.
         """
         number = len(self._made)
-        base = f"{identifier[-1]}{CHANGE_TABLE}{'_'.join(consumer)}_{number}"
+        base = f"{identifier[-1]}{CHANGE_TABLE_INFIX}{'_'.join(consumer)}_{number}"
         if where is not None:
             change = _possible(change, where, one.table)
         reader = RowReader(one.table, change)
@@ -77,7 +77,7 @@ class ChangeTables:
 
     def empty(self, one: Input, identifier: Identifier) -> Identifier:
         """A table of the input's columns without a row."""
-        name = (*identifier[:-1], f"{identifier[-1]}{CHANGE_TABLE}empty_{len(self._made)}")
+        name = (*identifier[:-1], f"{identifier[-1]}{CHANGE_TABLE_INFIX}empty_{len(self._made)}")
         made = referring(
             one.table, (), name=name, location=self._location(name), change_of=one.name, properties={}
         )

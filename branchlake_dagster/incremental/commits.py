@@ -11,12 +11,12 @@ from pyiceberg.table import Table
 from branchlake_dagster.history import capture as history
 from branchlake_dagster.history.capture import position_of
 from branchlake_dagster.history.change import ChangeSet, Position
-from branchlake_dagster.history.summary import RUN_ID
 from branchlake_dagster.incremental.consumer import Identifier
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import ReferenceNotFound
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable, LogEntry, Put
+from branchlake_dagster.stored_names import LakeProperty
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,9 @@ def commits_of(
         begin = max(begin, end + 1)  # one that changes only properties brings no snapshot
         if new:
             commit = entry.commit
-            found.append(MainCommit(commit.hash, commit.commit_time, commit.properties.get(RUN_ID), new))
+            found.append(
+                MainCommit(commit.hash, commit.commit_time, commit.properties.get(LakeProperty.RUN_ID), new)
+            )
     return found
 
 

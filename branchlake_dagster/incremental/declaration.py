@@ -11,13 +11,12 @@ from dagster import AssetKey
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.internals.dagster import CoercibleToAssetKey
+from branchlake_dagster.stored_names import AssetMetadata
 from branchlake_dagster.tables.specification import plain
 
 Pattern = Literal["rows", "keys", "range"]
 WhenLost = Literal["fail", "rebuild", "skip"]
 WhenRemoved = Literal["fail", "apply", "ignore", "deliver"]
-
-CONSUMES = "branchlake/consumes"
 
 
 @dataclass(frozen=True)
@@ -185,7 +184,7 @@ def consumes(
         "commits": commits,
     }
     _read(told, "this asset")
-    return {CONSUMES: told}
+    return {AssetMetadata.CONSUMES: told}
 
 
 @dataclass(frozen=True)
@@ -239,11 +238,11 @@ class Declaration:
 
 def declared(metadata: Mapping[str, Any], *, asset: str) -> Declaration | None:
     """What an asset's metadata says; None when it consumes no changes. Raises ConfigurationError."""
-    told = plain(metadata.get(CONSUMES))
+    told = plain(metadata.get(AssetMetadata.CONSUMES))
     if told is None:
         return None
     if not isinstance(told, Mapping):
-        raise ConfigurationError(f"{CONSUMES} of {asset} is {told!r}.", hint="Use consumes(…).")
+        raise ConfigurationError(f"{AssetMetadata.CONSUMES} of {asset} is {told!r}.", hint="Use consumes(…).")
     return _read(told, asset)
 
 

@@ -15,10 +15,10 @@ from branchlake_dagster.incremental.commits import MainCommit
 from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.incremental.inputs import selection, target_ranges
 from branchlake_dagster.incremental.positions import recorded_time
-from branchlake_dagster.incremental.valid_through import VALID_THROUGH
 from branchlake_dagster.internals.pyiceberg import transaction_on
 from branchlake_dagster.runs.approval import Approvals
 from branchlake_dagster.runs.run_tags import GIVEN, REQUIRED
+from branchlake_dagster.stored_names import EventMetadata
 from branchlake_dagster.tables.selection import Selection, inside, to_sql
 from branchlake_dagster.tables.specification import TableSpec
 
@@ -90,12 +90,6 @@ def _inherit_approval(consumption: Consumption) -> None:
     approvals.inherit(run_id, consumed, asset=consumption.consumer.asset)
 
 
-CONSUMED_ROWS = "branchlake/consumed_rows"
-CONSUMED_FILES = "branchlake/consumed_files"
-CONSUMED = "branchlake/consumed"
-CONSUMED_COMMITS = "branchlake/consumed_commits"
-CHANGED_RANGE = "branchlake/changed_range"
-WAITS_FOR = "branchlake/waits_for_partition"
 _MOST_COMMITS = 100
 """Rows of a table on an asset's page."""
 
@@ -106,7 +100,7 @@ def consumed_metadata(consumption: Consumption, table: Table) -> dict[str, Any]:
     `table` is the asset's own, after `record`. Its valid-through time is among them, if it has one.
     """
     time = recorded_time(table.metadata, consumption.consumer.spec.name)
-    valid = {} if time is None else {VALID_THROUGH: MetadataValue.timestamp(moment(time.ms))}
+    valid = {} if time is None else {EventMetadata.VALID_THROUGH: MetadataValue.timestamp(moment(time.ms))}
     return valid | _consumed(consumption)
 
 
@@ -115,7 +109,7 @@ def _consumed(consumption: Consumption) -> dict[str, Any]:
     if consumption.whole:
         because = consumption.positions.restarts_because
         why = f", because {because}" if because else ""
-        return {CONSUMED: MetadataValue.text(f"everything: it was computed anew{why}"), **early}
+        return {EventMetadata.CONSUMED: MetadataValue.text(f"everything: it was computed anew{why}"), **early}
     lines = ["| input | change | how | up to snapshot |", "| --- | --- | --- | --- |"]
     rows = files = 0
     commits: list[str] = []
@@ -128,16 +122,18 @@ def _consumed(consumption: Consumption) -> dict[str, Any]:
         if consumption.consumer.declaration.commits:
             commits += [_commit_row(one.name, commit) for commit in consumption.commits(key)]
     found: dict[str, Any] = {
-        CONSUMED_ROWS: MetadataValue.int(rows),
-        CONSUMED_FILES: MetadataValue.int(files),
-        CONSUMED: MetadataValue.md("\n".join(lines)),
+        EventMetadata.CONSUMED_ROWS: MetadataValue.int(rows),
+        EventMetadata.CONSUMED_FILES: MetadataValue.int(files),
+        EventMetadata.CONSUMED: MetadataValue.md("\n".join(lines)),
         **early,
     }
     if commits:
         head = ["| input | commit on main | at | by run |", "| --- | --- | --- | --- |"]
-        found[CONSUMED_COMMITS] = MetadataValue.md("\n".join([*head, *commits[-_MOST_COMMITS:]]))
+        found[EventMetadata.CONSUMED_COMMITS] = MetadataValue.md(
+            "\n".join([*head, *commits[-_MOST_COMMITS:]])
+        )
     if by_range(consumption):
-        found[CHANGED_RANGE] = MetadataValue.text(consumption.changed_ranges.text())
+        found[EventMetadata.CHANGED_RANGE] = MetadataValue.text(consumption.changed_ranges.text())
     return found
 
 
@@ -147,7 +143,7 @@ def _too_early(consumption: Consumption) -> dict[str, Any]:
     if earlier is None:
         return {}
     return {
-        WAITS_FOR: MetadataValue.text(
+        EventMetadata.WAITS_FOR_PARTITION: MetadataValue.text(
             f"Partition {earlier} still has changes to consume. The partitions of this run are computed from"
             " it, so they are computed again after it."
         )

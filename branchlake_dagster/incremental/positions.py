@@ -11,12 +11,9 @@ from pyiceberg.table.metadata import TableMetadata
 
 from branchlake_dagster.history.capture import holds
 from branchlake_dagster.history.change import Position
-from branchlake_dagster.history.summary import OFFSETS, PREFIX
 from branchlake_dagster.incremental.valid_through import InputTime, ValidThrough, ingested_time, together
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import PositionUnreadable
-
-CONSUMED = f"{PREFIX}consumed"
-_PARTITION = f"{CONSUMED}."
 
 
 @dataclass(frozen=True)
@@ -139,7 +136,7 @@ class Positions:
 
 def property_of(partition: str | None) -> str:
     """The name of the property."""
-    return CONSUMED if partition is None else f"{_PARTITION}{partition}"
+    return LakeProperty.CONSUMED if partition is None else f"{LakeProperty.CONSUMED_PREFIX}{partition}"
 
 
 def read(properties: Mapping[str, str], *, table: str) -> Positions:
@@ -147,7 +144,7 @@ def read(properties: Mapping[str, str], *, table: str) -> Positions:
     floor: Consumed | None = None
     partitions: dict[str, Consumed] = {}
     for name, value in properties.items():
-        if name != CONSUMED and not name.startswith(_PARTITION):
+        if name != LakeProperty.CONSUMED and not name.startswith(LakeProperty.CONSUMED_PREFIX):
             continue
         try:
             found = Consumed.from_text(value)
@@ -157,10 +154,10 @@ def read(properties: Mapping[str, str], *, table: str) -> Positions:
                 table=table,
                 hint="Compute everything anew: launch the asset with the run tag branchlake/rebuild=true.",
             ) from error
-        if name == CONSUMED:
+        if name == LakeProperty.CONSUMED:
             floor = found
         else:
-            partitions[name.removeprefix(_PARTITION)] = found
+            partitions[name.removeprefix(LakeProperty.CONSUMED_PREFIX)] = found
     return Positions(floor, partitions)
 
 
@@ -171,7 +168,9 @@ def recorded_time(metadata: TableMetadata, name: str) -> InputTime | None:
     results of all of them. It may be further: what its inputs have since then is not read.
     """
     times = (
-        [ingested_time(metadata, name)] if any(key.startswith(OFFSETS) for key in metadata.properties) else []
+        [ingested_time(metadata, name)]
+        if any(key.startswith(LakeProperty.OFFSETS_PREFIX) for key in metadata.properties)
+        else []
     )
     try:
         positions = read(metadata.properties, table=name)
@@ -233,7 +232,9 @@ def advance(
     mine = {property_of(one): entry.text() for one, entry in entries.items()}
     if mine and (affected is None or not {property_of(one) for one in affected} <= mine.keys()):
         floor = positions.floor if each else None
-        return Update(mine | ({CONSUMED: replace(floor, turned=not floor.turned).text()} if floor else {}))
+        return Update(
+            mine | ({LakeProperty.CONSUMED: replace(floor, turned=not floor.turned).text()} if floor else {})
+        )
     kept = mine if each else {}
     gone = {property_of(one) for one in (*positions.partitions, *positions.void)} - kept.keys()
-    return Update({CONSUMED: now.text(), **kept}, tuple(sorted(gone)))
+    return Update({LakeProperty.CONSUMED: now.text(), **kept}, tuple(sorted(gone)))

@@ -23,10 +23,8 @@ from branchlake_dagster.incremental.consumer import Consumer
 from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.incremental.declaration import Declaration, declared
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import TableSpec, identifier_of, table_spec
-
-REBUILD_TAG = "branchlake/rebuild"
-"""On a run: what was consumed is not looked at, and everything is computed anew."""
 
 _MOST = 16
 _lock = threading.Lock()
@@ -65,7 +63,7 @@ def consumption_of(step: Any, lake: LakehouseResource) -> Consumption | None:
                 lake,
                 consumer,
                 partitions=tuple(partitions),
-                rebuild=step.dagster_run.tags.get(REBUILD_TAG, "").lower() in ("true", "1", "yes"),
+                rebuild=step.dagster_run.tags.get(RunTag.REBUILD, "").lower() in ("true", "1", "yes"),
                 instance=step.instance,
             )
             while len(_live) > _MOST:

@@ -16,10 +16,7 @@ from typing import Any
 from pyiceberg.table.metadata import TableMetadata
 
 from branchlake_dagster.history.capture import line, replayed_from
-from branchlake_dagster.history.summary import OFFSETS
-
-VALID_THROUGH = "branchlake/valid_through"
-"""In the metadata of materializations, observations and checks."""
+from branchlake_dagster.stored_names import LakeProperty
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -128,7 +125,7 @@ def ingested_time(metadata: TableMetadata, name: str) -> InputTime | None:
     """
     times: list[int] = []
     for key, text in metadata.properties.items():
-        if not key.startswith(OFFSETS):
+        if not key.startswith(LakeProperty.OFFSETS_PREFIX):
             continue
         try:
             recorded = json.loads(text)

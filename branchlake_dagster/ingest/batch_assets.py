@@ -23,16 +23,12 @@ from branchlake_dagster.ingest.observation import topic_key
 from branchlake_dagster.ingest.reprocessing import Chosen, reprocess_batch
 from branchlake_dagster.ingest.topic_source import source_of
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.validation import LIVE_INGESTION
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.provenance import PREFIX, materialisation_metadata
+from branchlake_dagster.runs.provenance import materialisation_metadata
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.stored_names import AssetMetadata, LakeProperty, RunTag
 from branchlake_dagster.tables.specification import table_metadata, table_spec
 
-INGESTION_TAG = "branchlake/ingestion"
-"""On each run of an ingestion: its name. Two at once would only get in each other's way."""
-REPROCESS_TAG = "branchlake/reprocess"
-"""On a run that puts dead letters back instead of reading topics: which, as `Chosen.text` has it."""
 declared: dict[str, Ingest] = {}
 """The ingestions of the code locations that this process has loaded, by name."""
 
@@ -52,13 +48,13 @@ def batch_assets(ingest: Ingest, *, live: bool = True) -> dg.AssetsDefinition:
         name=f"ingest_{ingest.name}",
         specs=list(asset_specs(ingest, live=live)),
         check_specs=check_specs(ingest),
-        op_tags={INGESTION_TAG: ingest.name},
+        op_tags={RunTag.INGESTION: ingest.name},
     )
     def ingested(
         context: dg.AssetExecutionContext, lakehouse: LakehouseResource, spark: BranchSparkResource
     ) -> Iterator[dg.MaterializeResult[Any] | dg.AssetCheckResult]:
         lake = lakehouse.lakehouse
-        if (text := context.run.tags.get(REPROCESS_TAG)) is not None:
+        if (text := context.run.tags.get(RunTag.REPROCESS)) is not None:
             yield from _reprocessed(ingest, context, lakehouse, spark, Chosen.from_text(text))
             return
         source, space = source_of(ingest, lake.settings), lake.settings.default_namespace
@@ -132,7 +128,7 @@ def _declared_alone(
 
 def asset_specs(ingest: Ingest, *, live: bool = True) -> Iterator[dg.AssetSpec]:
     """Each table's asset, made from the topics."""
-    filled_live = {LIVE_INGESTION: ingest.name} if live else {}
+    filled_live = {AssetMetadata.LIVE_INGESTION: ingest.name} if live else {}
     topics = [topic_key(ingest, topic) for topic in ingest.topics]
     for table in ingest.tables:
         if table.is_family:
@@ -184,13 +180,13 @@ def _place(
     run = lakehouse.run_branch
     opened = run.open() if run is not None else None
     origin = {
-        f"{PREFIX}run_id": context.run.run_id,
-        f"{PREFIX}root_run_id": context.run.root_run_id or context.run.run_id,
-        f"{PREFIX}step": str(context.op_execution_context.op_handle),
-        f"{PREFIX}attempt": str(context.op_execution_context.retry_number + 1),
+        LakeProperty.RUN_ID: context.run.run_id,
+        LakeProperty.ROOT_RUN_ID: context.run.root_run_id or context.run.run_id,
+        LakeProperty.STEP: str(context.op_execution_context.op_handle),
+        LakeProperty.ATTEMPT: str(context.op_execution_context.retry_number + 1),
     }
     if opened is not None:
-        origin[f"{PREFIX}base_hash"] = opened.base_hash
+        origin[LakeProperty.BASE_HASH] = opened.base_hash
     return Place(
         lakehouse.lakehouse,
         lakehouse.open_branch(),
@@ -204,7 +200,7 @@ def _place(
 
 def _begin_anew(context: dg.AssetExecutionContext, ingest: Ingest, place: Place) -> None:
     """Forget what an earlier attempt of the step committed: in this run, or in the one that it retries."""
-    base, settings = place.origin.get(f"{PREFIX}base_hash"), place.lake.settings
+    base, settings = place.origin.get(LakeProperty.BASE_HASH), place.lake.settings
     if base is None:
         return
     known = known_tables(ingest, place.lake.nessie, place.catalog, settings.default_namespace)

@@ -19,7 +19,6 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.errors import OutcomeUnknown
 from branchlake_dagster.history.capture import line
-from branchlake_dagster.history.summary import OFFSETS, REPROCESSED
 from branchlake_dagster.ingest.batch_tables import Identifier, Target
 from branchlake_dagster.ingest.declaration import TOMBSTONE
 from branchlake_dagster.ingest.errors import EarlierAttemptLate
@@ -31,6 +30,7 @@ from branchlake_dagster.nessie.model import ContentKey, Delete, IcebergTable, Pu
 from branchlake_dagster.nessie.model import Operation as NessieOperation
 from branchlake_dagster.publication.replay import IcebergTables, Staged
 from branchlake_dagster.spark.session import dotted, quoted
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.schemas import arrow_schema, iceberg_schema
 from branchlake_dagster.tables.spark_frames import session_properties
 from branchlake_dagster.tables.specification import table_name
@@ -55,8 +55,12 @@ class TableChange:
 
     def told(self, ingestion: str) -> list[str]:
         """The properties that it sets."""
-        offsets = [OFFSETS + ingestion] if self.recorded else []
-        return [*self.properties, *offsets, *([REPROCESSED + ingestion] if self.put_back_by else [])]
+        offsets = [LakeProperty.OFFSETS_PREFIX + ingestion] if self.recorded else []
+        return [
+            *self.properties,
+            *offsets,
+            *([LakeProperty.REPROCESSED_PREFIX + ingestion] if self.put_back_by else []),
+        ]
 
 
 def commit_tables(
@@ -153,11 +157,11 @@ def _staged(table: Table, change: TableChange, ingestion: str, keep: int | None)
     at = now.snapshot_id if now else None
     if recorded is not None:
         text = replace(recorded, at=at).text()
-        updates += (SetPropertiesUpdate(updates={OFFSETS + ingestion: text}),)
+        updates += (SetPropertiesUpdate(updates={LakeProperty.OFFSETS_PREFIX + ingestion: text}),)
     if change.put_back_by is not None:
         run = PutBack(change.put_back_by, at, (now.sequence_number or 0) if now else 0)
         text = with_put_back(ingestion, table.metadata, run)
-        updates += (SetPropertiesUpdate(updates={REPROCESSED + ingestion: text}),)
+        updates += (SetPropertiesUpdate(updates={LakeProperty.REPROCESSED_PREFIX + ingestion: text}),)
     if change.files and keep is not None and (old := _outgrown(table.metadata, keep)):
         updates += (RemoveSnapshotsUpdate(snapshot_ids=old),)
     if change.properties:

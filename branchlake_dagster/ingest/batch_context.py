@@ -10,7 +10,6 @@ from pyiceberg.table import Table
 from pyspark.sql import SparkSession
 
 from branchlake_dagster.catalog import NessieCatalog
-from branchlake_dagster.history.summary import OFFSETS, TABLES
 from branchlake_dagster.ingest.batch_tables import Identifier, identifiers, load
 from branchlake_dagster.ingest.declaration import (
     ROUTE,
@@ -45,6 +44,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.publication.replay import IcebergTables
+from branchlake_dagster.stored_names import LakeProperty
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class KnownTables:
         """What the dead letters' table is to say of that; empty where it says so."""
         if not self.ingest.families:
             return {}
-        key, text = TABLES + self.ingest.name, names_text(self.names)
+        key, text = LakeProperty.TABLES_PREFIX + self.ingest.name, names_text(self.names)
         before = self.anchor.metadata.properties.get(key) if self.anchor is not None else None
         return {} if text == before else {key: text}
 
@@ -178,7 +178,9 @@ def _stays(declared: object, table: Table | None) -> bool:
 def _told_names(known: KnownTables) -> Names | None:
     """What the dead letters' table says; None: nothing, or nothing that can be read."""
     text = (
-        known.anchor.metadata.properties.get(TABLES + known.ingest.name) if known.anchor is not None else None
+        known.anchor.metadata.properties.get(LakeProperty.TABLES_PREFIX + known.ingest.name)
+        if known.anchor is not None
+        else None
     )
     try:
         return names_from(text) if text else None
@@ -207,7 +209,10 @@ def _found_names(
             content = client.contents(catalog.ref, [key]).get(key)
             if not isinstance(content, IcebergTable):
                 continue
-            if OFFSETS + ingest.name in tables.open(key, content).table.metadata.properties:
+            if (
+                LakeProperty.OFFSETS_PREFIX + ingest.name
+                in tables.open(key, content).table.metadata.properties
+            ):
                 found.setdefault(family, []).append(middle)
     return found
 
@@ -320,13 +325,13 @@ def with_new_names(
     new = {name: grown.there[name] for name in grown.wanted if name not in known.wanted}
     require_alone(ingest.name, new, incarnations)
     for name, table in new.items():
-        if table is not None and OFFSETS + ingest.name in table.metadata.properties:
+        if table is not None and LakeProperty.OFFSETS_PREFIX + ingest.name in table.metadata.properties:
             raise PositionLost(
                 f"The table says that ingestion {ingest.name} has filled it, and {list(known.wanted)[-1]}"
                 " does not have it among the ingestion's tables.",
                 table=name,
-                hint=f"Remove the property {TABLES}{ingest.name} of the dead letters' table: the tables are"
-                " then looked for. Or drop this table.",
+                hint=f"Remove the property {LakeProperty.TABLES_PREFIX}{ingest.name} of the dead letters'"
+                " table: the tables are then looked for. Or drop this table.",
                 reason="not_among_tables",
             )
     return grown

@@ -11,23 +11,21 @@ from typing import Any
 import dagster as dg
 from dagster import MetadataValue
 
-from branchlake_dagster.incremental.valid_through import VALID_THROUGH
 from branchlake_dagster.ingest.declaration import Expanded, Ingest
 from branchlake_dagster.ingest.ingest_batch import BatchResult
 from branchlake_dagster.ingest.offsets import OffsetRange, Ranges, TopicPartition, in_words
+from branchlake_dagster.stored_names import AssetMetadata, EventMetadata
 from branchlake_dagster.wording import counted
 
 CONVERTED = "converted"
 """The check on each table: its records became rows."""
 TOLERATED = "tolerated"
 """The check on the dead letters: not more than the ingestion tolerates."""
-LAG = "branchlake/lag"
-RECORDS = "branchlake/records"
 
 
 def check_specs(ingest: Ingest) -> list[dg.AssetCheckSpec]:
     """The checks of all its tables."""
-    scope = {"branchlake/scope": "rows"}
+    scope = {AssetMetadata.CHECK_SCOPE: "rows"}
     blocks = "blocks the batch" if ingest.on_contract == "block" else "warns"
     tables = [
         dg.AssetCheckSpec(
@@ -141,9 +139,9 @@ def table_metadata_of(result: BatchResult, number: int) -> dict[str, Any]:
     last = number == len(result.targets) - 1
     rows = result.dead if last else result.scanned.rows(number)
     found: dict[str, Any] = {
-        "branchlake/rows_of_batch": MetadataValue.int(rows),
-        "branchlake/commit_id": MetadataValue.text(result.commit_id),
-        "branchlake/table": MetadataValue.text(target.name),
+        EventMetadata.ROWS_OF_BATCH: MetadataValue.int(rows),
+        EventMetadata.COMMIT_ID: MetadataValue.text(result.commit_id),
+        EventMetadata.TABLE: MetadataValue.text(target.name),
     }
     return {**found, **batch_metadata(result)}
 
@@ -151,15 +149,15 @@ def table_metadata_of(result: BatchResult, number: int) -> dict[str, Any]:
 def batch_metadata(result: BatchResult) -> dict[str, Any]:
     """What is told of the batch on each of its tables."""
     found: dict[str, Any] = {
-        "branchlake/offsets": offsets_table(result.plan.ranges),
-        LAG: MetadataValue.int(result.plan.lag),
-        RECORDS: MetadataValue.int(result.records),
-        "branchlake/dead_letters": MetadataValue.int(result.dead),
+        EventMetadata.OFFSETS: offsets_table(result.plan.ranges),
+        EventMetadata.LAG: MetadataValue.int(result.plan.lag),
+        EventMetadata.RECORDS: MetadataValue.int(result.records),
+        EventMetadata.DEAD_LETTERS: MetadataValue.int(result.dead),
     }
     if result.recorded.valid_through_ms is not None:
-        found[VALID_THROUGH] = MetadataValue.timestamp(moment(result.recorded.valid_through_ms))
+        found[EventMetadata.VALID_THROUGH] = MetadataValue.timestamp(moment(result.recorded.valid_through_ms))
     if result.notes:
-        found["branchlake/notes"] = MetadataValue.md("\n".join(f"- {note}" for note in result.notes))
+        found[EventMetadata.NOTES] = MetadataValue.md("\n".join(f"- {note}" for note in result.notes))
     return found
 
 

@@ -8,12 +8,13 @@ from typing import Any
 import dagster as dg
 
 from branchlake_dagster.extras import require
-from branchlake_dagster.ingest.batch_assets import INGESTION_TAG, batch_assets
+from branchlake_dagster.ingest.batch_assets import batch_assets
 from branchlake_dagster.ingest.declaration import Ingest
 from branchlake_dagster.ingest.ingest_sensor import batch_sensor
 from branchlake_dagster.ingest.landing_files_job import landing_files_job, landing_files_schedule
 from branchlake_dagster.ingest.live_job import live_job, live_sensor
 from branchlake_dagster.ingest.observation import receiver_key, receiver_spec, topic_key, topic_spec
+from branchlake_dagster.stored_names import RunTag
 
 
 def ingest_definitions(
@@ -70,7 +71,7 @@ def ingest_definitions(
     sensors: list[dg.SensorDefinition] = []
     for one in ingests:
         tables = batch_assets(one, live=live)
-        tags = {INGESTION_TAG: one.name}
+        tags = {RunTag.INGESTION: one.name}
         job = dg.define_asset_job(
             f"ingest_{one.name}_job", selection=dg.AssetSelection.assets(tables), tags=tags
         )

@@ -53,6 +53,7 @@ from branchlake_dagster.ingest.unwritable_records import (
 from branchlake_dagster.ingest.worker_writer import Work, dead_letter_files
 from branchlake_dagster.nessie.model import Reference
 from branchlake_dagster.publication.replay import IcebergTables
+from branchlake_dagster.stored_names import LakeProperty
 
 
 @dataclass(frozen=True)
@@ -384,7 +385,7 @@ def _commit(
         if number in staged or not (files or number == anchor or one.name in before.standing.replayed):
             continue
         # A table that is filled again says how far it is even where there was nothing for it.
-        mode = {"branchlake.write_mode": "append", "branchlake.asset": "/".join(one.identifier)}
+        mode = {LakeProperty.WRITE_MODE: "append", LakeProperty.ASSET: "/".join(one.identifier)}
         changes.append(
             TableChange(
                 one.identifier,
@@ -454,9 +455,9 @@ def _merge_staged(
         origin = {
             **place.origin,
             **before.standing.recorded(one.name, recorded, before.plan).summary(before.ingest.name),
-            "branchlake.write_mode": "upsert",
-            "branchlake.keys": ",".join(one.declared.keys),
-            "branchlake.asset": "/".join(one.identifier),
+            LakeProperty.WRITE_MODE: "upsert",
+            LakeProperty.KEYS: ",".join(one.declared.keys),
+            LakeProperty.ASSET: "/".join(one.identifier),
         }
         merge(session, one, identifier, origin)
     return filled

@@ -19,7 +19,6 @@ from itertools import takewhile
 import dagster as dg
 
 from branchlake_dagster.errors import BranchlakeError, Transient
-from branchlake_dagster.ingest.batch_assets import INGESTION_TAG
 from branchlake_dagster.ingest.batch_context import Before, look
 from branchlake_dagster.ingest.declaration import Ingest
 from branchlake_dagster.ingest.observation import observations, without_brokers
@@ -29,7 +28,8 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.receivers.metrics_client import Monitored, scrape
 from branchlake_dagster.runs.discarding import FAILS, FAILS_BY_ITSELF, FAILURE_REASON_TAG
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import NEXT_ATTEMPT_TAG, SET_ASIDE, STATUS_TAG, Status
+from branchlake_dagster.runs.run_tags import SET_ASIDE, Status
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.wording import counted
 
 _WAITS_S = (10.0, 30.0, 90.0, 270.0, 600.0)
@@ -43,7 +43,7 @@ def pause(instance: dg.DagsterInstance, ingest: Ingest, job: str, now: float) ->
 
     `now` is a wall clock, seconds since 1970.
     """
-    wanted = dg.RunsFilter(job_name=job, tags={INGESTION_TAG: ingest.name})
+    wanted = dg.RunsFilter(job_name=job, tags={RunTag.INGESTION: ingest.name})
     newest = instance.get_run_records(wanted, limit=len(_WAITS_S) + 1)
     failed = list(takewhile(lambda one: _failed_soon(one) and _by_itself(one.dagster_run), newest))
     if len(failed) < 2:
@@ -72,7 +72,7 @@ def _failed_soon(record: dg.RunRecord) -> bool:
 
 def _by_itself(run: dg.DagsterRun) -> bool:
     """Whether it has failed by what it did, or by what its publication found."""
-    return run.tags.get(FAILURE_REASON_TAG) in FAILS_BY_ITSELF or run.tags.get(STATUS_TAG) in FAILS
+    return run.tags.get(FAILURE_REASON_TAG) in FAILS_BY_ITSELF or run.tags.get(RunTag.STATUS) in FAILS
 
 
 _ACTIVE = [
@@ -88,7 +88,7 @@ _log = logging.getLogger(__name__)
 
 def active_runs(instance: dg.DagsterInstance, ingest: Ingest) -> list[dg.DagsterRun]:
     """The runs of an ingestion that have not ended."""
-    wanted = dg.RunsFilter(tags={INGESTION_TAG: ingest.name}, statuses=_ACTIVE)
+    wanted = dg.RunsFilter(tags={RunTag.INGESTION: ingest.name}, statuses=_ACTIVE)
     return list(instance.get_runs(wanted))
 
 
@@ -98,10 +98,10 @@ def unpublished_run(instance: dg.DagsterInstance, ingest: Ingest, job: str) -> d
     Another one would read the same records, and be refused. Not one that waits for somebody's word: the
     records are published without it, and it is refused when it is taken up again.
     """
-    wanted = dg.RunsFilter(job_name=job, tags={INGESTION_TAG: ingest.name})
+    wanted = dg.RunsFilter(job_name=job, tags={RunTag.INGESTION: ingest.name})
     for run in instance.get_runs(wanted, limit=1):
         done, tags = run.status is dg.DagsterRunStatus.SUCCESS, run.tags
-        if done and tags.get(STATUS_TAG) == Status.PENDING and tags.get(NEXT_ATTEMPT_TAG) != SET_ASIDE:
+        if done and tags.get(RunTag.STATUS) == Status.PENDING and tags.get(RunTag.NEXT_ATTEMPT) != SET_ASIDE:
             return run
     return None
 
@@ -188,7 +188,7 @@ def batch_sensor(
             if later := pause(context.instance, ingest, job, at):
                 return dg.SensorResult(skip_reason=later, cursor=cursor, asset_events=events)
             cursor = json.dumps({"told": told})
-            request = dg.RunRequest(tags={INGESTION_TAG: ingest.name})
+            request = dg.RunRequest(tags={RunTag.INGESTION: ingest.name})
             return dg.SensorResult([request], cursor=cursor, asset_events=events)
         reason = f"{counted(count, 'record')} waiting." if count else "Nothing waits."
         return dg.SensorResult(skip_reason=reason, cursor=cursor, asset_events=events)

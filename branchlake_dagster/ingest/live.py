@@ -35,9 +35,8 @@ from branchlake_dagster.publication.publisher import publisher_of
 from branchlake_dagster.publication.replay import IcebergTables
 from branchlake_dagster.runs.branch_owner import batch_branch
 from branchlake_dagster.runs.discarding import drop_branch
-from branchlake_dagster.runs.origin import INSTANCE
-from branchlake_dagster.runs.provenance import PREFIX
 from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.stored_names import LakeProperty
 
 _ATTEMPTS = 5
 """To publish one batch, while its outcome is unknown or others keep publishing."""
@@ -147,7 +146,7 @@ class LiveIngestion:
 
     def _branch_name(self) -> str:
         """It says whose the branch is and how old: the process may die at any time."""
-        instance, now = self._properties.get(INSTANCE, ""), self._now()
+        instance, now = self._properties.get(LakeProperty.INSTANCE, ""), self._now()
         return batch_branch(self._run_id, instance, now=now, unique=uuid.uuid4())
 
     def _connect(self, client: NessieClient) -> None:
@@ -173,11 +172,11 @@ class LiveIngestion:
             return session[0]
 
         origin = {
-            f"{PREFIX}run_id": self._run_id,
-            f"{PREFIX}root_run_id": self._run_id,
-            f"{PREFIX}base_hash": base,
-            f"{PREFIX}step": f"live-{self._number}",
-            f"{PREFIX}attempt": "1",
+            LakeProperty.RUN_ID: self._run_id,
+            LakeProperty.ROOT_RUN_ID: self._run_id,
+            LakeProperty.BASE_HASH: base,
+            LakeProperty.STEP: f"live-{self._number}",
+            LakeProperty.ATTEMPT: "1",
         }
         catalog = self._lake.catalog(branch, properties=options)
         run = self._run_id, origin, self._properties

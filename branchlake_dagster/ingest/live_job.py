@@ -7,7 +7,7 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.ingest.batch_assets import INGESTION_TAG, tasks_of
+from branchlake_dagster.ingest.batch_assets import tasks_of
 from branchlake_dagster.ingest.batch_report import (
     check_results,
     combined,
@@ -20,8 +20,8 @@ from branchlake_dagster.ingest.ingest_sensor import active_runs, pause, told_and
 from branchlake_dagster.ingest.kafka_topics import Topics
 from branchlake_dagster.ingest.live import LiveBatch, LiveIngestion, may_go_on
 from branchlake_dagster.ingest.topic_source import source_of
-from branchlake_dagster.publication import report_metadata as names
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.stored_names import EventMetadata, RunTag
 
 _TOLD_EVERY_S = 10.0
 """A batch a second would be 86,400 rows a day for each table in Dagster's database."""
@@ -52,7 +52,7 @@ def live_job(ingest: Ingest, *, lakehouse_key: str, interval_s: float, run_s: fl
 
     @dg.job(
         name=f"ingest_{ingest.name}_live",
-        tags={INGESTION_TAG: ingest.name},
+        tags={RunTag.INGESTION: ingest.name},
         executor_def=dg.in_process_executor,
         description=f"{ingest.name}, live: a branch, its checks and a publication for each batch.",
     )
@@ -91,7 +91,7 @@ def live_sensor(
             return dg.SensorResult(skip_reason=reason, cursor=str(told), asset_events=events)
         if later := pause(context.instance, ingest, job, at):
             return dg.SensorResult(skip_reason=later, cursor=str(told), asset_events=events)
-        request = dg.RunRequest(tags={INGESTION_TAG: ingest.name})
+        request = dg.RunRequest(tags={RunTag.INGESTION: ingest.name})
         return dg.SensorResult([request], cursor=str(told), asset_events=events)
 
     return sensor
@@ -223,8 +223,8 @@ class _Telling:
                 continue
             metadata = {
                 **table_metadata_of(together, number),
-                "branchlake/batches": dg.MetadataValue.int(len(batches)),
-                "branchlake/visible_after_s": dg.MetadataValue.float(
+                EventMetadata.BATCHES: dg.MetadataValue.int(len(batches)),
+                EventMetadata.VISIBLE_AFTER_S: dg.MetadataValue.float(
                     round(max(b.seconds for b in batches), 3)
                 ),
             }
@@ -234,10 +234,10 @@ class _Telling:
                 key,
                 description=f"Published as {last.publication}.",
                 metadata={
-                    names.PUBLICATION: dg.MetadataValue.text(last.publication),
-                    names.VERDICT: dg.MetadataValue.text(verdict),
-                    names.RUN: dg.MetadataValue.dagster_run(self._context.run_id),
-                    names.TABLES: dg.MetadataValue.text(last.result.targets[number].name),
+                    EventMetadata.PUBLICATION: dg.MetadataValue.text(last.publication),
+                    EventMetadata.VERDICT: dg.MetadataValue.text(verdict),
+                    EventMetadata.RUN: dg.MetadataValue.dagster_run(self._context.run_id),
+                    EventMetadata.TABLES: dg.MetadataValue.text(last.result.targets[number].name),
                 },
             )
         for result in check_results(ingest, together.scanned.counts, _names(last)):

@@ -10,14 +10,13 @@ from urllib.parse import urlsplit
 
 import dagster as dg
 
-from branchlake_dagster.history.summary import OFFSETS
-from branchlake_dagster.incremental.valid_through import VALID_THROUGH
 from branchlake_dagster.ingest.batch_context import Before
-from branchlake_dagster.ingest.batch_report import LAG, moment
+from branchlake_dagster.ingest.batch_report import moment
 from branchlake_dagster.ingest.declaration import Ingest
 from branchlake_dagster.ingest.kafka_topics import Topics
 from branchlake_dagster.ingest.offsets import Recorded, Topic, TopicPartition
 from branchlake_dagster.receivers.metrics_client import Monitored, TopicCounts, together
+from branchlake_dagster.stored_names import EventMetadata, LakeProperty
 
 
 def receiver_key(monitor: str) -> dg.AssetKey:
@@ -49,30 +48,30 @@ def receiver_observations(
 def counted(counts: TopicCounts) -> dict[str, Any]:
     """What was counted since the start, and how full the buffers are."""
     found: dict[str, Any] = {
-        "branchlake/received": dg.MetadataValue.int(counts.received),
-        "branchlake/handed_over": dg.MetadataValue.int(counts.handed_over),
-        "branchlake/dropped": dg.MetadataValue.int(counts.dropped.total()),
+        EventMetadata.RECEIVED: dg.MetadataValue.int(counts.received),
+        EventMetadata.HANDED_OVER: dg.MetadataValue.int(counts.handed_over),
+        EventMetadata.DROPPED: dg.MetadataValue.int(counts.dropped.total()),
     }
     for reason, number in sorted(counts.dropped.items()):
         found[f"branchlake/dropped_{reason}"] = dg.MetadataValue.int(number)
-    found["branchlake/receiver_buffered"] = dg.MetadataValue.int(counts.waiting)
+    found[EventMetadata.RECEIVER_BUFFERED] = dg.MetadataValue.int(counts.waiting)
     if counts.buffer:
         # What waits includes what the sink has in hand.
         used = min(counts.waiting / counts.buffer, 1.0)
-        found["branchlake/receiver_buffer_used"] = dg.MetadataValue.float(round(used, 4))
+        found[EventMetadata.RECEIVER_BUFFER_USED] = dg.MetadataValue.float(round(used, 4))
     return found
 
 
 def _metadata(monitor: Monitored) -> dict[str, Any]:
-    found: dict[str, Any] = {"branchlake/state": dg.MetadataValue.text(monitor.state)}
+    found: dict[str, Any] = {EventMetadata.STATE: dg.MetadataValue.text(monitor.state)}
     if monitor.silent:
         return found
     every = TopicCounts()
     for counts in monitor.counts.values():
         every.add(counts)
-    found["branchlake/topics"] = dg.MetadataValue.text(", ".join(sorted(monitor.counts)))
+    found[EventMetadata.TOPICS] = dg.MetadataValue.text(", ".join(sorted(monitor.counts)))
     if monitor.reasons:
-        found["branchlake/reasons"] = dg.MetadataValue.text("; ".join(monitor.reasons))
+        found[EventMetadata.REASONS] = dg.MetadataValue.text("; ".join(monitor.reasons))
     return {**found, **counted(every)}
 
 
@@ -113,9 +112,11 @@ def observations(
     for name, topic in sorted(before.topics.items()):
         waiting = _waiting(before, topic)
         metadata: dict[str, Any] = {
-            LAG: dg.MetadataValue.int(sum(topic.ends[one.partition] - at for one, at in waiting.items())),
-            "branchlake/partitions": dg.MetadataValue.int(len(topic.ends)),
-            "branchlake/topic_id": dg.MetadataValue.text(topic.incarnation),
+            EventMetadata.LAG: dg.MetadataValue.int(
+                sum(topic.ends[one.partition] - at for one, at in waiting.items())
+            ),
+            EventMetadata.PARTITIONS: dg.MetadataValue.int(len(topic.ends)),
+            EventMetadata.TOPIC_ID: dg.MetadataValue.text(topic.incarnation),
             **_oldest(topics.time_of(waiting) if waiting else None, now()),
             **_valid_through(ingest, before, now()),
             **_received(counts.get(name), silent),
@@ -146,10 +147,10 @@ def _waiting(before: Before, topic: Topic) -> dict[TopicPartition, int]:
 def _oldest(at: datetime | None, now: float) -> Mapping[str, Any]:
     """When the oldest record that waits was received, and how long ago; 0 s where none waits."""
     if at is None:
-        return {"branchlake/oldest_waiting_s": dg.MetadataValue.float(0.0)}
+        return {EventMetadata.OLDEST_WAITING_S: dg.MetadataValue.float(0.0)}
     return {
-        "branchlake/oldest_waiting": dg.MetadataValue.timestamp(at),
-        "branchlake/oldest_waiting_s": dg.MetadataValue.float(round(max(now - at.timestamp(), 0.0), 3)),
+        EventMetadata.OLDEST_WAITING: dg.MetadataValue.timestamp(at),
+        EventMetadata.OLDEST_WAITING_S: dg.MetadataValue.float(round(max(now - at.timestamp(), 0.0), 3)),
     }
 
 
@@ -159,7 +160,11 @@ def _valid_through(ingest: Ingest, before: Before, now: float) -> Mapping[str, A
     The table of dead letters takes part in each batch.
     """
     anchor = before.known.anchor
-    text = anchor.metadata.properties.get(OFFSETS + ingest.name) if anchor is not None else None
+    text = (
+        anchor.metadata.properties.get(LakeProperty.OFFSETS_PREFIX + ingest.name)
+        if anchor is not None
+        else None
+    )
     try:
         at = Recorded.from_text(text).valid_through_ms if text else None
         valid = None if at is None else moment(at)
@@ -168,8 +173,8 @@ def _valid_through(ingest: Ingest, before: Before, now: float) -> Mapping[str, A
     if at is None or valid is None:
         return {}
     return {
-        VALID_THROUGH: dg.MetadataValue.timestamp(valid),
-        f"{VALID_THROUGH}_age_s": dg.MetadataValue.float(round(max(now - at / 1000, 0.0), 3)),
+        EventMetadata.VALID_THROUGH: dg.MetadataValue.timestamp(valid),
+        f"{EventMetadata.VALID_THROUGH}_age_s": dg.MetadataValue.float(round(max(now - at / 1000, 0.0), 3)),
     }
 
 
@@ -177,5 +182,5 @@ def _received(counts: TopicCounts | None, silent: Sequence[str]) -> Mapping[str,
     """What the topic's receivers have counted since they started, and how full their buffers are."""
     found: dict[str, Any] = {}
     if silent:
-        found["branchlake/receivers_silent"] = dg.MetadataValue.text(", ".join(silent))
+        found[EventMetadata.RECEIVERS_SILENT] = dg.MetadataValue.text(", ".join(silent))
     return found if counts is None else {**found, **counted(counts)}

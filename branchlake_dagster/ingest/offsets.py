@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from branchlake_dagster.history.summary import OFFSETS, PREFIX
+from branchlake_dagster.stored_names import LakeProperty
 
 
 @dataclass(frozen=True, order=True)
@@ -126,10 +126,6 @@ def _same_id(topic: Topic, one: TopicPartition) -> bool:
     return topic_id(one.incarnation) == topic_id(topic.incarnation)
 
 
-COMMIT_ID = f"{PREFIX}commit_id"
-VALID_THROUGH = f"{PREFIX}valid_through_ms"
-
-
 @dataclass(frozen=True)
 class Recorded:
     """The offsets up to which a table holds an ingestion's records, and the batch that said so.
@@ -185,8 +181,16 @@ class Recorded:
     def summary(self, ingestion: str) -> dict[str, str]:
         """The entries of a snapshot's summary: the offsets, without what only the property records."""
         lasting = replace(self, at=None, started={}, latest_ms={}, dead_letters=None)
-        valid = {} if self.valid_through_ms is None else {VALID_THROUGH: str(self.valid_through_ms)}
-        return {OFFSETS + ingestion: lasting.text(), COMMIT_ID: self.commit_id, **valid}
+        valid = (
+            {}
+            if self.valid_through_ms is None
+            else {LakeProperty.VALID_THROUGH_MS: str(self.valid_through_ms)}
+        )
+        return {
+            LakeProperty.OFFSETS_PREFIX + ingestion: lasting.text(),
+            LakeProperty.COMMIT_ID: self.commit_id,
+            **valid,
+        }
 
 
 def _by_topic(offsets: Offsets) -> dict[str, dict[str, int]]:
@@ -215,4 +219,8 @@ def _name_and_id(text: str) -> tuple[str, str]:
 
 def ingestions_in(properties: Mapping[str, str]) -> dict[str, str]:
     """The texts of all ingestions that a table's properties record, by name."""
-    return {name.removeprefix(OFFSETS): text for name, text in properties.items() if name.startswith(OFFSETS)}
+    return {
+        name.removeprefix(LakeProperty.OFFSETS_PREFIX): text
+        for name, text in properties.items()
+        if name.startswith(LakeProperty.OFFSETS_PREFIX)
+    }

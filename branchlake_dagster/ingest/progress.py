@@ -17,7 +17,6 @@ from pyiceberg.table import Table
 from pyiceberg.table.metadata import TableMetadata
 
 from branchlake_dagster.history.capture import holds, line, replayed_from, told
-from branchlake_dagster.history.summary import OFFSETS, REPROCESSED
 from branchlake_dagster.ingest.errors import AnotherIngestion, PositionLost
 from branchlake_dagster.ingest.offsets import (
     Offsets,
@@ -33,6 +32,7 @@ from branchlake_dagster.ingest.offsets import (
     topic_id,
 )
 from branchlake_dagster.ingest.planning import BatchPlan
+from branchlake_dagster.stored_names import LakeProperty
 
 OnRollback = Literal["stop", "replay", "skip"]
 
@@ -166,13 +166,13 @@ def require_alone(ingestion: str, tables: Mapping[str, Table | None], topics: Ma
                     f" {ingestion} would add the same records again.",
                     table=name,
                     hint="Use one ingestion, or another table. If the other one is gone for good, remove its"
-                    f" table property {OFFSETS}{other}.",
+                    f" table property {LakeProperty.OFFSETS_PREFIX}{other}.",
                     subject=other,
                 )
 
 
 def _by_property(ingestion: str, table: Table, name: str) -> Recorded | None:
-    text = table.metadata.properties.get(OFFSETS + ingestion)
+    text = table.metadata.properties.get(LakeProperty.OFFSETS_PREFIX + ingestion)
     if text is None:
         return None
     try:
@@ -182,7 +182,8 @@ def _by_property(ingestion: str, table: Table, name: str) -> Recorded | None:
         if found is not None:
             return found
         raise PositionLost(
-            f"The table's property {OFFSETS}{ingestion} cannot be read, and no snapshot tells its offsets.",
+            f"The table's property {LakeProperty.OFFSETS_PREFIX}{ingestion} cannot be read, and no snapshot"
+            " records its offsets.",
             table=name,
             hint="Set the property to the offsets that the table holds. docs/ingestion-reference.md has its"
             " format under Where the offsets are.",
@@ -201,7 +202,7 @@ def _has(ingestion: str, metadata: TableMetadata, known: Recorded) -> bool:
     found, _ = line(metadata)
     if known.at is None or any(known.at in (one.snapshot_id, replayed_from(one)) for one in found):
         return True
-    if not any(told(one, OFFSETS + ingestion) for one in found):
+    if not any(told(one, LakeProperty.OFFSETS_PREFIX + ingestion) for one in found):
         # One with which letters were put back says how far the table was when they were taken up. Replayed
         # onto a newer batch that has expired since, it says too little.
         return True
@@ -219,8 +220,8 @@ def told_by_snapshots(ingestion: str, metadata: TableMetadata) -> Recorded | Non
     beside: list[Offsets] = []
     last: Recorded | None = None
     for snapshot in reversed(found):
-        batch = told(snapshot, OFFSETS + ingestion)
-        text = batch or told(snapshot, REPROCESSED + ingestion)
+        batch = told(snapshot, LakeProperty.OFFSETS_PREFIX + ingestion)
+        text = batch or told(snapshot, LakeProperty.REPROCESSED_PREFIX + ingestion)
         if text is None:
             continue
         try:
@@ -295,7 +296,7 @@ class PutBack:
 
 def put_back(ingestion: str, properties: Mapping[str, str]) -> list[PutBack]:
     """The runs that a table's properties tell of, oldest first."""
-    text = properties.get(REPROCESSED + ingestion)
+    text = properties.get(LakeProperty.REPROCESSED_PREFIX + ingestion)
     if not text:
         return []
     try:

@@ -33,7 +33,7 @@ from branchlake_dagster.history.change import ChangeLost, ChangeSet, Position
 from branchlake_dagster.incremental.affected_partitions import coverage
 from branchlake_dagster.incremental.consumer import Consumer, Input, require_columns
 from branchlake_dagster.incremental.pending import Backlog, unconsumed_parts, valid_through, windows_end_ms
-from branchlake_dagster.incremental.positions import CONSUMED, read, recorded_time
+from branchlake_dagster.incremental.positions import read, recorded_time
 from branchlake_dagster.incremental.redefinition import fitting
 from branchlake_dagster.incremental.valid_through import InputTime, to_ms
 from branchlake_dagster.ingest.batch_assets import declared
@@ -49,6 +49,7 @@ from branchlake_dagster.nessie.model import ContentKey
 from branchlake_dagster.publication.replay import IcebergTables
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import InputColumnGone, PositionUnreadable
 from branchlake_dagster.tables.specification import identifier_of, table_name
 
@@ -202,7 +203,9 @@ class TimeReader:
     def _recorded(self, name: str, table: Table) -> PublishedTime:
         """The time that the runs of a consumer of another code location recorded."""
         properties = table.metadata.properties
-        if not any(key == CONSUMED or key.startswith(f"{CONSUMED}.") for key in properties):
+        if not any(
+            key == LakeProperty.CONSUMED or key.startswith(f"{LakeProperty.CONSUMED}.") for key in properties
+        ):
             reason = f"No ingestion has recorded a position in table {name}, nor has a consumer"
             return PublishedTime(None, reason, ingested=False)
         found = recorded_time(table.metadata, name)

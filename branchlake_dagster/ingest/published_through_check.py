@@ -10,7 +10,6 @@ import dagster as dg
 
 from branchlake_dagster.checks.asset_checks import CheckedAsset, asset_key, check_specs, checked_partitions
 from branchlake_dagster.checks.constraints import ContractError
-from branchlake_dagster.incremental.valid_through import VALID_THROUGH
 from branchlake_dagster.ingest.published_through import (
     DeclaredConsumers,
     PublishedTime,
@@ -23,6 +22,7 @@ from branchlake_dagster.ingest.published_through import (
 )
 from branchlake_dagster.internals.dagster import asset_graph_of
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.stored_names import EventMetadata
 
 
 def published_through_check(
@@ -111,9 +111,9 @@ def published_through_check(
 
 def _result(name: str, found: PublishedTime, wanted: datetime, *, warn: bool) -> dg.AssetCheckResult:
     passed = found.reaches(wanted)
-    metadata: dict[str, Any] = {"branchlake/wanted_through": dg.MetadataValue.timestamp(wanted)}
+    metadata: dict[str, Any] = {EventMetadata.WANTED_THROUGH: dg.MetadataValue.timestamp(wanted)}
     if found.at is not None:
-        metadata[VALID_THROUGH] = dg.MetadataValue.timestamp(found.at)
+        metadata[EventMetadata.VALID_THROUGH] = dg.MetadataValue.timestamp(found.at)
     missing = "" if passed else f", not through {wanted.isoformat()}" if found.at is not None else ""
     return dg.AssetCheckResult(
         check_name=name,

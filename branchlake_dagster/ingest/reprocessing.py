@@ -26,7 +26,6 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.history.summary import REPROCESSED
 from branchlake_dagster.ingest.batch_commit import TableChange, commit_tables
 from branchlake_dagster.ingest.batch_context import KnownTables, Place, known_tables
 from branchlake_dagster.ingest.batch_tables import Target
@@ -41,6 +40,7 @@ from branchlake_dagster.ingest.schema_evolution import Settled, settle
 from branchlake_dagster.ingest.worker_writer import Work
 from branchlake_dagster.publication.replay import IcebergTables
 from branchlake_dagster.spark.session import dotted
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.spark_frames import session_properties
 
 
@@ -210,7 +210,7 @@ def _taken_up(session: SparkSession, known: KnownTables, place: Place, chosen: C
     """The chosen letters as records, marked on the branch. Also those that an earlier attempt has marked."""
     condition, arguments = chosen.condition(known)
     dead = f"nessie.{dotted(list(known.wanted.values())[-1])}"
-    with session_properties(session, {**place.origin, "branchlake.write_mode": "upsert"}):
+    with session_properties(session, {**place.origin, LakeProperty.WRITE_MODE: "upsert"}):
         session.sql(
             f"UPDATE {dead} SET reprocessed_in = :run WHERE {condition}",  # noqa: S608 - by name
             args={**arguments, "run": place.run_id},
@@ -223,11 +223,13 @@ def _taken_up(session: SparkSession, known: KnownTables, place: Place, chosen: C
 def _commit(settled: Settled, place: Place, position: Offsets, tables: IcebergTables) -> None:
     changes, ingest = [], settled.known.ingest
     # A replay would begin before what batches told that had nothing for a table, and their letters are in it.
-    upto = {REPROCESSED + ingest.name: Recorded(position, place.run_id, place.run_id).text()}
+    upto = {
+        LakeProperty.REPROCESSED_PREFIX + ingest.name: Recorded(position, place.run_id, place.run_id).text()
+    }
     for number, one in enumerate(settled.targets):
         files, last = settled.scanned.files.get(number, []), one is settled.targets[-1]
         if files or last:
-            mode = {"branchlake.write_mode": "append", "branchlake.asset": "/".join(one.identifier)}
+            mode = {LakeProperty.WRITE_MODE: "append", LakeProperty.ASSET: "/".join(one.identifier)}
             told, origin = settled.known.told if last else {}, {**place.origin, **mode, **upto}
             changes.append(
                 TableChange(one.identifier, one.table, files, None, origin, told, put_back_by=place.run_id)

@@ -12,18 +12,22 @@ from pyiceberg.manifest import DataFile, ManifestEntryStatus
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
-from branchlake_dagster.runs.provenance import PREFIX
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import RetryNeedsFullRun
 from branchlake_dagster.tables.specification import TableSpec
 
 ADDING = ("append", "upsert")
 """Write modes whose rows stay when the step writes again; the others replace them anyway."""
 
-UNDOES = f"{PREFIX}undoes"
-"""On a snapshot that only takes out what earlier attempts had added: their snapshot ids."""
 
-_SAME_STEP = ("root_run_id", "base_hash", "step", "asset", "partition")
-_SAME_ATTEMPT = ("run_id", "attempt")
+_SAME_STEP = (
+    LakeProperty.ROOT_RUN_ID,
+    LakeProperty.BASE_HASH,
+    LakeProperty.STEP,
+    LakeProperty.ASSET,
+    LakeProperty.PARTITION,
+)
+_SAME_ATTEMPT = (LakeProperty.RUN_ID, LakeProperty.ATTEMPT)
 _MAIN = "main"
 
 
@@ -35,7 +39,7 @@ def undo_earlier(table: Table, spec: TableSpec, properties: Mapping[str, str]) -
     table is set back to the snapshot before them. When others wrote to the table in between, their files are
     removed by a snapshot of its own. Raises RetryNeedsFullRun when the rows can no longer be told apart.
     """
-    if spec.write_mode not in ADDING or f"{PREFIX}step" not in properties:
+    if spec.write_mode not in ADDING or LakeProperty.STEP not in properties:
         return table
     history = list(_history(table))
     earlier = _attempts(history, properties)
@@ -51,7 +55,7 @@ def settle(table: Table, spec: TableSpec, properties: Mapping[str, str]) -> Tabl
 
     A commit of the earlier attempt may have been on its way while we looked, and arrived after it.
     """
-    if spec.write_mode != "append" or f"{PREFIX}step" not in properties:
+    if spec.write_mode != "append" or LakeProperty.STEP not in properties:
         return table
     attempts = _attempts(list(_history(table)), properties)
     late = [snapshot for snapshot in attempts if not _agree(snapshot, properties, _SAME_ATTEMPT)]
@@ -73,16 +77,18 @@ def _told(snapshot: Snapshot) -> Mapping[str, str]:
 
 def _agree(snapshot: Snapshot, properties: Mapping[str, str], names: tuple[str, ...]) -> bool:
     told = _told(snapshot)
-    return all(told.get(f"{PREFIX}{name}") == properties.get(f"{PREFIX}{name}") for name in names)
+    return all(told.get(name) == properties.get(name) for name in names)
 
 
 def _attempts(history: Sequence[Snapshot], properties: Mapping[str, str]) -> list[Snapshot]:
     """Those of the same step whose rows nobody has taken out yet."""
-    undone = {number for snapshot in history for number in _told(snapshot).get(UNDOES, "").split(",")}
+    undone = {
+        number for snapshot in history for number in _told(snapshot).get(LakeProperty.UNDOES, "").split(",")
+    }
     return [
         snapshot
         for snapshot in history
-        if UNDOES not in _told(snapshot)
+        if LakeProperty.UNDOES not in _told(snapshot)
         and str(snapshot.snapshot_id) not in undone
         and _agree(snapshot, properties, _SAME_STEP)
     ]
@@ -110,7 +116,7 @@ def _take_out(table: Table, spec: TableSpec, earlier: list[Snapshot], properties
     }
     if not added.keys() <= live:
         raise _mixed(spec)  # rewritten, perhaps together with rows of others
-    told = {**properties, UNDOES: ",".join(str(snapshot.snapshot_id) for snapshot in earlier)}
+    told = {**properties, LakeProperty.UNDOES: ",".join(str(snapshot.snapshot_id) for snapshot in earlier)}
     with table.transaction() as transaction:
         overwrite = transaction.update_snapshot(snapshot_properties=told).overwrite()
         for path in sorted(added):

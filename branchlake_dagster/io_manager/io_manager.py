@@ -39,10 +39,11 @@ from branchlake_dagster.runs import provenance
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.spark.session import quoted, telling_refusals
+from branchlake_dagster.stored_names import AssetMetadata, EventMetadata
 from branchlake_dagster.tables import arrow_frames, spark_frames
 from branchlake_dagster.tables.errors import TableMissing, UnsupportedType
 from branchlake_dagster.tables.selection import Selection, select
-from branchlake_dagster.tables.specification import PREVIEW_ROWS, TableSpec, table_spec
+from branchlake_dagster.tables.specification import TableSpec, table_spec
 
 
 class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
@@ -131,7 +132,7 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
                     branch_head=catalog.last_hash,
                 )
                 if obj is not None and (shown := preview(table, rows=self._preview_rows(context))):
-                    metadata[provenance.PREVIEW] = MetadataValue.md(shown)
+                    metadata[EventMetadata.PREVIEW] = MetadataValue.md(shown)
                 if consumption is not None:
                     metadata |= outputs.consumed_metadata(consumption, table)
                 context.add_output_metadata(metadata)
@@ -215,7 +216,7 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
 
     def _preview_rows(self, context: OutputContext) -> int:
         default = self.lakehouse.lakehouse.settings.preview_rows
-        return int(context.definition_metadata.get(PREVIEW_ROWS, default))
+        return int(context.definition_metadata.get(AssetMetadata.PREVIEW_ROWS, default))
 
     def _spec(
         self, context: OutputContext | InputContext, definition: PartitionsDefinition[str] | None

@@ -15,7 +15,7 @@ from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 
 from branchlake_dagster.history.file_facts import facts
-from branchlake_dagster.runs.provenance import BRANCH_PARTITION_ROWS
+from branchlake_dagster.stored_names import EventMetadata
 from branchlake_dagster.tables.selection import Condition, Values, select, to_iceberg
 from branchlake_dagster.tables.specification import TableSpec
 
@@ -47,7 +47,7 @@ def report(
         return found[keys[0]]
     for key, rows in found.items():
         context.step_context.add_asset_metadata(
-            {BRANCH_PARTITION_ROWS: MetadataValue.int(rows)}, context.asset_key, key
+            {EventMetadata.PARTITION_ROWS_ON_BRANCH: MetadataValue.int(rows)}, context.asset_key, key
         )
     return None
 

@@ -23,9 +23,10 @@ from branchlake_dagster.internals.dagster_launching import (
     server_id_of,
     shares_our_environment,
 )
-from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
+from branchlake_dagster.launching.process import WorkerProcess
 from branchlake_dagster.launching.templates import Load, NoWorker, Templates
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import RunTag
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class WarmRunLauncher(DefaultRunLauncher):
     def terminate(self, run_id: str) -> bool:
         """Interrupt the run's process, which then ends the run as canceled; True when that is under way."""
         run = self._instance.get_run_by_id(run_id)
-        worker = WorkerProcess.of(run.tags.get(WORKER_TAG)) if run else None
+        worker = WorkerProcess.of(run.tags.get(RunTag.WORKER)) if run else None
         if run is None or run.is_finished or worker is None:
             return bool(super().terminate(run_id))  # type: ignore[no-untyped-call]  # untyped upstream
         self._instance.report_run_canceling(run)
@@ -115,7 +116,7 @@ class WarmRunLauncher(DefaultRunLauncher):
 
     def check_run_worker_health(self, run: DagsterRun) -> CheckRunHealthResult:
         """Whether the process of a run that has started still runs."""
-        worker = WorkerProcess.of(run.tags.get(WORKER_TAG))
+        worker = WorkerProcess.of(run.tags.get(RunTag.WORKER))
         if worker is None or not worker.here():
             # Launched in Dagster's way, or beyond our sight. Any answer but "running" would fail the run.
             return CheckRunHealthResult(WorkerStatus.RUNNING, "Its process cannot be seen from here.")

@@ -10,9 +10,6 @@ from pathlib import Path
 
 from branchlake_dagster.embedded.process import same_start, started_s
 
-WORKER_TAG = ".dagster/branchlake_worker"
-"""Run tag: its process, as JSON. Dagster hides tags with its own prefix from the run list."""
-
 
 def this_place() -> str:
     """A name for the set of processes that are visible from here: this boot, and this container's."""

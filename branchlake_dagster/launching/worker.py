@@ -33,7 +33,8 @@ from branchlake_dagster.internals.dagster_launching import (
     execute_run_here,
 )
 from branchlake_dagster.internals.json_channel import ChannelClosed, receive, send
-from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
+from branchlake_dagster.launching.process import WorkerProcess
+from branchlake_dagster.stored_names import RunTag
 
 SETTLED = 85
 """The exit status of a worker that leaves its run ended, or untouched. No other way to end has this one: code
@@ -70,7 +71,7 @@ def execute(run: Run, launcher: socket.socket) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with capture_interrupts(), DagsterInstance.from_ref(run.instance_ref()) as instance:
         # Its own first act, because the launcher may be gone by now, and who ends the run needs it.
-        instance.add_run_tags(run.run_id, {WORKER_TAG: process.tag()})
+        instance.add_run_tags(run.run_id, {RunTag.WORKER: process.tag()})
         execute_run_here(instance, run.run_id)
         ended = instance.get_run_by_id(run.run_id)
     return SETTLED if ended is None or ended.is_finished else 1

@@ -21,8 +21,6 @@ from branchlake_dagster.runs.branch_owner import runs_on
 from branchlake_dagster.runs.claims import claim, is_claimed
 from branchlake_dagster.runs.discarding import FAILS, fail_unpublished, finish_branch
 from branchlake_dagster.runs.run_tags import (
-    REASON_TAG,
-    STATUS_TAG,
     base_hash_of,
     judged,
     keep_failed_hours,
@@ -30,6 +28,7 @@ from branchlake_dagster.runs.run_tags import (
     publication_of,
 )
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import RunTag
 
 NO_TABLE = "the run changed no table"
 """Why a run that succeeded is discarded."""
@@ -134,9 +133,9 @@ class Assessor:
             return Outcome(
                 branch.name, run.run_id, PublicationAction.PUBLISHED, "told before", None, publication
             )
-        if run.tags.get(STATUS_TAG) in FAILS:
+        if run.tags.get(RunTag.STATUS) in FAILS:
             # It was told so from inside the run, which could not hear it any more and ended well.
-            fail_unpublished(self._instance, run.run_id, run.tags.get(REASON_TAG, ""))
+            fail_unpublished(self._instance, run.run_id, run.tags.get(RunTag.REASON, ""))
         if hours := keep_failed_hours(run.tags, run.run_id, self._settings):
             detail = f"not published, kept for debugging for {hours:g} h after its end"
             return Outcome(branch.name, run.run_id, PublicationAction.KEPT, detail)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from pyiceberg.table.snapshots import Operation, Snapshot
 
-from branchlake_dagster.history.summary import RUN_ID
 from branchlake_dagster.nessie.model import LogEntry
 from branchlake_dagster.runs.added_snapshots import (
     ReadMetadata,
@@ -15,6 +14,7 @@ from branchlake_dagster.runs.added_snapshots import (
     newest_locations,
     tables_put,
 )
+from branchlake_dagster.stored_names import LakeProperty
 
 _APPLICATION = "application-type"
 """Property of commits by Iceberg's Java client, which accepts no properties of its caller."""
@@ -68,8 +68,8 @@ class BranchCommits:
         snapshots, newest = dict(self.base_snapshots), newest_locations(self.entries)
         for entry in reversed(self.entries):
             properties = entry.commit.properties
-            if RUN_ID in properties:
-                is_own = properties[RUN_ID] in self.run_ids
+            if LakeProperty.RUN_ID in properties:
+                is_own = properties[LakeProperty.RUN_ID] in self.run_ids
             else:
                 added = (
                     added_snapshots(table, snapshots, read_metadata, newest) for _, table in tables_put(entry)
@@ -92,7 +92,7 @@ class BranchCommits:
             return False
         return (
             summary.operation is Operation.REPLACE
-            or summary.additional_properties.get(RUN_ID) in self.run_ids
+            or summary.additional_properties.get(LakeProperty.RUN_ID) in self.run_ids
         )
 
     def _described(self, entry: LogEntry) -> str:

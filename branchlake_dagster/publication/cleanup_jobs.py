@@ -43,12 +43,7 @@ from branchlake_dagster.cleanup.sweeper import TAGS, Sweeper, Sweeping
 from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.publisher import publisher_of
-from branchlake_dagster.runs.branch_names import (
-    DISCARDED_PREFIX,
-    PUBLICATION_PREFIX,
-    SWEEPING_PREFIX,
-    is_ours,
-)
+from branchlake_dagster.runs.branch_names import is_ours
 from branchlake_dagster.runs.branch_owner import continuing_runs, is_retry, owners
 from branchlake_dagster.runs.discarding import report_end
 from branchlake_dagster.runs.failure_detector import Liveness, by_timestamp, look_again, this_clock
@@ -56,7 +51,6 @@ from branchlake_dagster.runs.heartbeats import Heartbeat, HeartbeatStore
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.origin import instance_id
 from branchlake_dagster.runs.run_tags import (
-    BRANCH_TAG,
     FENCED,
     Retention,
     base_hash_of,
@@ -64,7 +58,8 @@ from branchlake_dagster.runs.run_tags import (
     opened_by,
     publication_of,
 )
-from branchlake_dagster.settings import RUN_BRANCH_PREFIX, Settings
+from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import ReferencePrefix, RunTag
 from branchlake_dagster.tables.table_files import TableFiles
 
 T = TypeVar("T")
@@ -164,7 +159,7 @@ def _base_of(run: DagsterRun, branch: str) -> str:
     A retry that died before it opened its branch has the tags of its parent, whose commits it continued.
     """
     continued = not opened_by(run.tags, run.run_id) and is_retry(run)
-    return base_hash_of(run.tags, run.tags.get(BRANCH_TAG, "") if continued else branch) or ""
+    return base_hash_of(run.tags, run.tags.get(RunTag.BRANCH, "") if continued else branch) or ""
 
 
 def reap_branches(
@@ -254,13 +249,19 @@ def end_named(
     Raises NotOurs, before anything is done, for a name that no machinery of ours has given.
     """
     for name in names:
-        if not is_ours(name, RUN_BRANCH_PREFIX, PUBLICATION_PREFIX, DISCARDED_PREFIX, SWEEPING_PREFIX):
+        if not is_ours(
+            name,
+            ReferencePrefix.RUN,
+            ReferencePrefix.PUBLICATION,
+            ReferencePrefix.DISCARDED,
+            ReferencePrefix.SWEEPING,
+        ):
             raise NotOurs(
                 f"{name} is no branch or tag of a run.",
                 branch=name,
                 hint="Delete it with Nessie's own tools, if it is yours.",
             )
-    wanted = {name for name in names if is_ours(name, RUN_BRANCH_PREFIX, PUBLICATION_PREFIX)}
+    wanted = {name for name in names if is_ours(name, ReferencePrefix.RUN, ReferencePrefix.PUBLICATION)}
     reaped = list(reap_branches(lake, instance, dry_run=dry_run, only=wanted)) if wanted else []
     swept = [
         sweep_discarded(lake, instance, dry_run=dry_run, only=name) for name in names if name not in wanted

@@ -14,23 +14,20 @@ from pyiceberg.table.metadata import TableMetadata
 
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, some
-from branchlake_dagster.history.summary import RUN_ID
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieError
 from branchlake_dagster.publication.ledger import Candidate, Published, Refused, Result, write_set
 from branchlake_dagster.publication.publisher import publisher_of
 from branchlake_dagster.runs.discarding import finish_branch
-from branchlake_dagster.runs.origin import INSTANCE
-from branchlake_dagster.runs.provenance import PREFIX
 from branchlake_dagster.runs.run_branch import branch_name, main_with_history
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import TableMissing
 from branchlake_dagster.tables.specification import table_name
 from branchlake_dagster.wording import named
 
 BY_COMMAND = "by command"
 """The verdict in the ledger: a person has changed the columns, and no check was made."""
-_KEYS = f"{PREFIX}keys"
 
 
 class ColumnChangeRefused(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -109,7 +106,7 @@ def _uses(metadata: TableMetadata) -> Iterator[tuple[str, str]]:
         if source in roots:
             yield roots[source], reason
     for snapshot in metadata.snapshots:
-        if snapshot.summary and (keys := snapshot.summary.additional_properties.get(_KEYS)):
+        if snapshot.summary and (keys := snapshot.summary.additional_properties.get(LakeProperty.KEYS)):
             for key in keys.split(","):
                 yield key, "the keys of its upserts"
     for name in metadata.properties:
@@ -156,7 +153,7 @@ def change_columns(
     branch = branch_name(run_id)
     base = main_with_history(client)
     client.create_branch(branch, from_ref=MAIN, from_hash=base)
-    maker = {RUN_ID: run_id, **({INSTANCE: instance} if instance else {})}
+    maker = {LakeProperty.RUN_ID: run_id, **({LakeProperty.INSTANCE: instance} if instance else {})}
     options = {f"{COMMIT_PROPERTY}{key}": value for key, value in maker.items()}
     try:
         _apply(lake.catalog(branch, properties=options).load_table(change.identifier), change, used)

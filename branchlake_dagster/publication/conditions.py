@@ -47,9 +47,9 @@ from branchlake_dagster.internals.dagster import (
     EntitySubset,
     TimingMetadata,
 )
-from branchlake_dagster.publication.report_metadata import BRANCH, PUBLICATION
 from branchlake_dagster.publication.written_partitions import brought_by, written_with
-from branchlake_dagster.runs.run_tags import PENDING, VERDICT_TAG
+from branchlake_dagster.runs.run_tags import PENDING
+from branchlake_dagster.stored_names import EventMetadata, RunTag
 
 LOOK_BACK = 1_000
 """How many event ids are read again: more than Dagster stores while one insert is under way."""
@@ -89,7 +89,10 @@ def reports(instance: DagsterInstance, key: AssetKey, *, after: int, upto: int) 
             observation = record.asset_observation
             if observation is None:
                 continue
-            commit, branch = observation.metadata.get(PUBLICATION), observation.metadata.get(BRANCH)
+            commit, branch = (
+                observation.metadata.get(EventMetadata.PUBLICATION),
+                observation.metadata.get(EventMetadata.BRANCH),
+            )
             if commit is not None and branch is not None:
                 yield Report(record.storage_id, str(branch.value), str(commit.value), observation.partition)
         if not page.has_more:
@@ -367,7 +370,7 @@ class AwaitingVerdict(AutomationCondition[AssetOrCheckKey]):
         if isinstance(key, AssetKey) and not context.candidate_subset.is_empty:
             instance = context.asset_graph_view.instance
             unjudged = RunsFilter(
-                tags={VERDICT_TAG: PENDING}, updated_after=context.evaluation_time - FORGOTTEN_AFTER
+                tags={RunTag.VERDICT: PENDING}, updated_after=context.evaluation_time - FORGOTTEN_AFTER
             )
             written: set[str | None] = set()
             for run in instance.get_runs(filters=unjudged):

@@ -20,18 +20,8 @@ from dagster import (
 )
 
 from branchlake_dagster.internals.dagster import AssetGraph
-from branchlake_dagster.runs.provenance import BRANCH_HEAD, BRANCH_PARTITION_ROWS, BRANCH_ROWS, PREVIEW
-from branchlake_dagster.runs.read_set import READ_TABLES, READ_UNTOLD
-from branchlake_dagster.tables.specification import (
-    CHECK_SCOPE,
-    COLUMNS,
-    ISOLATION,
-    REQUIRE_CHECKS,
-    WRITE_MODE,
-    exclusive_name,
-    identifier_of,
-    table_name,
-)
+from branchlake_dagster.stored_names import AssetMetadata, EventMetadata
+from branchlake_dagster.tables.specification import exclusive_name, identifier_of, table_name
 
 
 @dataclass(frozen=True, order=True)
@@ -224,16 +214,16 @@ def collect(
                 failing=_count(result.metadata, "failing_rows"),
             )
         elif event.event_type == DagsterEventType.LOADED_INPUT:
-            table = _metadata(event).get("branchlake/table")
+            table = _metadata(event).get(EventMetadata.TABLE)
             if table is not None:
                 loaded.add((step, str(table.value)))
         elif event.event_type == DagsterEventType.ENGINE_EVENT:
-            noted |= _listed(event, READ_TABLES)
-            untold |= _listed(event, READ_UNTOLD)
-            heads |= _text(_metadata(event), BRANCH_HEAD)
+            noted |= _listed(event, EventMetadata.READ_TABLES)
+            untold |= _listed(event, EventMetadata.UNNAMED_READS)
+            heads |= _text(_metadata(event), EventMetadata.BRANCH_HEAD)
         else:
             made = event.step_materialization_data.materialization
-            heads |= _text(made.metadata, BRANCH_HEAD)
+            heads |= _text(made.metadata, EventMetadata.BRANCH_HEAD)
             written[made.asset_key.to_user_string(), made.partition] = _written(position, record, made)
     rules = {
         asset: _rules(AssetKey.from_user_string(asset), graph, default_namespace, require_checks)
@@ -264,13 +254,13 @@ def _positioned(
 
 
 def _written(position: EventPosition, record: EventLogRecord, made: AssetMaterialization) -> Written:
-    mode, preview = made.metadata.get(WRITE_MODE), made.metadata.get(PREVIEW)
+    mode, preview = made.metadata.get(AssetMetadata.WRITE_MODE), made.metadata.get(EventMetadata.PREVIEW)
     return Written(
         position,
         record.event_log_entry.step_key,
         record.run_id,
-        _count(made.metadata, BRANCH_ROWS),
-        _count(made.metadata, BRANCH_PARTITION_ROWS),
+        _count(made.metadata, EventMetadata.ROWS_ON_BRANCH),
+        _count(made.metadata, EventMetadata.PARTITION_ROWS_ON_BRANCH),
         record.timestamp,
         mode is not None and mode.value == "replace_partitions",
         str(preview.value) if preview is not None else None,
@@ -314,7 +304,7 @@ def _rules(key: AssetKey, graph: AssetGraph, default_namespace: str, require_che
         # Removed from the code since the run was launched: nobody says any more which checks it needs.
         return AssetRules(table, frozenset(), demands_checks=True)
     node = graph.get(key)
-    demanded = _plain(node.metadata.get(REQUIRE_CHECKS, require_checks))
+    demanded = _plain(node.metadata.get(AssetMetadata.REQUIRE_CHECKS, require_checks))
     return AssetRules(
         table,
         frozenset(check.name for check in node.check_keys),
@@ -327,16 +317,16 @@ def _rules(key: AssetKey, graph: AssetGraph, default_namespace: str, require_che
             for check in node.check_keys
             if whole_table(graph.get(check))
         },
-        _plain(node.metadata.get(ISOLATION)) == "serializable",
+        _plain(node.metadata.get(AssetMetadata.ISOLATION)) == "serializable",
         frozenset(table_name(identifier_of(parent, default_namespace)) for parent in node.parent_keys),
         exclusive_name(node.metadata, table),
-        _plain(node.metadata.get(COLUMNS)) == "freeze",
+        _plain(node.metadata.get(AssetMetadata.COLUMNS)) == "freeze",
     )
 
 
 def whole_table(check: Any) -> bool:
     """Whether a check speaks of all rows of its table: said by its author, else by its lack of partitions."""
-    scope = _plain((check.metadata or {}).get(CHECK_SCOPE))
+    scope = _plain((check.metadata or {}).get(AssetMetadata.CHECK_SCOPE))
     return scope == "table" if scope is not None else check.partitions_def is None
 
 

@@ -25,18 +25,9 @@ from branchlake_dagster.runs.discarding import (
     report_end,
     status_without_verdict,
 )
-from branchlake_dagster.runs.run_tags import (
-    FENCED,
-    LAKE_TAG,
-    PUBLICATION_TAG,
-    STATUS_TAG,
-    VERDICT_TAG,
-    Place,
-    Status,
-    keep_failed_hours,
-    place_of,
-)
+from branchlake_dagster.runs.run_tags import FENCED, Place, Status, keep_failed_hours, place_of
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.wording import agree, counted
 
 _SET_BACK = "it was on main, and main was set back meanwhile"
@@ -237,13 +228,15 @@ class LostBranches:
         Costs one query to Dagster's run storage, and three requests to Nessie for each run without a branch.
         """
         waiting = self._instance.get_runs(
-            RunsFilter(tags={STATUS_TAG: str(Status.PENDING)}, statuses=_FINISHED), limit=_LIMIT
+            RunsFilter(tags={RunTag.STATUS: str(Status.PENDING)}, statuses=_FINISHED), limit=_LIMIT
         )
         for run in waiting:
             place = place_of(run.tags, run.run_id)
             if place is None or place.unbranched or place.branch in existing_branches:
                 continue
-            if run.tags.get(LAKE_TAG, self._lake_id) != self._lake_id or other_location(run, self._location):
+            if run.tags.get(RunTag.LAKE, self._lake_id) != self._lake_id or other_location(
+                run, self._location
+            ):
                 continue
             if not self._is_lost(place):
                 continue
@@ -261,8 +254,8 @@ class LostBranches:
     def _reported(self, run: DagsterRun, place: Place) -> Outcome:
         if done := self._publisher.already_published(place.branch, place.base_hash):
             self._instance.report_engine_event(f"Published as {done.hash}.", run)
-            published = {STATUS_TAG: str(Status.PUBLISHED), VERDICT_TAG: str(Decision.PASSED)}
-            self._instance.add_run_tags(run.run_id, {**published, PUBLICATION_TAG: done.hash})
+            published = {RunTag.STATUS: str(Status.PUBLISHED), RunTag.VERDICT: str(Decision.PASSED)}
+            self._instance.add_run_tags(run.run_id, {**published, RunTag.PUBLICATION: done.hash})
             action, detail = PublicationAction.PUBLISHED, "by a publisher that died before it could report it"
             return Outcome(place.branch, run.run_id, action, detail, None, done.hash)
         action, status = PublicationAction.DISCARDED, status_without_verdict(run)

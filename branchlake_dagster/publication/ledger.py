@@ -27,17 +27,10 @@ from branchlake_dagster.nessie.model import (
     Put,
     Reference,
 )
-from branchlake_dagster.runs.provenance import PUBLICATION_ID
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.wording import Reason, named
 
-RUN_ID = "branchlake.run_id"
-ROOT_RUN_ID = "branchlake.root_run_id"
-VERDICT = "branchlake.verdict"
-BASE_HASH = "branchlake.base_hash"
-BRANCH = "branchlake.branch"
-TABLES = "branchlake.tables"
-
-_PUBLICATIONS = f"'{PUBLICATION_ID}' in commit.properties"
+_PUBLICATIONS = f"'{LakeProperty.PUBLICATION_ID}' in commit.properties"
 
 
 def publication_id(branch: str) -> str:
@@ -67,13 +60,13 @@ class Publication:
 def properties(publications: Sequence[Publication]) -> dict[str, str]:
     """The properties of a commit that carries these publications."""
     return {
-        PUBLICATION_ID: ",".join(one.publication_id for one in publications),
-        RUN_ID: ",".join(one.run_id for one in publications),
-        ROOT_RUN_ID: ",".join(one.root_run_id for one in publications),
-        VERDICT: ",".join(one.verdict for one in publications),
-        BASE_HASH: ",".join(one.base_hash for one in publications),
-        BRANCH: ",".join(one.branch for one in publications),
-        TABLES: ";".join(",".join(one.tables) for one in publications),
+        LakeProperty.PUBLICATION_ID: ",".join(one.publication_id for one in publications),
+        LakeProperty.RUN_ID: ",".join(one.run_id for one in publications),
+        LakeProperty.ROOT_RUN_ID: ",".join(one.root_run_id for one in publications),
+        LakeProperty.VERDICT: ",".join(one.verdict for one in publications),
+        LakeProperty.BASE_HASH: ",".join(one.base_hash for one in publications),
+        LakeProperty.BRANCH: ",".join(one.branch for one in publications),
+        LakeProperty.TABLES: ";".join(",".join(one.tables) for one in publications),
     }
 
 
@@ -91,11 +84,19 @@ def message(publications: Sequence[Publication]) -> str:
 def publications_in(entry: LogEntry) -> list[Publication]:
     """The publications of one commit; none for a commit that is no publication of ours."""
     found = entry.commit.properties
-    if PUBLICATION_ID not in found:
+    if LakeProperty.PUBLICATION_ID not in found:
         return []
-    names = (BRANCH, RUN_ID, ROOT_RUN_ID, VERDICT, BASE_HASH)
+    names = (
+        LakeProperty.BRANCH,
+        LakeProperty.RUN_ID,
+        LakeProperty.ROOT_RUN_ID,
+        LakeProperty.VERDICT,
+        LakeProperty.BASE_HASH,
+    )
     columns = [found.get(name, "").split(",") for name in names]
-    tables = (tuple(filter(None, listed.split(","))) for listed in found.get(TABLES, "").split(";"))
+    tables = (
+        tuple(filter(None, listed.split(","))) for listed in found.get(LakeProperty.TABLES, "").split(";")
+    )
     return [
         Publication(branch, run, root, verdict, base, changed, entry.commit.hash, entry.commit.commit_time)
         for branch, run, root, verdict, base, changed in zip(*columns, tables, strict=False)

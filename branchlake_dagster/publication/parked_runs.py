@@ -26,20 +26,8 @@ from branchlake_dagster.publication.outcome import Outcome, PublicationAction
 from branchlake_dagster.runs.branch_owner import runs_on
 from branchlake_dagster.runs.claims import release_claim
 from branchlake_dagster.runs.discarding import drop_branch, fail_unpublished, take_back
-from branchlake_dagster.runs.run_tags import (
-    ATTEMPTS_TAG,
-    BRANCH_TAG,
-    NEXT_ATTEMPT_TAG,
-    NONE,
-    REASON_TAG,
-    SET_ASIDE,
-    STATUS_TAG,
-    VERDICT_TAG,
-    Status,
-    base_hash_of,
-    opened_by,
-    shortened,
-)
+from branchlake_dagster.runs.run_tags import NONE, SET_ASIDE, Status, base_hash_of, opened_by, shortened
+from branchlake_dagster.stored_names import RunTag
 
 ATTEMPTS = 8
 """Passes after which a run is set aside: at twice the pause each time, ten minutes."""
@@ -65,10 +53,10 @@ class Troubles:
 
     def holds(self, branch: str, run: DagsterRun) -> Outcome | None:
         """Why the run is not tried in this pass; None: it is its turn."""
-        due = run.tags.get(NEXT_ATTEMPT_TAG, NONE) if opened_by(run.tags, run.run_id) else NONE
+        due = run.tags.get(RunTag.NEXT_ATTEMPT, NONE) if opened_by(run.tags, run.run_id) else NONE
         if due == NONE:
             return None
-        why = run.tags.get(REASON_TAG, "")
+        why = run.tags.get(RunTag.REASON, "")
         if due == SET_ASIDE:
             return Outcome(branch, run.run_id, PublicationAction.SET_ASIDE, why)
         try:
@@ -90,17 +78,17 @@ class Troubles:
             return Outcome(branch, run.run_id, PublicationAction.TRY_AGAIN, text)
         if may_pass(error):
             due = (self._now() + _PAUSE).isoformat(timespec="seconds")
-            self._tell(run, {NEXT_ATTEMPT_TAG: due, REASON_TAG: shortened(text)})
+            self._tell(run, {RunTag.NEXT_ATTEMPT: due, RunTag.REASON: shortened(text)})
             return Outcome(branch, run.run_id, PublicationAction.TRY_AGAIN, text)
         own = opened_by(run.tags, run.run_id)
-        before = run.tags.get(ATTEMPTS_TAG, "") if own else ""
+        before = run.tags.get(RunTag.ATTEMPTS, "") if own else ""
         attempts = (int(before) if before.isdigit() else 0) + 1
         due = self._now() + _FIRST_PAUSE * 2 ** (min(attempts, ATTEMPTS) - 1)
         aside = attempts >= ATTEMPTS
         tags = {
-            ATTEMPTS_TAG: str(attempts),
-            NEXT_ATTEMPT_TAG: SET_ASIDE if aside else due.isoformat(timespec="seconds"),
-            REASON_TAG: shortened(text),
+            RunTag.ATTEMPTS: str(attempts),
+            RunTag.NEXT_ATTEMPT: SET_ASIDE if aside else due.isoformat(timespec="seconds"),
+            RunTag.REASON: shortened(text),
         }
         kept = f" Its branch {branch} is kept." if run.is_success and branch != MAIN else ""
         event = (
@@ -128,7 +116,7 @@ def _everybodys(error: Exception) -> bool:
 
 def set_aside(instance: DagsterInstance) -> Iterator[DagsterRun]:
     """The runs that wait for somebody to look at them, the newest first."""
-    for run in instance.get_runs(RunsFilter(tags={NEXT_ATTEMPT_TAG: SET_ASIDE})):
+    for run in instance.get_runs(RunsFilter(tags={RunTag.NEXT_ATTEMPT: SET_ASIDE})):
         if opened_by(run.tags, run.run_id):
             yield run
 
@@ -139,7 +127,7 @@ def give_up(client: NessieClient, instance: DagsterInstance, run: DagsterRun) ->
     A run that is on `main` all the same (the attempt that broke may have come that far) is left to the next
     pass, which tells it as that. What an unbranched run wrote to `main` stays there.
     """
-    branch = run.tags[BRANCH_TAG]
+    branch = run.tags[RunTag.BRANCH]
     text = "Given up by hand: nothing of it was published, and its branch was discarded."
     if branch == MAIN:
         text = "Given up by hand: it wrote to main directly, and what it wrote stays."
@@ -150,11 +138,11 @@ def give_up(client: NessieClient, instance: DagsterInstance, run: DagsterRun) ->
         with contextlib.suppress(ReferenceNotFound):
             if not drop_branch(client, client.reference(branch), keep_data=False):
                 return f"Run {run.run_id}: its branch is being written to. Try it once more."
-    reason = f"{text} {run.tags.get(REASON_TAG, '')}".rstrip()
+    reason = f"{text} {run.tags.get(RunTag.REASON, '')}".rstrip()
     report_engine_event(instance, text, run)
     status = Status.UNBRANCHED if branch == MAIN else Status.BLOCKED
-    tags = {STATUS_TAG: str(status), VERDICT_TAG: "blocked"}
-    instance.add_run_tags(run.run_id, {**tags, REASON_TAG: shortened(reason), NEXT_ATTEMPT_TAG: NONE})
+    tags = {RunTag.STATUS: str(status), RunTag.VERDICT: "blocked"}
+    instance.add_run_tags(run.run_id, {**tags, RunTag.REASON: shortened(reason), RunTag.NEXT_ATTEMPT: NONE})
     if branch != MAIN:
         take_back(instance, run, [one.run_id for one in runs_on(instance, branch)] or [run.run_id])
         fail_unpublished(instance, run.run_id, reason)
@@ -174,4 +162,4 @@ def _landed(client: NessieClient, run: DagsterRun, branch: str) -> Published | N
 
 def retry(instance: DagsterInstance, run: DagsterRun) -> None:
     """Let the next pass try the run again, from the first attempt."""
-    instance.add_run_tags(run.run_id, {ATTEMPTS_TAG: "0", NEXT_ATTEMPT_TAG: NONE})
+    instance.add_run_tags(run.run_id, {RunTag.ATTEMPTS: "0", RunTag.NEXT_ATTEMPT: NONE})

@@ -14,17 +14,8 @@ from branchlake_dagster.publication.outcome import CheckRun, Outcome, Publicatio
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import run_id_of
-from branchlake_dagster.runs.run_tags import (
-    NONE,
-    PENDING,
-    REASON_TAG,
-    STATUS_TAG,
-    VERDICT_TAG,
-    Place,
-    Status,
-    place_of,
-    publication_of,
-)
+from branchlake_dagster.runs.run_tags import NONE, PENDING, Place, Status, place_of, publication_of
+from branchlake_dagster.stored_names import RunTag
 
 _ACTIONS: Mapping[str, PublicationAction] = {
     Status.BLOCKED: PublicationAction.BLOCKED,
@@ -190,7 +181,7 @@ def _told_before(run: dg.DagsterRun, place: Place) -> RunOutcome:
     """The outcome of a run whose branch is gone, from its tags."""
     if commit := publication_of(run.tags, place.branch):
         return RunOutcome(run.run_id, PublicationAction.PUBLISHED, commit=commit)
-    reason, verdict = run.tags.get(REASON_TAG, NONE), run.tags.get(VERDICT_TAG, PENDING)
+    reason, verdict = run.tags.get(RunTag.REASON, NONE), run.tags.get(RunTag.VERDICT, PENDING)
     reasons = () if reason == NONE else (reason,)
     if place.unbranched and verdict == PENDING:
         waits = "it wrote to main directly; the publication sensor judges it"
@@ -199,5 +190,5 @@ def _told_before(run: dg.DagsterRun, place: Place) -> RunOutcome:
         return RunOutcome(
             run.run_id, PublicationAction.REFUSED, ("its branch is gone, and nobody judged it",)
         )
-    action = _ACTIONS.get(run.tags.get(STATUS_TAG, ""), PublicationAction.DISCARDED)
+    action = _ACTIONS.get(run.tags.get(RunTag.STATUS, ""), PublicationAction.DISCARDED)
     return RunOutcome(run.run_id, action, reasons)

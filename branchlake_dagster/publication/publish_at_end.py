@@ -31,7 +31,8 @@ from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.discarding import failure
 from branchlake_dagster.runs.heartbeats import HeartbeatStore, beating
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource, record_branch_heads
-from branchlake_dagster.runs.run_tags import BRANCH_TAG, LAKE_TAG, opened_by
+from branchlake_dagster.runs.run_tags import opened_by
+from branchlake_dagster.stored_names import RunTag
 
 LEFT_TO_SENSOR = "Left to the publication sensor"
 """How the event begins with which a run says that it could not publish itself."""
@@ -171,7 +172,7 @@ class _Publishing(Executor):
         run = context.instance.get_run_by_id(context.run_id)
         if run is None or not opened_by(run.tags, run.run_id):
             return None  # it has touched no table
-        branch = run.tags.get(BRANCH_TAG, "")
+        branch = run.tags.get(RunTag.BRANCH, "")
         try:
             return self._judged(context, run, branch)
         except Exception as error:  # noqa: BLE001 - a run that passes must not fail of it, nor be lost with it
@@ -180,7 +181,7 @@ class _Publishing(Executor):
     def _judged(self, context: Any, run: dg.DagsterRun, branch: str) -> Outcome | None:
         lake = self._lake(context)
         settings = lake.settings
-        if branch == MAIN or run.tags.get(LAKE_TAG) != settings.lake_id:
+        if branch == MAIN or run.tags.get(RunTag.LAKE) != settings.lake_id:
             return None  # it is unbranched, or another lake's
         store, interval = HeartbeatStore.of(settings), settings.heartbeat_interval_s
         reconciler = Reconciler.of(lake, context.instance, asset_graph_of(context.job))

@@ -33,13 +33,9 @@ from branchlake_dagster.nessie.model import LogEntry
 from branchlake_dagster.publication.ledger import Publication, publications_in
 from branchlake_dagster.publication.written_partitions import written_on
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import identifier_of, table_name
 from branchlake_dagster.wording import counted
-
-AFTER_PUBLICATION_TAG = "branchlake/after_publication"
-"""On a requested run: the commit on `main` that it follows."""
-AFTER_RUN_TAG = "branchlake/after_run"
-"""On a requested run: the run that was published."""
 
 COMMITS_PER_TICK = 100
 """Dagster ends an evaluation after 60 s; the next tick goes on where this one stopped."""
@@ -258,7 +254,7 @@ def _launch(
 
     def answer(event: PublishedAssets) -> Sequence[RunRequest] | str:
         one = event.publication
-        tags = {AFTER_PUBLICATION_TAG: one.hash, AFTER_RUN_TAG: one.run_id}
+        tags = {RunTag.AFTER_PUBLICATION: one.hash, RunTag.AFTER_RUN: one.run_id}
         if partitions is None:
             return [RunRequest(one.publication_id, job_name=job.name, tags=tags)]
         wanted = {key for keys in event.partitions.values() for key in keys if key is not None}

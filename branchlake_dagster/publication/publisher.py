@@ -41,20 +41,15 @@ from branchlake_dagster.publication.replay import IcebergTables, Tables
 from branchlake_dagster.publication.snapshot_files import SnapshotFiles
 from branchlake_dagster.runs.branch_names import branches
 from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.stored_names import LakeProperty, ReferencePrefix
 
-PUBLICATION_BRANCH_PREFIX = "publish-"
-"""They are called `publish-{run_id}`, after the oldest of their runs."""
-
-PUBLICATION_BRANCHES = branches(PUBLICATION_BRANCH_PREFIX)
+PUBLICATION_BRANCHES = branches(ReferencePrefix.PUBLICATION)
 """Nessie's filter for them."""
-
-REBASED = "branchlake.rebased"
-"""On the state's commit: the tables whose changes were replayed."""
 
 
 def publication_branch(run_id: str) -> str:
     """Where the rebased state of a run, and of those that share it, waits for its checks."""
-    return f"{PUBLICATION_BRANCH_PREFIX}{run_id}"
+    return f"{ReferencePrefix.PUBLICATION}{run_id}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,7 @@ class PreparedStates:
             plan.discard()
             raise
         tables = tuple(sorted({table for rebased in plan.accepted.values() for table in rebased}))
-        hash_ = self._committer.send(plan, name, {REBASED: ",".join(tables)})
+        hash_ = self._committer.send(plan, name, {LakeProperty.REBASED: ",".join(tables)})
         if hash_ is None:
             raise PublicationContended(
                 "The rebased state could not be stored for its checks.",
@@ -125,14 +120,14 @@ class PreparedStates:
             entries = list(self._client.log(name, limit=1))
         except ReferenceNotFound:
             return None
-        if not entries or REBASED not in (properties := entries[0].commit.properties):
+        if not entries or LakeProperty.REBASED not in (properties := entries[0].commit.properties):
             return None  # it died between the branch and the commit, or it is somebody else's branch
         commit = entries[0].commit
         onto = commit.parent_hashes[0]
         members = tuple(one.branch for one in publications_in(entries[0]))
         if not members or publication_branch(members[0].removeprefix(branch_name(""))) != name:
             return None
-        tables = tuple(filter(None, properties[REBASED].split(",")))
+        tables = tuple(filter(None, properties[LakeProperty.REBASED].split(",")))
         changes = tuple(self._client.diff(f"@{onto}", f"@{commit.hash}"))
         return Prepared(name, commit.hash, onto, members, tables, changes)
 

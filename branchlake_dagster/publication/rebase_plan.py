@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from branchlake_dagster.history.summary import OFFSETS, REPROCESSED
-from branchlake_dagster.incremental.positions import CONSUMED
 from branchlake_dagster.nessie.model import (
     Content,
     ContentKey,
@@ -28,8 +26,9 @@ from branchlake_dagster.publication.conflicts import mapped, overlap
 from branchlake_dagster.publication.ledger import Candidate, NeedsChecks, Published, Refused
 from branchlake_dagster.publication.replay import ReplayImpossible, Staged, Tables
 from branchlake_dagster.publication.table_change import Mode, TableChange
-from branchlake_dagster.runs.leases import TOKEN, Lease, lease_key
+from branchlake_dagster.runs.leases import Lease, lease_key
 from branchlake_dagster.runs.run_branch import run_id_of
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.wording import Reason
 
 Value = Content | Staged | None
@@ -220,7 +219,7 @@ class CommitPlan:
         """The fencing tokens of the accepted, for the commit's properties: `name=token`, by commas."""
         names = sorted({name for one in self.accepted for name in one.leases})
         told = [f"{name}={Lease.of(name, self.contents).token}" for name in names]
-        return {TOKEN: ",".join(told)} if told else {}
+        return {LakeProperty.FENCING_TOKEN: ",".join(told)} if told else {}
 
     def _same_reads(self, candidate: Candidate, reads: Mapping[ContentKey, Content]) -> None:
         for key in sorted(candidate.read_set or ()):
@@ -276,7 +275,12 @@ class CommitPlan:
             raise _Stop(key, Reason(why, "partly_on_main"), (), runs)
         if twice := _same_properties(mine, theirs):
             raise _Stop(key, _met(twice), (), runs)
-        recorded = any(name.startswith((CONSUMED, OFFSETS, REPROCESSED)) for name in mine.properties_set)
+        recorded = any(
+            name.startswith(
+                (LakeProperty.CONSUMED, LakeProperty.OFFSETS_PREFIX, LakeProperty.REPROCESSED_PREFIX)
+            )
+            for name in mine.properties_set
+        )
         if recorded and not theirs.complete:
             why = "it was rolled back or replaced, and what the run has recorded as read would hide that"
             raise _Stop(key, Reason(why, "rolled_back"), (), runs)
@@ -316,13 +320,13 @@ def _only_appends(change: TableChange) -> bool:
 
 def _met(name: str) -> Reason:
     """What it means that both sides set a property."""
-    if name.startswith(CONSUMED):
+    if name.startswith(LakeProperty.CONSUMED):
         why = "another run of this consumer was published first: both have consumed the same change"
         return Reason(why, "run_published_first")
-    if name.startswith(OFFSETS):
+    if name.startswith(LakeProperty.OFFSETS_PREFIX):
         why = "another batch of this ingestion was published first: both have read the same offsets"
         return Reason(why, "batch_published_first")
-    if name.startswith(REPROCESSED):
+    if name.startswith(LakeProperty.REPROCESSED_PREFIX):
         why = "another run of this ingestion has put dead letters back meanwhile, maybe the same"
         return Reason(why, "dead_letters_reprocessed")
     return Reason(f"both sides set its property {name}", "same_property")

@@ -19,7 +19,7 @@ from branchlake_dagster.publication.evidence import RunEvidence, collect
 from branchlake_dagster.publication.ledger import Candidate, NeedsChecks, Published, Refused
 from branchlake_dagster.publication.outcome import CheckRun
 from branchlake_dagster.publication.publisher import Prepared, PreparedStates
-from branchlake_dagster.runs.run_tags import CHECK_HASH_TAG, CHECK_REF_TAG, CHECKS_FOR_TAG
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.wording import Reason, agree, counted
 
 ATTEMPTS = 3
@@ -146,7 +146,7 @@ class Recheck:
         self._states.forget(prepared.branch)
 
     def _runs_of(self, prepared: Prepared) -> Sequence[RunRecord]:
-        tags = {CHECK_HASH_TAG: prepared.hash, CHECK_REF_TAG: prepared.branch}
+        tags = {RunTag.CHECK_HASH: prepared.hash, RunTag.CHECK_REF: prepared.branch}
         return self._instance.get_run_records(RunsFilter(tags=tags))
 
     def _overdue(self, record: RunRecord) -> bool:
@@ -211,8 +211,8 @@ def _check_run(
     attempt: int,
 ) -> CheckRun:
     tags = {
-        CHECK_REF_TAG: prepared.branch,
-        CHECK_HASH_TAG: prepared.hash,
-        CHECKS_FOR_TAG: ",".join(one.run_id for one in members),
+        RunTag.CHECK_REF: prepared.branch,
+        RunTag.CHECK_HASH: prepared.hash,
+        RunTag.CHECKS_FOR: ",".join(one.run_id for one in members),
     }
     return CheckRun(f"{prepared.branch}@{prepared.hash}/{attempt}", checks, prepared.branch, tags)

@@ -29,33 +29,19 @@ from branchlake_dagster.publication.finishing import Finisher, LostBranches
 from branchlake_dagster.publication.ledger import Candidate, NeedsChecks, Published, Refused, only_namespaces
 from branchlake_dagster.publication.outcome import Ended, Outcome, PublicationAction, backlog
 from branchlake_dagster.publication.parked_runs import Troubles
-from branchlake_dagster.publication.publisher import (
-    GROUP,
-    PUBLICATION_BRANCH_PREFIX,
-    Prepared,
-    Publisher,
-    groups,
-    publisher_of,
-)
+from branchlake_dagster.publication.publisher import GROUP, Prepared, Publisher, groups, publisher_of
 from branchlake_dagster.publication.recheck import Answer, Recheck, Waits
 from branchlake_dagster.publication.report import MainView
 from branchlake_dagster.runs.added_snapshots import ReadMetadata
 from branchlake_dagster.runs.branch_names import branches
 from branchlake_dagster.runs.discarding import report_end
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import (
-    BRANCH_TAG,
-    FENCED,
-    REASON_TAG,
-    STATUS_TAG,
-    Status,
-    base_hash_of,
-    judged,
-)
-from branchlake_dagster.settings import RUN_BRANCH_PREFIX, Settings
+from branchlake_dagster.runs.run_tags import FENCED, Status, base_hash_of, judged
+from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import ReferencePrefix, RunTag
 from branchlake_dagster.tables.table_files import TableFiles
 
-RUN_BRANCHES = branches(RUN_BRANCH_PREFIX)
+RUN_BRANCHES = branches(ReferencePrefix.RUN)
 """Nessie's filter for branches that are ours."""
 
 _TOLD: Mapping[str, PublicationAction] = {
@@ -155,13 +141,15 @@ class Reconciler:
     def run(self, *, budget_s: float = math.inf) -> Iterator[Outcome]:
         """Every run branch, for `budget_s` seconds; runs that wait for the same tables go together."""
         self._until = self._clock() + budget_s
-        listed = list(self._client.references(filter=branches(RUN_BRANCH_PREFIX, PUBLICATION_BRANCH_PREFIX)))
-        ours = [ref for ref in listed if not ref.name.startswith(PUBLICATION_BRANCH_PREFIX)]
+        listed = list(
+            self._client.references(filter=branches(ReferencePrefix.RUN, ReferencePrefix.PUBLICATION))
+        )
+        ours = [ref for ref in listed if not ref.name.startswith(ReferencePrefix.PUBLICATION)]
         ended, others = backlog(self._instance, ours, location=self._location)
         yield from others
         yield from self._lost_branches.report({ref.name for ref in ours})
         yield from self._pass(
-            ended, states=[ref.name for ref in listed if ref.name.startswith(PUBLICATION_BRANCH_PREFIX)]
+            ended, states=[ref.name for ref in listed if ref.name.startswith(ReferencePrefix.PUBLICATION)]
         )
 
     def run_one(self, run_id: str) -> Outcome | None:
@@ -177,7 +165,7 @@ class Reconciler:
 
         The outcome is that of an ended run. `judge_only`: a run that passes is left to the sensor.
         """
-        name = run.tags.get(BRANCH_TAG) or branch_name(run.run_id)
+        name = run.tags.get(RunTag.BRANCH) or branch_name(run.run_id)
         outcome = next(self._pass([Ended(name, run)], inside=True, judge_only=judge_only))
         unsettled = outcome.action in (
             PublicationAction.TRY_AGAIN,
@@ -207,10 +195,10 @@ class Reconciler:
     def _told(self, run: DagsterRun, name: str) -> Outcome | None:
         """What was told of a run although its clean-up broke: it must fail now, nobody may come again."""
         current = self._instance.get_run_by_id(run.run_id)
-        action = _TOLD.get(current.tags.get(STATUS_TAG, "")) if current else None
+        action = _TOLD.get(current.tags.get(RunTag.STATUS, "")) if current else None
         if current is None or action is None or not judged(current.tags, name):
             return None
-        return Outcome(name, run.run_id, action, current.tags.get(REASON_TAG, ""))
+        return Outcome(name, run.run_id, action, current.tags.get(RunTag.REASON, ""))
 
     def _branch(self, name: str) -> Reference | None:
         try:

@@ -58,6 +58,7 @@ from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.publication import table_history as manifests
 from branchlake_dagster.publication.snapshot_files import SnapshotFiles
 from branchlake_dagster.publication.table_change import Mode, SnapshotChange, TableChange
+from branchlake_dagster.stored_names import LakeProperty
 
 _log = logging.getLogger(__name__)
 
@@ -365,7 +366,7 @@ def _replayed(staged: Staged, step: SnapshotChange) -> tuple[TableUpdate, ...]:
         added=[file.handle for file in step.added],
         removed=removed,
         operation=operation,
-        properties={**step.properties, manifests.REPLAYED_FROM: str(step.snapshot_id)},
+        properties={**step.properties, LakeProperty.REPLAYED_FROM: str(step.snapshot_id)},
         written=staged.written,
     )
     return tuple(map(as_compaction, updates)) if step.mode is Mode.COMPACT else updates

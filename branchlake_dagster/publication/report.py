@@ -18,23 +18,12 @@ from branchlake_dagster.internals.dagster import report_engine_event, report_obs
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.lakehouse.web_page import commit_page
 from branchlake_dagster.nessie.model import ContentKey
-from branchlake_dagster.publication import report_metadata as names
 from branchlake_dagster.publication.evidence import RunEvidence, Written
 from branchlake_dagster.publication.verdict import Verdict
 from branchlake_dagster.runs.discarding import take_back
-from branchlake_dagster.runs.provenance import PREVIEW, row_count
-from branchlake_dagster.runs.run_tags import (
-    NEXT_ATTEMPT_TAG,
-    NONE,
-    PUBLICATION_TAG,
-    REASON_TAG,
-    REPORTED_TAG,
-    STATUS_TAG,
-    VERDICT_TAG,
-    Status,
-    opened_by,
-    shortened,
-)
+from branchlake_dagster.runs.provenance import row_count
+from branchlake_dagster.runs.run_tags import NONE, Status, opened_by, shortened
+from branchlake_dagster.stored_names import EventMetadata, RunTag
 
 _log = logging.getLogger(__name__)
 _REMEMBERED = 200
@@ -141,11 +130,11 @@ class RunReport:
 
     def tags(self) -> Mapping[str, str]:
         """The run's tags."""
-        tags = {STATUS_TAG: str(self.status), VERDICT_TAG: self.shown_verdict()}
+        tags = {RunTag.STATUS: str(self.status), RunTag.VERDICT: self.shown_verdict()}
         if self.publication:
-            return {**tags, PUBLICATION_TAG: self.publication}
+            return {**tags, RunTag.PUBLICATION: self.publication}
         reason = self.why or "; ".join(self.verdict.reasons)
-        return {**tags, REASON_TAG: shortened(reason)} if reason else tags
+        return {**tags, RunTag.REASON: shortened(reason)} if reason else tags
 
 
 def report_outcome(
@@ -183,13 +172,13 @@ def report_outcome(
 
     for number in range(reported, len(shown), _AT_ONCE):
         if number > reported and not more():
-            instance.add_run_tags(run_id, {REPORTED_TAG: str(number)})
+            instance.add_run_tags(run_id, {RunTag.REPORTED: str(number)})
             return len(shown) - number
         part = shown[number : number + _AT_ONCE]
         report_observations(instance, [observed(*of, written) for of, written in part])
     report_engine_event(instance, text, report.run, common)
     # What an attempt that broke has left there is true no more, and Dagster has no way to remove a tag.
-    passed = {name: NONE for name in (REASON_TAG, NEXT_ATTEMPT_TAG) if now.get(name, NONE) != NONE}
+    passed = {name: NONE for name in (RunTag.REASON, RunTag.NEXT_ATTEMPT) if now.get(name, NONE) != NONE}
     instance.add_run_tags(run_id, {**passed, **tags})
     return 0
 
@@ -212,7 +201,7 @@ def _rows(report: RunReport, tables: Collection[str], view: MainView | None) -> 
 
 def _reported(tags: Mapping[str, str], run_id: str) -> int:
     """How many partitions an earlier call has told."""
-    count = tags.get(REPORTED_TAG, "") if opened_by(tags, run_id) else ""
+    count = tags.get(RunTag.REPORTED, "") if opened_by(tags, run_id) else ""
     return int(count) if count.isdigit() else 0
 
 
@@ -220,23 +209,23 @@ def _metadata(report: RunReport, view: MainView | None) -> dict[str, Any]:
     """What is told of the run, on each of its assets and in its own log."""
     verdict = report.verdict
     found: dict[str, Any] = {
-        names.ON_MAIN: MetadataValue.bool(not report.taken_back),
-        names.VERDICT: MetadataValue.text(report.shown_verdict()),
-        names.CHECKS: MetadataValue.text(f"{verdict.checks_passed}/{verdict.checks_total} passed"),
-        names.BRANCH: MetadataValue.text(report.branch),
-        names.RUN: MetadataValue.dagster_run(report.run.run_id),
-        names.PUBLISHER_S: MetadataValue.float(round(report.took_s, 4)),
+        EventMetadata.ON_MAIN: MetadataValue.bool(not report.taken_back),
+        EventMetadata.VERDICT: MetadataValue.text(report.shown_verdict()),
+        EventMetadata.CHECKS: MetadataValue.text(f"{verdict.checks_passed}/{verdict.checks_total} passed"),
+        EventMetadata.BRANCH: MetadataValue.text(report.branch),
+        EventMetadata.RUN: MetadataValue.dagster_run(report.run.run_id),
+        EventMetadata.PUBLISHER_S: MetadataValue.float(round(report.took_s, 4)),
     }
     if report.publication:
-        found[names.PUBLICATION] = MetadataValue.text(report.publication)
-        found[names.TABLES] = MetadataValue.text(", ".join(sorted(report.evidence.write_set)))
+        found[EventMetadata.PUBLICATION] = MetadataValue.text(report.publication)
+        found[EventMetadata.TABLES] = MetadataValue.text(", ".join(sorted(report.evidence.write_set)))
         if view and (page := view.page(report.publication)):
-            found[names.COMMIT_PAGE] = MetadataValue.url(page)
+            found[EventMetadata.COMMIT_PAGE] = MetadataValue.url(page)
     if report.rebased:
-        found[names.REBASED] = MetadataValue.text(", ".join(report.rebased))
+        found[EventMetadata.REBASED] = MetadataValue.text(", ".join(report.rebased))
     warnings = [f"warning: {text}" for text in verdict.warnings]
     if listed := [report.why] if report.why else [*verdict.reasons, *warnings]:
-        found[names.REASONS] = MetadataValue.md("\n".join(f"- {line}" for line in listed))
+        found[EventMetadata.REASONS] = MetadataValue.md("\n".join(f"- {line}" for line in listed))
     return found
 
 
@@ -246,21 +235,23 @@ def _of_asset(
     """What is told of one partition of one asset: above all, what `main` has of it now."""
     found: dict[str, Any] = {}
     if rows is not None:
-        found[names.ROWS] = MetadataValue.int(rows)
+        found[EventMetadata.TABLE_ROWS] = MetadataValue.int(rows)
     alone = written.whole or _table(report, asset) not in report.rebased
     if report.publication and alone and written.partition_rows is not None:
-        found[names.PARTITION_ROWS] = MetadataValue.int(written.partition_rows)
+        found[EventMetadata.PARTITION_ROWS] = MetadataValue.int(written.partition_rows)
     if report.publication and written.at:
-        found[names.DELAY_S] = MetadataValue.float(round(max(0.0, report.at - written.at), 3))
+        found[EventMetadata.PUBLICATION_DELAY_S] = MetadataValue.float(
+            round(max(0.0, report.at - written.at), 3)
+        )
     if report.publication and written.preview:
-        found[PREVIEW] = MetadataValue.md(written.preview)
+        found[EventMetadata.PREVIEW] = MetadataValue.md(written.preview)
     counted = [
         one.failing
         for ((checked, _), part), one in report.evidence.evaluations.items()
         if checked == asset and part in (partition, None) and one.failing is not None
     ]
     if counted:
-        found[names.FAILING_ROWS] = MetadataValue.int(sum(counted))
+        found[EventMetadata.FAILING_ROWS] = MetadataValue.int(sum(counted))
     return found
 
 

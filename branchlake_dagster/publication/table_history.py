@@ -13,8 +13,6 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.snapshots import Operation, Snapshot
 
-from branchlake_dagster.history.summary import OFFSETS, REPROCESSED
-from branchlake_dagster.incremental.positions import CONSUMED
 from branchlake_dagster.publication.snapshot_files import Touched
 from branchlake_dagster.publication.table_change import (
     Column,
@@ -24,24 +22,19 @@ from branchlake_dagster.publication.table_change import (
     SnapshotChange,
     TableChange,
 )
-from branchlake_dagster.runs.provenance import PREFIX
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.replaced_rows import from_text
 
 T = TypeVar("T")
 
-_WRITE_MODE = f"{PREFIX}write_mode"
-_KEYS = f"{PREFIX}keys"
-_RUN = f"{PREFIX}run_id"
-_REPLACED = f"{PREFIX}replaced"
-_PARTITION = f"{PREFIX}partition"
+
 _MODES = {
     "append": Mode.APPEND,
     "replace_partitions": Mode.REPLACE_PARTITIONS,
     "upsert": Mode.UPSERT,
     "replace_table": Mode.REPLACE_TABLE,
 }
-REPLAYED_FROM = f"{PREFIX}replayed_from"
-"""In a replayed snapshot's summary: the id of the snapshot on the run's branch."""
+
 
 _TOTALS = ("added-", "deleted-", "removed-", "total-", "changed-partition-count", "partitions.", "partition-")
 """Starts of the summary entries that a snapshot computes for itself."""
@@ -103,7 +96,10 @@ def change(before: Table | None, after: Table, files: Callable[[Snapshot], Touch
         _step(snapshot, files(snapshot), before)
         if files
         else SnapshotChange(
-            snapshot.snapshot_id, Mode.UNKNOWN, run_id=_property(snapshot, _RUN), origin=_origin(snapshot)
+            snapshot.snapshot_id,
+            Mode.UNKNOWN,
+            run_id=_property(snapshot, LakeProperty.RUN_ID),
+            origin=_origin(snapshot),
         )
         for snapshot in snapshots
     ]
@@ -119,7 +115,13 @@ def change(before: Table | None, after: Table, files: Callable[[Snapshot], Touch
             for key, value in now.items()
             # Of a new table only what its makers must not both have done: consumed the same change, or read
             # the same offsets.
-            if was.get(key) != value and (old or key.startswith((CONSUMED, OFFSETS, REPROCESSED)))
+            if was.get(key) != value
+            and (
+                old
+                or key.startswith(
+                    (LakeProperty.CONSUMED, LakeProperty.OFFSETS_PREFIX, LakeProperty.REPROCESSED_PREFIX)
+                )
+            )
         },
         properties_removed=tuple(sorted(was.keys() - now.keys())),
         base_snapshot_id=old.current_snapshot_id if old else None,
@@ -171,7 +173,7 @@ def chain(
 
 
 def _origin(snapshot: Snapshot) -> int | None:
-    told = _property(snapshot, REPLAYED_FROM) or ""
+    told = _property(snapshot, LakeProperty.REPLAYED_FROM) or ""
     return int(told) if told.isdigit() else None
 
 
@@ -182,27 +184,27 @@ def _property(snapshot: Snapshot, name: str) -> str | None:
 
 def _step(snapshot: Snapshot, files: Touched, before: Table | None) -> SnapshotChange:
     summary = snapshot.summary.additional_properties if snapshot.summary else {}
-    keys = tuple(name for name in summary.get(_KEYS, "").split(",") if name)
+    keys = tuple(name for name in summary.get(LakeProperty.KEYS, "").split(",") if name)
     mode = files.mode or _mode(snapshot, files.removed, before)
-    record = summary.get(_REPLACED) if mode is Mode.REPLACE_PARTITIONS else None
+    record = summary.get(LakeProperty.REPLACED) if mode is Mode.REPLACE_PARTITIONS else None
     return SnapshotChange(
         snapshot_id=snapshot.snapshot_id,
         mode=mode,
         added=files.added,
         removed=files.removed,
         keys=keys,
-        run_id=summary.get(_RUN),
+        run_id=summary.get(LakeProperty.RUN_ID),
         properties={key: value for key, value in summary.items() if not key.startswith(_TOTALS)},
         origin=_origin(snapshot),
         deletes=files.deletes,
         recorded=from_text(record) if record is not None else None,
-        named=tuple(name for name in summary.get(_PARTITION, "").split(",") if name),
+        named=tuple(name for name in summary.get(LakeProperty.PARTITION, "").split(",") if name),
     )
 
 
 def _mode(snapshot: Snapshot, removed: Sequence[File], before: Table | None) -> Mode:
     """The recorded write mode; without one, what the operation could have been at worst."""
-    recorded = _property(snapshot, _WRITE_MODE)
+    recorded = _property(snapshot, LakeProperty.WRITE_MODE)
     if recorded in _MODES:
         return _MODES[recorded]
     if snapshot.summary and snapshot.summary.operation == Operation.APPEND and not removed:

@@ -26,7 +26,8 @@ from branchlake_dagster.internals.dagster import (
 from branchlake_dagster.publication.outcome import CheckRun, Outcome, PublicationAction
 from branchlake_dagster.publication.parked_runs import said
 from branchlake_dagster.runs.discarding import materialised, newest_run
-from branchlake_dagster.runs.run_tags import STATUS_TAG, Status
+from branchlake_dagster.runs.run_tags import Status
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.wording import agree, counted
 
 _EXAMPLES = 10
@@ -133,7 +134,7 @@ def _fail_unpublished(
     instance: DagsterInstance, graph: AssetGraph, backfill: PartitionBackfill
 ) -> str | None:
     """None: all that the backfill has materialised is published."""
-    wanted = {BACKFILL_ID_TAG: backfill.backfill_id, STATUS_TAG: _UNPUBLISHED}
+    wanted = {BACKFILL_ID_TAG: backfill.backfill_id, RunTag.STATUS: _UNPUBLISHED}
     runs = instance.get_runs(RunsFilter(tags=wanted))
     missing = {
         (key, partition)

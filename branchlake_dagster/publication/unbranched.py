@@ -18,7 +18,8 @@ from branchlake_dagster.publication.outcome import Outcome, PublicationAction, o
 from branchlake_dagster.publication.parked_runs import Troubles
 from branchlake_dagster.publication.report import MainView, RunReport, report_outcome
 from branchlake_dagster.publication.verdict import judge
-from branchlake_dagster.runs.run_tags import PENDING, UNBRANCHED_TAG, VERDICT_TAG, Status, opened_by
+from branchlake_dagster.runs.run_tags import PENDING, Status, opened_by
+from branchlake_dagster.stored_names import RunTag
 
 _FINISHED = [DagsterRunStatus.SUCCESS, DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED]
 _AT_MOST = 100
@@ -37,7 +38,7 @@ def settle_unbranched(
 ) -> Iterator[Outcome]:
     """Judge the finished unbranched runs that nobody has judged yet. `now` is the wall clock."""
     troubles = Troubles(instance)
-    waiting = RunsFilter(tags={UNBRANCHED_TAG: "true", VERDICT_TAG: PENDING}, statuses=_FINISHED)
+    waiting = RunsFilter(tags={RunTag.UNBRANCHED: "true", RunTag.VERDICT: PENDING}, statuses=_FINISHED)
     for run in instance.get_runs(waiting, limit=_AT_MOST):
         if opened_by(run.tags, run.run_id) and other_location(run, location) is None:
             if (held := troubles.holds(MAIN, run)) is not None:

@@ -30,23 +30,15 @@ from dagster import (
 )
 
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Transient
-from branchlake_dagster.publication import report_metadata
 from branchlake_dagster.publication.written_partitions import written_with
-from branchlake_dagster.runs.run_tags import (
-    NEXT_ATTEMPT_TAG,
-    REASON_TAG,
-    SET_ASIDE,
-    STATUS_TAG,
-    Status,
-    opened_by,
-)
+from branchlake_dagster.runs.run_tags import SET_ASIDE, Status, opened_by
+from branchlake_dagster.stored_names import EventMetadata, RunTag
 from branchlake_dagster.wording import counted
 
 STATES = (str(Status.BLOCKED), str(Status.REFUSED), SET_ASIDE)
 """What a run can be alerted for: a check failed, it met another run's change, or publishing it breaks."""
 
-_ALERT_TAG = ".dagster/branchlake_alert_"
-"""With the sensor's name behind it: `{run_id} sent`, or how many attempts have failed."""
+
 _ATTEMPTS = 5
 """Attempts to alert for one run. The ticks of a receiver that is away for longer are red anyway."""
 _PAGE = 100
@@ -247,7 +239,7 @@ def on_blocked(
             context.update_cursor(_Cursor(now, now).format())
             return SkipReason("Starts with runs that end from now on.")
         location = None if all_code_locations else _location_of(context)
-        tag = f"{_ALERT_TAG}{name}"
+        tag = f"{RunTag.ALERT_PREFIX}{name}"
         sent, failures, end = 0, list[tuple[DagsterRun, Exception]](), time.monotonic() + _TICK_S
         for run, state in _find_unpublished(context.instance, states, cursor.look_from()):
             attempts = _attempts(run.tags.get(tag, ""), run.run_id)
@@ -310,10 +302,10 @@ def _find_unpublished(
     """The runs that have come into one of `states` and were changed after `since`, and the state."""
     words = [state for state in states if state != SET_ASIDE]
     if words:
-        for run in _changed_runs(instance, {STATUS_TAG: words}, since):
-            yield run, run.tags[STATUS_TAG]
+        for run in _changed_runs(instance, {RunTag.STATUS: words}, since):
+            yield run, run.tags[RunTag.STATUS]
     if SET_ASIDE in states:
-        for run in _changed_runs(instance, {NEXT_ATTEMPT_TAG: SET_ASIDE}, since):
+        for run in _changed_runs(instance, {RunTag.NEXT_ATTEMPT: SET_ASIDE}, since):
             yield run, SET_ASIDE
 
 
@@ -362,7 +354,7 @@ def _describe(
     instance: DagsterInstance, run: DagsterRun, state: str, dagster_url: str | None
 ) -> UnpublishedRun:
     if state == SET_ASIDE:
-        reason = run.tags.get(REASON_TAG, "")
+        reason = run.tags.get(RunTag.REASON, "")
         command = f"`branchlake set-aside retry {run.run_id[:8]}`"
         message = f"Set aside: {reason.rstrip('.')}. Correct the cause, then {command}."
         reasons: Sequence[str] = (reason,)
@@ -381,15 +373,15 @@ def _describe(
 
 def _reported(instance: DagsterInstance, run: DagsterRun) -> tuple[str, Sequence[str]]:
     """What the publisher has written into the run's log, and its reasons; the tag's short text otherwise."""
-    reason = run.tags.get(REASON_TAG, "")
+    reason = run.tags.get(RunTag.REASON, "")
     records = instance.get_records_for_run(
         run.run_id, of_type=DagsterEventType.ENGINE_EVENT, limit=_EVENTS, ascending=False
     ).records
     for record in records:
         event = record.event_log_entry.dagster_event
         metadata = event.engine_event_data.metadata if event else {}
-        if event and event.message and report_metadata.VERDICT in metadata:
-            listed = metadata.get(report_metadata.REASONS)
+        if event and event.message and EventMetadata.VERDICT in metadata:
+            listed = metadata.get(EventMetadata.REASONS)
             lines = str(listed.value).splitlines() if listed else [reason]
             return event.message, tuple(line.removeprefix("- ") for line in lines if line)
     return f"Not published: {reason}", (reason,) if reason else ()

@@ -21,43 +21,27 @@ from dagster import (
 
 from branchlake_dagster.errors import ConfigurationError, some
 from branchlake_dagster.incremental.consumer import Consumer
-from branchlake_dagster.incremental.declaration import CONSUMES, declared
+from branchlake_dagster.incremental.declaration import declared
 from branchlake_dagster.incremental.step_consumption import consumer_of
 from branchlake_dagster.internals.dagster import AssetGraph, io_manager_key_of
-from branchlake_dagster.tables.specification import (
-    CHECK_SCOPE,
-    COLUMNS,
-    EXCLUSIVE,
-    ISOLATION,
-    KEYS,
-    LAYOUT,
-    PREVIEW_ROWS,
-    PROPERTIES,
-    REQUIRE_CHECKS,
-    WRITE_MODE,
-    TableSpec,
-    plain,
-    table_name,
-    table_spec,
-)
+from branchlake_dagster.stored_names import AssetMetadata
+from branchlake_dagster.tables.specification import TableSpec, plain, table_name, table_spec
 from branchlake_dagster.wording import agree, named
 
-LIVE_INGESTION = "branchlake/live_ingestion"
-"""Metadata of an asset that a live ingestion may fill: the ingestion's name."""
 _PREFIX = "branchlake/"
 _KNOWN = frozenset(
     (
-        WRITE_MODE,
-        KEYS,
-        REQUIRE_CHECKS,
-        ISOLATION,
-        COLUMNS,
-        EXCLUSIVE,
-        PREVIEW_ROWS,
-        LAYOUT,
-        PROPERTIES,
-        CONSUMES,
-        LIVE_INGESTION,
+        AssetMetadata.WRITE_MODE,
+        AssetMetadata.KEYS,
+        AssetMetadata.REQUIRE_CHECKS,
+        AssetMetadata.ISOLATION,
+        AssetMetadata.COLUMNS,
+        AssetMetadata.EXCLUSIVE,
+        AssetMetadata.PREVIEW_ROWS,
+        AssetMetadata.LAYOUT,
+        AssetMetadata.PROPERTIES,
+        AssetMetadata.CONSUMES,
+        AssetMetadata.LIVE_INGESTION,
     )
 )
 """The metadata keys of assets that are read."""
@@ -151,7 +135,7 @@ def _mistakes(
         if (other := tables.setdefault(spec.identifier, key)) != key:
             table = table_name(spec.identifier)
             yield key, f"its table {table} is {other.to_user_string()}'s too; rename one of them."
-        wanted = plain(node.metadata.get(REQUIRE_CHECKS))
+        wanted = plain(node.metadata.get(AssetMetadata.REQUIRE_CHECKS))
         if key not in checked and (require_checks if wanted is None else wanted):
             yield key, _NO_CHECK
 
@@ -164,7 +148,7 @@ def _unpartitioned_checks(graph: AssetGraph, io_manager_key: str) -> Iterator[tu
             continue
         for check in sorted(node.check_keys, key=lambda one: one.name):
             its = graph.get(check)
-            if its.partitions_def is None and CHECK_SCOPE not in (its.metadata or {}):
+            if its.partitions_def is None and AssetMetadata.CHECK_SCOPE not in (its.metadata or {}):
                 yield key, _NO_PARTITIONS.format(check=check.name)
 
 
@@ -192,7 +176,7 @@ _NO_PARTITIONS = (
 def _unchecked(graph: AssetGraph, key: AssetKey) -> str | None:
     """Which checks of an asset a live ingestion would publish rows without: it runs none but its own."""
     node = graph.get(key)
-    ingestion = plain(node.metadata.get(LIVE_INGESTION))
+    ingestion = plain(node.metadata.get(AssetMetadata.LIVE_INGESTION))
     others = {one for one in graph.asset_check_keys if one.asset_key == key} - {*node.assets_def.check_keys}
     if ingestion is None or not others:
         return None

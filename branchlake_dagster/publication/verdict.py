@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from branchlake_dagster.history.summary import CHANGE_TABLE
 from branchlake_dagster.lakehouse.sql_names import sql_name
 from branchlake_dagster.nessie.model import ContentKey
 from branchlake_dagster.publication.evidence import CheckName, Evaluation, RunEvidence
+from branchlake_dagster.stored_names import CHANGE_TABLE_INFIX
 from branchlake_dagster.wording import Reason, named
 
 
@@ -161,7 +161,7 @@ def _changed_columns(evidence: RunEvidence) -> Iterator[Reason]:
 
 def _unfinished(evidence: RunEvidence) -> Iterator[Reason]:
     for table in sorted(evidence.write_set):
-        if CHANGE_TABLE in table:
+        if CHANGE_TABLE_INFIX in table:
             why = f"the change table {table} is still there: the step that made it did not come to its end"
             yield Reason(why, "change_table_left")
 

@@ -14,9 +14,8 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieNotFound, ReferenceNotFound
 from branchlake_dagster.nessie.model import Reference
-from branchlake_dagster.publication.ledger import RUN_ID, publications_in
-from branchlake_dagster.runs.branch_names import DISCARDED_PREFIX, SWEEPING_PREFIX
-from branchlake_dagster.settings import RUN_BRANCH_PREFIX
+from branchlake_dagster.publication.ledger import publications_in
+from branchlake_dagster.stored_names import LakeProperty, ReferencePrefix
 
 
 class QueryFailed(BranchlakeError, Terminal):
@@ -93,7 +92,10 @@ def _of_run(client: NessieClient, run: str) -> Where:
             subject=run,
         )
     found = _references(client, prefix)
-    for kind, told in ((RUN_BRANCH_PREFIX, "on its branch"), (DISCARDED_PREFIX, "as it was discarded")):
+    for kind, told in (
+        (ReferencePrefix.RUN, "on its branch"),
+        (ReferencePrefix.DISCARDED, "as it was discarded"),
+    ):
         names = [name for name in found if name.startswith(kind)]
         if len(names) > 1:
             raise ConfigurationError(f"{len(names)} runs begin with {run!r}.", hint="Give more of the id.")
@@ -118,13 +120,14 @@ def _of_run(client: NessieClient, run: str) -> Where:
 
 
 def _references(client: NessieClient, prefix: str) -> dict[str, Reference]:
-    kinds = "|".join((RUN_BRANCH_PREFIX, DISCARDED_PREFIX, SWEEPING_PREFIX))
+    kinds = "|".join((ReferencePrefix.RUN, ReferencePrefix.DISCARDED, ReferencePrefix.SWEEPING))
     filtered = client.references(filter=f"ref.name.matches('^({kinds}){prefix}')")
     return {reference.name: reference for reference in filtered}
 
 
 def _publication(client: NessieClient, prefix: str) -> Where | None:
-    runs = f"'{RUN_ID}' in commit.properties && commit.properties['{RUN_ID}'].contains('{prefix}')"
+    name = LakeProperty.RUN_ID
+    runs = f"'{name}' in commit.properties && commit.properties['{name}'].contains('{prefix}')"
     for entry in client.log(MAIN, filter=runs):
         for one in publications_in(entry):
             if one.run_id.startswith(prefix):

@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
+from branchlake_dagster.stored_names import RecordHeader
 
 RECEIVER, PROTOCOL, RECEIVED_NS, SOURCE, CURSOR = (
-    *("branchlake.receiver", "branchlake.protocol", "branchlake.received_ns"),
-    *("branchlake.source", "branchlake.cursor"),
+    *(RecordHeader.RECEIVER, RecordHeader.PROTOCOL, RecordHeader.RECEIVED_NS),
+    *(RecordHeader.SOURCE, RecordHeader.CURSOR),
 )
 """Names of a record's headers. Values are UTF-8 text; numbers are decimal."""
 

@@ -17,15 +17,8 @@ from branchlake_dagster.internals.dagster import (
     RETRY_NUMBER_TAG,
     report_engine_event,
 )
-from branchlake_dagster.runs.run_tags import (
-    APPROVAL_TAG,
-    FOLLOWS_TAG,
-    GIVEN,
-    HELD_TAG,
-    REQUIRED,
-    place_of,
-    publication_of,
-)
+from branchlake_dagster.runs.run_tags import GIVEN, REQUIRED, place_of, publication_of
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.errors import NotApproved
 
 _CHUNK = 200
@@ -39,7 +32,7 @@ def approval_names(run_id: str, tags: Mapping[str, str]) -> tuple[str, ...]:
 
     A run outside of backfills has its own id.
     """
-    followed = tags.get(FOLLOWS_TAG) or tags.get(BACKFILL_ID_TAG) or run_id
+    followed = tags.get(RunTag.FOLLOWS) or tags.get(BACKFILL_ID_TAG) or run_id
     return tuple(name for name in followed.split(",") if name)
 
 
@@ -52,12 +45,12 @@ def inherited_tags(
     other runs has to do with approval.
     """
     names: dict[str, None] = {}
-    if APPROVAL_TAG in tags:
+    if RunTag.APPROVAL in tags:
         names |= dict.fromkeys(approval_names("", tags))
     for run_id, its in consumed:
-        if APPROVAL_TAG in its:
+        if RunTag.APPROVAL in its:
             names |= dict.fromkeys(approval_names(run_id, its))
-    new = {APPROVAL_TAG: REQUIRED, FOLLOWS_TAG: ",".join([*names][-_MOST_FOLLOWED:])} if names else {}
+    new = {RunTag.APPROVAL: REQUIRED, RunTag.FOLLOWS: ",".join([*names][-_MOST_FOLLOWED:])} if names else {}
     return {name: value for name, value in new.items() if tags.get(name) != value}
 
 
@@ -68,7 +61,9 @@ def requires_approval(run: DagsterRun) -> bool:
     the tags of such a run, but it is a launch by a person and does not wait. Dagster's automatic retries are
     numbered, and wait as the first run does.
     """
-    launched_by_machine = not run.tags.keys().isdisjoint((HELD_TAG, AUTOMATION_CONDITION_TAG))
+    launched_by_machine = not run.tags.keys().isdisjoint(
+        (RunTag.HELD_UNTIL_APPROVED, AUTOMATION_CONDITION_TAG)
+    )
     return launched_by_machine and (run.parent_run_id is None or RETRY_NUMBER_TAG in run.tags)
 
 
@@ -80,7 +75,7 @@ class Approvals:
 
     def __init__(self, instance: DagsterInstance, states: Sequence[str] = (REQUIRED,)) -> None:
         self._instance = instance
-        self._wanted = {APPROVAL_TAG: states}
+        self._wanted = {RunTag.APPROVAL: states}
         self._tags: dict[str, Mapping[str, str]] = {}
         """By run id; empty for a run without such a state."""
 
@@ -115,7 +110,7 @@ class Approvals:
         own = self._instance.get_run_by_id(run_id) if consumed_tags else None
         if own is None:
             return
-        waiting = {one: tags for one, tags in consumed_tags.items() if tags[APPROVAL_TAG] == REQUIRED}
+        waiting = {one: tags for one, tags in consumed_tags.items() if tags[RunTag.APPROVAL] == REQUIRED}
         if waiting and requires_approval(own):
             names = sorted({name for one, tags in waiting.items() for name in approval_names(one, tags)})
             raise NotApproved(
@@ -136,5 +131,5 @@ def on_main(run: DagsterRun) -> bool:
 
 def give_approval(instance: DagsterInstance, run: DagsterRun) -> None:
     """Let the assets after a run consume its result, and record that in the run's log."""
-    instance.add_run_tags(run.run_id, {APPROVAL_TAG: GIVEN})
+    instance.add_run_tags(run.run_id, {RunTag.APPROVAL: GIVEN})
     report_engine_event(instance, "Approved: the assets that consume this result may be computed.", run)

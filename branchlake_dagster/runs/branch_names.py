@@ -11,19 +11,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from branchlake_dagster.runs.run_tags import CHECK_HASH_TAG, CHECK_REF_TAG
-from branchlake_dagster.settings import RUN_BRANCH_PREFIX
+from branchlake_dagster.stored_names import ReferencePrefix, RunTag
 from branchlake_dagster.tables.errors import InvalidCheckRun
-
-PUBLICATION_PREFIX = "publish-"
-"""Branches on which the publisher prepares what had to be rebased."""
-DISCARDED_PREFIX = "discarded-"
-SWEEPING_PREFIX = "sweeping-"
-CLAIM_PREFIX = "judged-"
 
 UUID_PATTERN = "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 """As a regular expression of Python, and of Nessie's filters."""
-_ALL = (RUN_BRANCH_PREFIX, PUBLICATION_PREFIX, DISCARDED_PREFIX, SWEEPING_PREFIX, CLAIM_PREFIX)
+_ALL = (
+    ReferencePrefix.RUN,
+    ReferencePrefix.PUBLICATION,
+    ReferencePrefix.DISCARDED,
+    ReferencePrefix.SWEEPING,
+    ReferencePrefix.CLAIM,
+)
 
 
 def _pattern(*prefixes: str) -> str:
@@ -66,14 +65,14 @@ def checked_reference(run_id: str, tags: Mapping[str, str]) -> str | None:
     Raises:
         InvalidCheckRun: The tags name another reference, or no hash.
     """
-    if CHECK_REF_TAG not in tags:
+    if RunTag.CHECK_REF not in tags:
         return None
-    branch, hash_ = tags[CHECK_REF_TAG], tags.get(CHECK_HASH_TAG, "")
-    if not is_ours(branch, PUBLICATION_PREFIX) or not _HASH.fullmatch(hash_):
+    branch, hash_ = tags[RunTag.CHECK_REF], tags.get(RunTag.CHECK_HASH, "")
+    if not is_ours(branch, ReferencePrefix.PUBLICATION) or not _HASH.fullmatch(hash_):
         raise InvalidCheckRun(
             f"The run's tags make it a check run, but {branch}@{hash_} is not a prepared publication state.",
             branch=branch,
             run_id=run_id,
-            hint=f"Remove the tags {CHECK_REF_TAG} and {CHECK_HASH_TAG}, and launch the run again.",
+            hint=f"Remove the tags {RunTag.CHECK_REF} and {RunTag.CHECK_HASH}, and launch the run again.",
         )
     return f"{branch}@{hash_}"

@@ -21,7 +21,8 @@ from dagster import DagsterInstance, DagsterRun, RunRecord, RunsFilter
 from branchlake_dagster.internals.dagster import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG
 from branchlake_dagster.runs import branch_names as reference_names
 from branchlake_dagster.runs.run_branch import branch_name, run_id_of
-from branchlake_dagster.runs.run_tags import BRANCH_TAG, CONTINUES_TAG, opened_by, place_of
+from branchlake_dagster.runs.run_tags import opened_by, place_of
+from branchlake_dagster.stored_names import RunTag
 
 _CHUNK = 500
 """Values in one query; SQLite takes at most 999."""
@@ -68,7 +69,7 @@ def runs_on(instance: DagsterInstance, branch: str) -> tuple[DagsterRun, ...]:
 def continuing_runs(instance: DagsterInstance, branches: Collection[str]) -> Iterator[tuple[str, DagsterRun]]:
     """The branches whose work other runs took over, with those runs, the newest first."""
     for part in _chunks(branches):
-        for run in instance.get_runs(RunsFilter(tags={CONTINUES_TAG: part})):
+        for run in instance.get_runs(RunsFilter(tags={RunTag.CONTINUES: part})):
             place = place_of(run.tags, run.run_id)
             if place is not None and place.continues is not None:
                 yield place.continues, run
@@ -87,7 +88,7 @@ def _family(instance: DagsterInstance, branches: Collection[str]) -> dict[str, R
     """The runs the branches are named after, runs that opened them, and all their retries, by run id."""
     found: dict[str, RunRecord] = {}
     for part in _chunks(branches):
-        found |= _by_id(instance.get_run_records(RunsFilter(tags={BRANCH_TAG: part})))
+        found |= _by_id(instance.get_run_records(RunsFilter(tags={RunTag.BRANCH: part})))
     named = {run_id_of(branch) for branch in branches}
     # Seldom any: a run that could not note its branch any more, or that has opened none.
     wanted = named - found.keys()
@@ -117,7 +118,7 @@ def _chunks(values: Collection[str]) -> Iterator[Sequence[str]]:
 def _branch_of(run: DagsterRun, records: Mapping[str, RunRecord]) -> str:
     """The branch a run works on: the one it opened; a retry's parent's, until it opened one; else its own."""
     if opened_by(run.tags, run.run_id):
-        return run.tags[BRANCH_TAG]
+        return run.tags[RunTag.BRANCH]
     parent = records.get(run.parent_run_id or "")
     if parent is not None and is_retry(run):
         return _branch_of(parent.dagster_run, records)

@@ -12,16 +12,17 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
 from branchlake_dagster.nessie.model import Reference
-from branchlake_dagster.runs.branch_names import CLAIM_PREFIX, tags
+from branchlake_dagster.runs.branch_names import tags
 from branchlake_dagster.runs.run_branch import branch_name, run_id_of
+from branchlake_dagster.stored_names import ReferencePrefix
 
-CLAIM_TAGS = tags(CLAIM_PREFIX)
+CLAIM_TAGS = tags(ReferencePrefix.CLAIM)
 """Nessie's filter for the claims."""
 
 
 def claim_tag(branch: str) -> str:
     """The tag that claims a run branch."""
-    return f"{CLAIM_PREFIX}{run_id_of(branch)}"
+    return f"{ReferencePrefix.CLAIM}{run_id_of(branch)}"
 
 
 def claim(client: NessieClient, branch: Reference) -> tuple[str, bool]:
@@ -60,7 +61,7 @@ def release_claim(client: NessieClient, branch: str, *, at: str | None = None) -
 def claimed_branches(client: NessieClient, listing: str = CLAIM_TAGS) -> list[str]:
     """The branches that some publisher has claimed, gone ones too; `listing` is Nessie's filter."""
     found = client.references(filter=listing)
-    return [branch_name(tag.name.removeprefix(CLAIM_PREFIX)) for tag in found]
+    return [branch_name(tag.name.removeprefix(ReferencePrefix.CLAIM)) for tag in found]
 
 
 def release_leftover_claim(client: NessieClient, branch: str) -> None:

@@ -30,26 +30,14 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
 from branchlake_dagster.nessie.model import Reference, ReferenceType
-from branchlake_dagster.runs.branch_names import DISCARDED_PREFIX, tags
+from branchlake_dagster.runs.branch_names import tags
 from branchlake_dagster.runs.claims import release_claim
 from branchlake_dagster.runs.run_branch import run_id_of
-from branchlake_dagster.runs.run_tags import (
-    CONTINUED,
-    FAILED_BY_TAG,
-    NEXT_ATTEMPT_TAG,
-    NONE,
-    PUBLISHER,
-    REASON_TAG,
-    STATUS_TAG,
-    UNJUDGED,
-    VERDICT_TAG,
-    Status,
-    place_of,
-    shortened,
-)
+from branchlake_dagster.runs.run_tags import CONTINUED, NONE, PUBLISHER, UNJUDGED, Status, place_of, shortened
+from branchlake_dagster.stored_names import ReferencePrefix, RunTag
 from branchlake_dagster.tables.errors import RetryNeedsFullRun
 
-DISCARDED_TAGS = tags(DISCARDED_PREFIX)
+DISCARDED_TAGS = tags(ReferencePrefix.DISCARDED)
 """Nessie's filter for the states that a retry may still take."""
 
 _ATTEMPTS = 4
@@ -57,7 +45,7 @@ _ATTEMPTS = 4
 
 def discarded_name(branch: str) -> str:
     """The tag a run branch becomes when it is discarded."""
-    return f"{DISCARDED_PREFIX}{run_id_of(branch)}"
+    return f"{ReferencePrefix.DISCARDED}{run_id_of(branch)}"
 
 
 def discard(client: NessieClient, branch: Reference) -> Reference | None:
@@ -207,7 +195,7 @@ def fail_unpublished(instance: DagsterInstance, run_id: str, reason: str, next_s
     """Let a run that succeeded and is not published fail with `reason`. Doing it twice does it once."""
     run = instance.get_run_by_id(run_id)
     if run is not None and run.is_success:
-        instance.add_run_tags(run_id, {FAILED_BY_TAG: PUBLISHER})
+        instance.add_run_tags(run_id, {RunTag.FAILED_BY: PUBLISHER})
         instance.report_run_failed(run, failure(reason, next_step))
 
 
@@ -220,7 +208,7 @@ def status_without_verdict(run: DagsterRun) -> Status:
         return Status.CANCELED
     if run.status is not DagsterRunStatus.FAILURE:
         return Status.DISCARDED
-    by_publisher = run.tags.get(FAILED_BY_TAG) == PUBLISHER
+    by_publisher = run.tags.get(RunTag.FAILED_BY) == PUBLISHER
     by_itself = run.tags.get(FAILURE_REASON_TAG) in FAILS_BY_ITSELF
     return Status.FAILED if by_publisher or by_itself else Status.INTERRUPTED
 
@@ -304,13 +292,13 @@ def report_end(
     place = place_of(run.tags, run_id) if run else None
     if run is None or place is None or place.branch != branch:
         return False
-    told = run.tags.get(VERDICT_TAG)
+    told = run.tags.get(RunTag.VERDICT)
     if told not in UNJUDGED or told == verdict:
         return False
     instance.report_engine_event(f"Not published: {reason.rstrip('.')}.", run)
-    aside = {NEXT_ATTEMPT_TAG: NONE} if NEXT_ATTEMPT_TAG in run.tags else {}
+    aside = {RunTag.NEXT_ATTEMPT: NONE} if RunTag.NEXT_ATTEMPT in run.tags else {}
     status = Status.CONTINUED if verdict == CONTINUED else status or status_without_verdict(run)
-    shown = {STATUS_TAG: str(status), VERDICT_TAG: verdict, REASON_TAG: shortened(reason)}
+    shown = {RunTag.STATUS: str(status), RunTag.VERDICT: verdict, RunTag.REASON: shortened(reason)}
     instance.add_run_tags(run_id, {**shown, **aside})
     if status is not Status.CONTINUED:
         take_back(instance, run, [run_id])

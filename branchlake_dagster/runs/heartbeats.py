@@ -34,8 +34,8 @@ from pyiceberg.io.pyarrow import PyArrowFileIO
 
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import LakeFolder
 
-FOLDER = "_branchlake/heartbeats"
 MISSED = 3
 """So many intervals of silence make a writer suspect, and as many under watch make it dead."""
 
@@ -89,7 +89,9 @@ class HeartbeatStore:
 
     def __init__(self, warehouse: str, properties: Mapping[str, str] | None = None) -> None:
         io = PyArrowFileIO(dict(properties or {}))
-        scheme, netloc, path = io.parse_location(f"{warehouse.rstrip('/')}/{FOLDER}", io.properties)
+        scheme, netloc, path = io.parse_location(
+            f"{warehouse.rstrip('/')}/{LakeFolder.HEARTBEATS}", io.properties
+        )
         self._files: Any = io.fs_by_scheme(scheme, netloc)
         self.root = path
 

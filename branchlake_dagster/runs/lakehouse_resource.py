@@ -16,7 +16,6 @@ from pydantic import PrivateAttr
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY, NAMESPACE_CREATE
 from branchlake_dagster.errors import ReadOnlyReference
-from branchlake_dagster.history.summary import RUN_ID
 from branchlake_dagster.internals.dagster import report_engine_event, running_context
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.runs.branch_names import checked_reference
@@ -24,13 +23,13 @@ from branchlake_dagster.runs.branch_owner import is_retry
 from branchlake_dagster.runs.heartbeats import HeartbeatStore, SharedHeartbeats, first_heartbeat
 from branchlake_dagster.runs.lake_config import LakeConfig
 from branchlake_dagster.runs.leases import RunLeases
-from branchlake_dagster.runs.origin import INSTANCE, instance_id
-from branchlake_dagster.runs.provenance import BRANCH_HEAD
+from branchlake_dagster.runs.origin import instance_id
 from branchlake_dagster.runs.read_set import ReadSet, running_step
-from branchlake_dagster.runs.retries import CODE_OF_STEP, inherited, undo_earlier_attempts
+from branchlake_dagster.runs.retries import inherited, undo_earlier_attempts
 from branchlake_dagster.runs.run_branch import RunBranch, branch_name
-from branchlake_dagster.runs.run_tags import BRANCH_TAG, LAKE_TAG, Place, Retention, opened_by
+from branchlake_dagster.runs.run_tags import Place, Retention, opened_by
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import EventMetadata, LakeProperty, RunTag
 from branchlake_dagster.tables.errors import OneLakeOnly, RetryNeedsFullRun
 from branchlake_dagster.tables.specification import exclusive_name
 from branchlake_dagster.tables.table_files import TableFiles
@@ -154,20 +153,20 @@ class LakehouseResource(LakeConfig):
         def tags() -> Mapping[str, str]:
             found = instance.get_run_by_id(run_id)
             held = found.tags if found else {}
-            if opened_by(held, run_id) and held.get(LAKE_TAG, lake) != lake:
+            if opened_by(held, run_id) and held.get(RunTag.LAKE, lake) != lake:
                 raise OneLakeOnly(
                     "The run works on another lake already, and one run can be published to one lake only.",
                     run_id=run_id,
-                    branch=held[BRANCH_TAG],
+                    branch=held[RunTag.BRANCH],
                     hint="Materialise the assets of the two lakes in runs of their own.",
                 )
             return held
 
         def remember(new: Mapping[str, str]) -> None:
-            instance.add_run_tags(run_id, {**new, **retention, LAKE_TAG: lake})
+            instance.add_run_tags(run_id, {**new, **retention, RunTag.LAKE: lake})
 
         def report_head(branch: str, hash_: str) -> None:
-            metadata = {BRANCH_HEAD: MetadataValue.text(hash_)}
+            metadata = {EventMetadata.BRANCH_HEAD: MetadataValue.text(hash_)}
             report_engine_event(instance, f"Branch {branch} is at {hash_[:16]}.", run, metadata)
 
         settings = self.lakehouse.settings
@@ -237,7 +236,7 @@ class LakehouseResource(LakeConfig):
                 place.base_hash,
                 key,
                 TableFiles(self.lakehouse.settings.file_io_properties()).metadata,
-                {**self.maker(), CODE_OF_STEP: key},
+                {**self.maker(), LakeProperty.CODE_OF_STEP: key},
             )
             if tables:
                 names = ", ".join(tables)
@@ -279,7 +278,7 @@ class LakehouseResource(LakeConfig):
         if self._run_branch is not None:
             self._run_branch.note_use_by_code()
         if step is not None:
-            properties[f"{COMMIT_PROPERTY}{CODE_OF_STEP}"] = step
+            properties[f"{COMMIT_PROPERTY}{LakeProperty.CODE_OF_STEP}"] = step
         return self.lakehouse.catalog(ref, on_load=on_load, properties=properties)
 
     def own_catalog(self) -> NessieCatalog:
@@ -306,8 +305,8 @@ class LakehouseResource(LakeConfig):
         The publisher recognizes the run's own commits on its branch by these properties.
         """
         if not self._instance or self._run_branch is None:
-            return {INSTANCE: self._instance} if self._instance else {}
-        return {INSTANCE: self._instance, RUN_ID: self._run_branch.run_id}
+            return {LakeProperty.INSTANCE: self._instance} if self._instance else {}
+        return {LakeProperty.INSTANCE: self._instance, LakeProperty.RUN_ID: self._run_branch.run_id}
 
 
 def record_branch_heads(run_id: str) -> None:

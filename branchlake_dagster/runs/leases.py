@@ -30,12 +30,11 @@ from branchlake_dagster.runs.failure_detector import LOOKS
 from branchlake_dagster.runs.heartbeats import MISSED, Heartbeat
 from branchlake_dagster.runs.run_branch import branch_name, run_id_of
 from branchlake_dagster.runs.run_tags import Place, judged
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import LeaseHeld, LeaseLost
 
 HOME = "branchlake"
 """The namespace that holds them. Branches made from an empty `main` have it anyway."""
-HOLDER = "branchlake.holder"
-TOKEN = "branchlake.fencing_token"  # noqa: S105 - no password
 
 
 def lease_key(name: str) -> ContentKey:
@@ -57,10 +56,10 @@ class Lease:
         found = contents.get(lease_key(name))
         if not isinstance(found, Namespace):
             return cls(name)
-        told = found.properties.get(TOKEN, "")
+        told = found.properties.get(LakeProperty.FENCING_TOKEN, "")
         # A hand that broke the number must not make the next one smaller than one that was granted:
         # the holder is compared as well, so a token that begins anew fences nobody in.
-        return cls(name, int(told) if told.isdigit() else 0, found.properties.get(HOLDER))
+        return cls(name, int(told) if told.isdigit() else 0, found.properties.get(LakeProperty.HOLDER))
 
     def granted_to(self, branch: str) -> Lease:
         """The next grant."""
@@ -72,8 +71,8 @@ class Lease:
         before = contents.get(key)
         told = {
             "comment": f"who may publish what is exclusive as {self.name!r}; no tables",
-            HOLDER: self.holder or "",
-            TOKEN: str(self.token),
+            LakeProperty.HOLDER: self.holder or "",
+            LakeProperty.FENCING_TOKEN: str(self.token),
         }
         found = [Put(key, Namespace(before.content_id if before else None, key.elements, told))]
         return found if home in contents else [Put(home, Namespace(None, home.elements)), *found]
@@ -218,7 +217,11 @@ class RunLeases:
                     expected_hash=seen.reference.hash,
                     operations=grant.puts(seen.contents),
                     message=f"Grant {name!r} to {own}, fencing token {grant.token}{after}",
-                    properties={HOLDER: own, TOKEN: str(grant.token), "branchlake.lease": name},
+                    properties={
+                        LakeProperty.HOLDER: own,
+                        LakeProperty.FENCING_TOKEN: str(grant.token),
+                        LakeProperty.LEASE: name,
+                    },
                 )
             except (NessieConflict, NessieOutcomeUnknown):
                 continue  # another one was faster, or nobody knows: the next look tells

@@ -18,12 +18,9 @@ from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import ReferenceNotFound
 from branchlake_dagster.nessie.model import IcebergTable, LogEntry, Put, Reference
 from branchlake_dagster.runs.branch_owner import BatchBranch
-from branchlake_dagster.runs.provenance import PREFIX
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.table_files import FileUnreadable, TableFiles
 from branchlake_dagster.wording import named
-
-INSTANCE = f"{PREFIX}instance"
-"""The property of a commit, or the entry of a snapshot's summary, that names the instance."""
 
 _MOST = 200
 """Commits of a branch that are looked at."""
@@ -87,7 +84,9 @@ class Makers:
         batch = BatchBranch.of(ref.name)
         found = {*beating, batch.instance} - {""} if batch else set(beating)
         if metadata and ancestor and ancestor != ref.hash:
-            head = metadata.head_commit.properties.get(INSTANCE) if metadata.head_commit else None
+            head = (
+                metadata.head_commit.properties.get(LakeProperty.INSTANCE) if metadata.head_commit else None
+            )
             found |= {head} if head else set(self._named(ref, ancestor))
         by = tuple(sorted(found))
         if not by:
@@ -103,7 +102,7 @@ class Makers:
             return  # its commits cannot be told from main's
 
     def _in(self, entry: LogEntry) -> Iterator[str]:
-        if told := entry.commit.properties.get(INSTANCE):
+        if told := entry.commit.properties.get(LakeProperty.INSTANCE):
             yield told
             return
         for operation in entry.operations:
@@ -119,4 +118,8 @@ class Makers:
         except FileUnreadable:
             return None  # it says nothing; without another sign the branch stays
         found = metadata.snapshot_by_id(content.snapshot_id) if metadata else None
-        return found.summary.additional_properties.get(INSTANCE) if found and found.summary else None
+        return (
+            found.summary.additional_properties.get(LakeProperty.INSTANCE)
+            if found and found.summary
+            else None
+        )

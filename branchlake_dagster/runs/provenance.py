@@ -17,20 +17,9 @@ from pyiceberg.table import Table
 
 from branchlake_dagster.internals.dagster import add_loaded_input_metadata
 from branchlake_dagster.runs.run_branch import RunBranch
+from branchlake_dagster.stored_names import EventMetadata, LakeProperty
 from branchlake_dagster.tables.specification import TableSpec
 
-PREFIX = "branchlake."
-PUBLICATION_ID = f"{PREFIX}publication_id"
-"""The property of a commit that publishes runs: their publication ids."""
-BRANCH_ROWS = "branchlake/rows_on_branch"
-"""Rows of the whole table on the run's branch. Dagster's pages show `dagster/row_count` as the asset's, so
-only a report on `main` says that: a blocked run once stood there with 3,750 rows where `main` had 2,000."""
-PREVIEW = "branchlake/preview"
-"""The first rows of what the run wrote."""
-BRANCH_PARTITION_ROWS = "branchlake/partition_rows_on_branch"
-"""Rows of the partition there."""
-BRANCH_HEAD = "branchlake/branch_head"
-"""Hash of the run's branch after a write: on materializations, and on engine events at the end of a step."""
 _MANY = 20
 
 
@@ -55,23 +44,23 @@ def snapshot_properties(
         f",… {len(partitions)} in all" if len(partitions) > _MANY else ""
     )
     found = {
-        "asset": asset,
-        "write_mode": spec.write_mode,
-        "keys": ",".join(spec.keys),
-        "partition": listed,
-        "replaced": replaced,
-        "code_version": code_version,
-        "step": step,
-        "attempt": str(attempt) if attempt else None,
+        LakeProperty.ASSET: asset,
+        LakeProperty.WRITE_MODE: spec.write_mode,
+        LakeProperty.KEYS: ",".join(spec.keys),
+        LakeProperty.PARTITION: listed,
+        LakeProperty.REPLACED: replaced,
+        LakeProperty.CODE_VERSION: code_version,
+        LakeProperty.STEP: step,
+        LakeProperty.ATTEMPT: str(attempt) if attempt else None,
     }
     if run is not None:
         found |= {
-            "run_id": run.run_id,
-            "root_run_id": root_run_id or run.run_id,
-            "base_hash": run.open().base_hash,
+            LakeProperty.RUN_ID: run.run_id,
+            LakeProperty.ROOT_RUN_ID: root_run_id or run.run_id,
+            LakeProperty.BASE_HASH: run.open().base_hash,
         }
-        found["unbranched"] = "true" if run.open().unbranched else None
-    return {f"{PREFIX}{key}": value for key, value in found.items() if value}
+        found[LakeProperty.UNBRANCHED] = "true" if run.open().unbranched else None
+    return {name: value for name, value in found.items() if value}
 
 
 def materialisation_metadata(
@@ -93,24 +82,24 @@ def materialisation_metadata(
         "dagster/column_schema": _column_schema(table),
         "dagster/uri": MetadataValue.path(table.location()),
         "dagster/storage_kind": "iceberg",
-        "branchlake/write_mode": spec.write_mode,
+        EventMetadata.WRITE_MODE: spec.write_mode,
     }
     if (rows := row_count(table)) is not None:
-        found[BRANCH_ROWS] = MetadataValue.int(rows)
+        found[EventMetadata.ROWS_ON_BRANCH] = MetadataValue.int(rows)
     if partition_rows is not None:
-        found[BRANCH_PARTITION_ROWS] = MetadataValue.int(partition_rows)
+        found[EventMetadata.PARTITION_ROWS_ON_BRANCH] = MetadataValue.int(partition_rows)
     if snapshot is not None:
         # As text: the ids exceed what the browser's numbers hold.
-        found["branchlake/snapshot_id"] = MetadataValue.text(str(snapshot.snapshot_id))
+        found[EventMetadata.SNAPSHOT_ID] = MetadataValue.text(str(snapshot.snapshot_id))
     if run is not None:
         place = run.open()
-        found["branchlake/branch"] = MetadataValue.text(place.branch)
-        found["branchlake/base_hash"] = MetadataValue.text(place.base_hash)
+        found[EventMetadata.BRANCH] = MetadataValue.text(place.branch)
+        found[EventMetadata.BASE_HASH] = MetadataValue.text(place.base_hash)
         if branch_head is not None and not place.unbranched:
-            found[BRANCH_HEAD] = MetadataValue.text(branch_head)
+            found[EventMetadata.BRANCH_HEAD] = MetadataValue.text(branch_head)
             run.head_recorded(branch_head)
         if place.unbranched:
-            found["branchlake/unbranched"] = MetadataValue.bool(True)
+            found[EventMetadata.UNBRANCHED] = MetadataValue.bool(True)
     return found
 
 
@@ -146,5 +135,5 @@ def asset_partitions(context: OutputContext) -> tuple[str, ...]:
 
 def report_read(context: InputContext, spec: TableSpec, ref: str) -> None:
     """Let the input's LOADED_INPUT event say which table was read and where: a run's read set."""
-    told = {"branchlake/table": MetadataValue.text(spec.name), "branchlake/ref": MetadataValue.text(ref)}
+    told = {EventMetadata.TABLE: MetadataValue.text(spec.name), EventMetadata.REF: MetadataValue.text(ref)}
     add_loaded_input_metadata(context, told)

@@ -23,12 +23,7 @@ from branchlake_dagster.internals.dagster import report_engine_event, running_co
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.spark.plan_reads import Scanned
-from branchlake_dagster.tables.specification import ISOLATION
-
-READ_TABLES = "branchlake/read_tables"
-"""Metadata of an engine event: dotted names of tables, as a JSON list."""
-READ_UNTOLD = "branchlake/read_untold"
-"""Metadata of an engine event: what was read that has no name, as a JSON list of words."""
+from branchlake_dagster.stored_names import AssetMetadata, EventMetadata
 
 _SELECTORS = re.compile(r"(?:snapshot_id_|at_timestamp_|branch_|tag_)\S+|changes|rewrite|use_ref_\S+")
 _METADATA_TABLES = frozenset(
@@ -62,7 +57,7 @@ def running_step() -> RunningStep:
     step = context.op_execution_context.get_step_execution_context()
     assets = step.job_def.asset_layer.get_assets_def_for_node(step.node_handle)
     wants = assets is not None and any(
-        _plain(spec.metadata.get(ISOLATION)) == "serializable" for spec in assets.specs
+        _plain(spec.metadata.get(AssetMetadata.ISOLATION)) == "serializable" for spec in assets.specs
     )
     return RunningStep(step.step.key, wants, step.previous_attempt_count + 1)
 
@@ -133,11 +128,11 @@ class ReadSet:
             if not names and not untold:
                 return
             tables = sorted(key.name for key in self._tables(names))
-            told: dict[str, MetadataValue[Any]] = {"branchlake/ref": MetadataValue.text(self._ref())}
+            told: dict[str, MetadataValue[Any]] = {EventMetadata.REF: MetadataValue.text(self._ref())}
             if tables:
-                told[READ_TABLES] = MetadataValue.text(json.dumps(tables))
+                told[EventMetadata.READ_TABLES] = MetadataValue.text(json.dumps(tables))
             if untold:
-                told[READ_UNTOLD] = MetadataValue.text(json.dumps(sorted(untold)))
+                told[EventMetadata.UNNAMED_READS] = MetadataValue.text(json.dumps(sorted(untold)))
             what = ", ".join([*tables, *sorted(untold)])
             self._report(f"Read for a serializable asset: {what}", told, step)
             self._told |= {(step, name) for name in names} | {(step, what) for what in untold}

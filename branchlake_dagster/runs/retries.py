@@ -34,9 +34,9 @@ from branchlake_dagster.runs.added_snapshots import (
 from branchlake_dagster.runs.branch_owner import continuing_runs, is_retry, runs_on
 from branchlake_dagster.runs.claims import is_claimed
 from branchlake_dagster.runs.discarding import report_end, take_over
-from branchlake_dagster.runs.provenance import PREFIX
 from branchlake_dagster.runs.run_branch import branch_name, run_id_of
 from branchlake_dagster.runs.run_tags import CONTINUED, Place, base_hash_of, judged, place_of, publication_of
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import RetryNeedsFullRun
 
 _HINT = "Re-execute all steps; the new run will start from today's main."
@@ -133,15 +133,6 @@ def _refuse_company(instance: DagsterInstance, run: DagsterRun, branch: str) -> 
                 run_id=run.run_id,
                 hint="Wait for that run.",
             )
-
-
-CODE_OF_STEP = f"{PREFIX}code_of_step"
-"""The Dagster step whose own code wrote: a property of a commit, or an entry of a snapshot's summary.
-
-The session adds it to all its snapshots. Those of the IO manager name their step by `branchlake.step` too.
-"""
-_STEP = f"{PREFIX}step"
-"""In a snapshot's summary: the step whose value the IO manager wrote."""
 
 
 class _Writer(Enum):
@@ -257,8 +248,8 @@ def _writer_of(
     newest: Mapping[str, str],
 ) -> _Writer:
     properties = entry.commit.properties
-    if CODE_OF_STEP in properties:
-        return _Writer.OWN_CODE if properties[CODE_OF_STEP] == step else _Writer.OTHER
+    if LakeProperty.CODE_OF_STEP in properties:
+        return _Writer.OWN_CODE if properties[LakeProperty.CODE_OF_STEP] == step else _Writer.OTHER
     content = operation.content if isinstance(operation, Put) else None
     if not isinstance(content, IcebergTable):
         return _Writer.NOBODY
@@ -273,9 +264,9 @@ def _writer_of(
 
 
 def _writer_in(summary: Mapping[str, str], step: str) -> _Writer:
-    if _STEP in summary:
-        return _Writer.IO_MANAGER if summary[_STEP] == step else _Writer.OTHER
-    return _Writer.OWN_CODE if summary.get(CODE_OF_STEP) == step else _Writer.OTHER
+    if LakeProperty.STEP in summary:
+        return _Writer.IO_MANAGER if summary[LakeProperty.STEP] == step else _Writer.OTHER
+    return _Writer.OWN_CODE if summary.get(LakeProperty.CODE_OF_STEP) == step else _Writer.OTHER
 
 
 def _restored(key: ContentKey, history: _TableHistory) -> Operation:

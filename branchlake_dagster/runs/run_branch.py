@@ -17,7 +17,7 @@ from branchlake_dagster.nessie.errors import (
 )
 from branchlake_dagster.nessie.model import ContentKey, Namespace, Put, Reference
 from branchlake_dagster.runs.run_tags import Place, base_hash_of, opened, place_of
-from branchlake_dagster.settings import RUN_BRANCH_PREFIX
+from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster.tables.errors import RunBranchGone
 
 FALLING_BACK = "Nessie unavailable, falling back to direct main writes"
@@ -29,12 +29,12 @@ _log = logging.getLogger(__name__)
 
 def branch_name(run_id: str) -> str:
     """The branch of a run: `run-{run_id}`."""
-    return f"{RUN_BRANCH_PREFIX}{run_id}"
+    return f"{ReferencePrefix.RUN}{run_id}"
 
 
 def run_id_of(branch: str) -> str:
     """The run a run branch belongs to."""
-    return branch.removeprefix(RUN_BRANCH_PREFIX)
+    return branch.removeprefix(ReferencePrefix.RUN)
 
 
 def main_with_history(client: NessieClient) -> str:

@@ -22,55 +22,19 @@ from datetime import timedelta
 from enum import StrEnum
 
 from branchlake_dagster.settings import Settings
-
-STATUS_TAG = "branchlake"
-"""What became of the run, in one word of `Status`: the one tag that the run list shows."""
+from branchlake_dagster.stored_names import RunTag
 
 # Dagster shows no tag with this prefix; a run list full of hashes is one that nobody reads. It allows one
 # slash in a name.
 _HIDDEN = ".dagster/branchlake_"
 
-BRANCH_TAG = f"{_HIDDEN}branch"
-BASE_TAG = f"{_HIDDEN}base_hash"
-OPENED_TAG = f"{_HIDDEN}opened_by"
-"""The run that wrote these tags. Another id than the run's own: they were inherited."""
-LAKE_TAG = f"{_HIDDEN}lake"
-"""The lake that the run works on, by `Settings.lake_id`: one code location may have several."""
-CONTINUES_TAG = f"{_HIDDEN}continues"
-"""The branch of the run that this one retries, whose work it took over."""
-RETENTION_TAG = f"{_HIDDEN}retention"
-"""How long the branch and its discarded data stay, as JSON: settings of the run's code location."""
-UNBRANCHED_TAG = f"{_HIDDEN}unbranched"
-"""`true`: the run wrote to `main` directly, because its branch could not be made."""
-VERDICT_TAG = f"{_HIDDEN}verdict"
-PUBLICATION_TAG = f"{_HIDDEN}publication"
-"""The commit on `main`."""
-REASON_TAG = f"{_HIDDEN}reason"
-FAILED_BY_TAG = f"{_HIDDEN}failed_by"
-"""`PUBLISHER`: the run's steps have succeeded, and the publisher let it fail."""
+
 PUBLISHER = "publisher"
 
-CHECK_REF_TAG = f"{_HIDDEN}check_ref"
-"""On a run that repeats checks for the publisher: the branch on which it stands."""
-CHECK_HASH_TAG = f"{_HIDDEN}check_hash"
-"""The state of that branch which its verdict is about."""
-CHECKS_FOR_TAG = f"{_HIDDEN}checks_for"
-"""The runs whose publication waits for it, separated by commas."""
-REPORTED_TAG = f"{_HIDDEN}reported"
-"""How many of the published partitions their assets were told of, while there are more to tell."""
 
-ATTEMPTS_TAG = f"{_HIDDEN}attempts"
-"""On a run that the publisher cannot judge or publish: how often it has tried."""
-NEXT_ATTEMPT_TAG = f"{_HIDDEN}next_attempt"
-"""When it tries again: an ISO time, or `set aside` when it waits for somebody."""
 SET_ASIDE = "set aside"
 
-APPROVAL_TAG = "branchlake/approval"
-"""On a run whose result is consumed only after somebody has approved it: `REQUIRED` or `GIVEN`."""
-FOLLOWS_TAG = "branchlake/follows"
-"""On such a run: the ids of the backfills whose results it was computed from, separated by commas."""
-HELD_TAG = f"{_HIDDEN}held_until_approved"
-"""On a run that was launched because nothing that it consumes waited for approval."""
+
 REQUIRED = "required"
 GIVEN = "given"
 
@@ -125,28 +89,28 @@ class Place:
 def opened(run_id: str, place: Place, inherited: Mapping[str, str]) -> dict[str, str]:
     """The tags of a run that has just opened its branch; what it inherited and does not hold is undone."""
     mine = {
-        BRANCH_TAG: place.branch,
-        BASE_TAG: place.base_hash or NONE,
-        VERDICT_TAG: PENDING,
-        OPENED_TAG: run_id,
-        STATUS_TAG: str(Status.UNBRANCHED if place.unbranched else Status.PENDING),
+        RunTag.BRANCH: place.branch,
+        RunTag.BASE_HASH: place.base_hash or NONE,
+        RunTag.VERDICT: PENDING,
+        RunTag.OPENED_BY: run_id,
+        RunTag.STATUS: str(Status.UNBRANCHED if place.unbranched else Status.PENDING),
     }
     if place.continues:
-        mine[CONTINUES_TAG] = place.continues
+        mine[RunTag.CONTINUES] = place.continues
     if place.unbranched:
-        mine[UNBRANCHED_TAG] = "true"
+        mine[RunTag.UNBRANCHED] = "true"
     others = (
-        PUBLICATION_TAG,
-        REASON_TAG,
-        FAILED_BY_TAG,
-        CONTINUES_TAG,
-        UNBRANCHED_TAG,
-        ATTEMPTS_TAG,
-        NEXT_ATTEMPT_TAG,
-        REPORTED_TAG,
+        RunTag.PUBLICATION,
+        RunTag.REASON,
+        RunTag.FAILED_BY,
+        RunTag.CONTINUES,
+        RunTag.UNBRANCHED,
+        RunTag.ATTEMPTS,
+        RunTag.NEXT_ATTEMPT,
+        RunTag.REPORTED,
     )
-    if inherited.get(APPROVAL_TAG) == GIVEN:  # it was given to the result of the run that this one repeats
-        mine[APPROVAL_TAG] = REQUIRED
+    if inherited.get(RunTag.APPROVAL) == GIVEN:  # it was given to the result of the run that this one repeats
+        mine[RunTag.APPROVAL] = REQUIRED
     return {name: NONE for name in others if name in inherited} | mine
 
 
@@ -154,37 +118,37 @@ def place_of(tags: Mapping[str, str], run_id: str) -> Place | None:
     """Where run `run_id` works, if these tags are its own; None: it has not opened a branch."""
     if not opened_by(tags, run_id):
         return None
-    base, continues = tags.get(BASE_TAG, NONE), tags.get(CONTINUES_TAG, NONE)
+    base, continues = tags.get(RunTag.BASE_HASH, NONE), tags.get(RunTag.CONTINUES, NONE)
     return Place(
-        tags[BRANCH_TAG],
+        tags[RunTag.BRANCH],
         "" if base == NONE else base,
         None if continues == NONE else continues,
-        tags.get(UNBRANCHED_TAG) == "true",
+        tags.get(RunTag.UNBRANCHED) == "true",
     )
 
 
 def opened_by(tags: Mapping[str, str], run_id: str) -> bool:
     """Whether run `run_id` itself wrote these tags, rather than a run it was made from."""
-    return tags.get(OPENED_TAG) == run_id
+    return tags.get(RunTag.OPENED_BY) == run_id
 
 
 def base_hash_of(tags: Mapping[str, str], branch: str) -> str | None:
     """The base hash, if these tags are about this very branch."""
-    return _told(tags, BASE_TAG, branch)
+    return _told(tags, RunTag.BASE_HASH, branch)
 
 
 def judged(tags: Mapping[str, str], branch: str) -> bool:
     """Whether the publisher has told its verdict on this branch."""
-    return tags.get(BRANCH_TAG) == branch and tags.get(VERDICT_TAG, PENDING) not in UNJUDGED
+    return tags.get(RunTag.BRANCH) == branch and tags.get(RunTag.VERDICT, PENDING) not in UNJUDGED
 
 
 def publication_of(tags: Mapping[str, str], branch: str) -> str | None:
     """The commit on `main` that this branch was published as, if the publisher has told one."""
-    return _told(tags, PUBLICATION_TAG, branch)
+    return _told(tags, RunTag.PUBLICATION, branch)
 
 
 def _told(tags: Mapping[str, str], name: str, branch: str) -> str | None:
-    found = tags.get(name) if tags.get(BRANCH_TAG) == branch else None
+    found = tags.get(name) if tags.get(RunTag.BRANCH) == branch else None
     return None if found == NONE else found
 
 
@@ -223,7 +187,7 @@ class Retention:
         if not opened_by(tags, run_id):
             return None
         try:
-            recorded = json.loads(tags.get(RETENTION_TAG, ""))
+            recorded = json.loads(tags.get(RunTag.RETENTION, ""))
             hours = [float(recorded[name]) for name in _SETTINGS]
             if not all(math.isfinite(each) and each >= 0 for each in hours):
                 return None
@@ -235,7 +199,7 @@ class Retention:
         """The tag that records the retention with a run."""
         spans = (self.keep_failed, self.discard_grace, self.max_age)
         hours = {name: span / timedelta(hours=1) for name, span in zip(_SETTINGS, spans, strict=True)}
-        return {RETENTION_TAG: json.dumps(hours)}
+        return {RunTag.RETENTION: json.dumps(hours)}
 
 
 def keep_failed_hours(tags: Mapping[str, str], run_id: str, settings: Settings) -> float:

@@ -15,9 +15,9 @@ from pyspark.sql import SparkSession
 from branchlake_dagster.internals.dagster import CopiedByFields
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.read_set import running_step
-from branchlake_dagster.runs.retries import CODE_OF_STEP
 from branchlake_dagster.spark.plan_reads import Scanned, watch
 from branchlake_dagster.spark.session import is_connect
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import ReadsUnknown
 
 
@@ -131,7 +131,7 @@ class _SharedSessions:
         with self._lock:
             if self._steps.get(key) != step and key in self._open:
                 session, _ = self._open[key]
-                session.conf.set(f"spark.sql.iceberg.snapshot-property.{CODE_OF_STEP}", step)
+                session.conf.set(f"spark.sql.iceberg.snapshot-property.{LakeProperty.CODE_OF_STEP}", step)
                 self._steps[key] = step
 
     def give_back(self, key: tuple[str, str]) -> None:

@@ -13,25 +13,17 @@ from pyiceberg.table import TableProperties
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.nessie.model import ContentKey
 from branchlake_dagster.spark.session import dotted
+from branchlake_dagster.stored_names import AssetMetadata
 
 WriteMode = Literal["replace_partitions", "replace_table", "append", "upsert"]
 Isolation = Literal["snapshot", "serializable"]
 ColumnContract = Literal["evolve", "freeze"]
 
-WRITE_MODE = "branchlake/write_mode"
-KEYS = "branchlake/keys"
-REQUIRE_CHECKS = "branchlake/require_checks"
-ISOLATION = "branchlake/isolation"
-COLUMNS = "branchlake/columns"
-EXCLUSIVE = "branchlake/exclusive"
-PREVIEW_ROWS = "branchlake/preview_rows"
-CHECK_SCOPE = "branchlake/scope"
-"""Key in a check spec's metadata. `rows`: the verdict is on the run's partitions alone and stays true when
-other runs publish. `table`: it is on all rows of the table and must be found again after a rebase."""
+
 _EXCLUSIVE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _NO_NAME = re.compile(r"[/@#?\x00-\x1f\x7f-\x9f]")
-LAYOUT = "branchlake/layout"
-PROPERTIES = "branchlake/properties"
+
+
 _TRANSFORMED = re.compile(r"(year|month|day|hour)\((.+)\)|(bucket|truncate)\(\s*(\d+)\s*,\s*(.+)\)")
 PARTITION_EXPR = "partition_expr"
 """Dagster's own name for it in its database IO managers."""
@@ -103,25 +95,25 @@ def table_metadata(
     """
     found: dict[str, Any] = {}
     if write_mode is not None:
-        found[WRITE_MODE] = write_mode
+        found[AssetMetadata.WRITE_MODE] = write_mode
     if keys:
-        found[KEYS] = list(keys)
+        found[AssetMetadata.KEYS] = list(keys)
     if partition_by is not None:
         found[PARTITION_EXPR] = partition_by if isinstance(partition_by, str) else dict(partition_by)
     if require_checks is not None:
-        found[REQUIRE_CHECKS] = require_checks
+        found[AssetMetadata.REQUIRE_CHECKS] = require_checks
     if isolation is not None:
-        found[ISOLATION] = isolation
+        found[AssetMetadata.ISOLATION] = isolation
     if preview_rows is not None:
-        found[PREVIEW_ROWS] = preview_rows
+        found[AssetMetadata.PREVIEW_ROWS] = preview_rows
     if layout:
-        found[LAYOUT] = list(layout)
+        found[AssetMetadata.LAYOUT] = list(layout)
     if properties:
-        found[PROPERTIES] = dict(properties)
+        found[AssetMetadata.PROPERTIES] = dict(properties)
     if exclusive is not None:
-        found[EXCLUSIVE] = exclusive
+        found[AssetMetadata.EXCLUSIVE] = exclusive
     if columns is not None:
-        found[COLUMNS] = columns
+        found[AssetMetadata.COLUMNS] = columns
     return found
 
 
@@ -201,8 +193,10 @@ def table_spec(
     name = table_name(identifier)
     expression = plain(metadata.get(PARTITION_EXPR))
     columns = _columns(expression, name)
-    keys = tuple(plain(metadata.get(KEYS)) or ())
-    mode: Any = plain(metadata.get(WRITE_MODE)) or ("replace_partitions" if columns else "replace_table")
+    keys = tuple(plain(metadata.get(AssetMetadata.KEYS)) or ())
+    mode: Any = plain(metadata.get(AssetMetadata.WRITE_MODE)) or (
+        "replace_partitions" if columns else "replace_table"
+    )
     if mode not in get_args(WriteMode):
         raise ConfigurationError(
             f"Unknown write mode {mode!r}.",
@@ -210,7 +204,7 @@ def table_spec(
             hint=f"Use one of {', '.join(get_args(WriteMode))}.",
             reason="write_mode",
         )
-    isolation: Any = plain(metadata.get(ISOLATION)) or "snapshot"
+    isolation: Any = plain(metadata.get(AssetMetadata.ISOLATION)) or "snapshot"
     if isolation not in get_args(Isolation):
         raise ConfigurationError(
             f"Unknown isolation {isolation!r}.",
@@ -218,7 +212,7 @@ def table_spec(
             hint=f"Use {' or '.join(get_args(Isolation))}.",
             reason="isolation",
         )
-    contract: Any = plain(metadata.get(COLUMNS)) or "evolve"
+    contract: Any = plain(metadata.get(AssetMetadata.COLUMNS)) or "evolve"
     if contract not in get_args(ColumnContract):
         raise ConfigurationError(
             f"Unknown value {contract!r} of columns.",
@@ -252,7 +246,10 @@ def table_spec(
             reason="only_last_partition",
         )
     exclusive_name(metadata, name)
-    layout, properties = plain(metadata.get(LAYOUT)) or (), plain(metadata.get(PROPERTIES)) or {}
+    layout, properties = (
+        plain(metadata.get(AssetMetadata.LAYOUT)) or (),
+        plain(metadata.get(AssetMetadata.PROPERTIES)) or {},
+    )
     if isinstance(layout, str) or not all(isinstance(one, str) for one in layout):
         raise ConfigurationError(
             f"The layout is {layout!r}.",
@@ -300,7 +297,7 @@ def require_parquet(properties: Mapping[str, str], *, table: str) -> None:
 
 def exclusive_name(metadata: Mapping[str, Any], table: str) -> str | None:
     """The name under which an asset is exclusive; raises ConfigurationError for one that is none."""
-    name = plain(metadata.get(EXCLUSIVE))
+    name = plain(metadata.get(AssetMetadata.EXCLUSIVE))
     if name is None or (isinstance(name, str) and _EXCLUSIVE_NAME.fullmatch(name)):
         return name
     raise ConfigurationError(

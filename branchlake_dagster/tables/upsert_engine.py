@@ -14,6 +14,8 @@ from pyiceberg import transforms
 from pyiceberg import types as ice
 from pyiceberg.table import TableProperties
 
+from branchlake_dagster.stored_names import EventMetadata
+
 MOST_FRAME_ROWS = 1_000_000
 """Rows of a frame. They are in the step's memory anyway; their keys are held there a second time."""
 MOST_CANDIDATE_BYTES = 256 * 2**20
@@ -51,17 +53,11 @@ class SparkReason(StrEnum):
     SHARED_KEYS = "several rows of the table have one of its keys"
 
 
-UPSERT_ENGINE = "branchlake/upsert_engine"
-"""In a materialization's metadata: which engine matched the rows of an upsert, `PyIceberg` or `Spark`."""
-UPSERT_BY_SPARK_BECAUSE = "branchlake/upsert_by_spark_because"
-"""A value of `SparkReason`; absent if PyIceberg wrote the upsert."""
-
-
 def engine_metadata(plan: object) -> dict[str, str]:
     """What a materialization reports of a plan: its engine, and the reason if that is Spark."""
     if isinstance(plan, SparkReason):
-        return {UPSERT_ENGINE: "Spark", UPSERT_BY_SPARK_BECAUSE: plan.value}
-    return {UPSERT_ENGINE: "PyIceberg"}
+        return {EventMetadata.UPSERT_ENGINE: "Spark", EventMetadata.UPSERT_BY_SPARK_BECAUSE: plan.value}
+    return {EventMetadata.UPSERT_ENGINE: "PyIceberg"}
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from branchlake_dagster.io_manager.io_manager import NessieBranchIOManager
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.publication.publish import RunOutcome, publish
-from branchlake_dagster.runs.branch_names import DISCARDED_PREFIX
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import branch_name
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster.tables.errors import TableMissing
 from branchlake_dagster.tables.specification import identifier_of, table_name
 
@@ -253,7 +253,7 @@ class ThrowawayLake:
     def _ref(self, run: Run) -> str:
         run_id = run if isinstance(run, str) else run.run_id
         there = self.references()
-        for name in (branch_name(run_id), f"{DISCARDED_PREFIX}{run_id}"):
+        for name in (branch_name(run_id), f"{ReferencePrefix.DISCARDED}{run_id}"):
             if name in there:
                 return name
         raise TableMissing(

@@ -17,7 +17,7 @@ from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_dis
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
 from branchlake_dagster.runs.discarding import discarded_name
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import PUBLICATION_TAG
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.branching.resources.test_retry import Flaky, retry
 from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
 from branchlake_dagster_tests.harness import Project, project
@@ -102,7 +102,7 @@ def test_publishing_inside_the_run(lake: Lakehouse, monkeypatch: pytest.MonkeyPa
     with new_instance() as instance, dg.execute_job(job, instance=instance) as result:
         run = instance.get_run_by_id(result.run_id)
         assert run is not None
-        assert run.tags[PUBLICATION_TAG]
+        assert run.tags[RunTag.PUBLICATION]
 
 
 def test_retry_reap_and_sweep(lake: Lakehouse, namespace: str) -> None:

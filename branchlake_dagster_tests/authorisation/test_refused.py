@@ -19,8 +19,8 @@ from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.publish_at_end import LEFT_TO_SENSOR
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import VERDICT_TAG
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.branching.resources.test_retry import Flaky, retry
 from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
 from branchlake_dagster_tests.harness import project
@@ -119,7 +119,7 @@ def test_publishing_and_discarding(
                 (outcome,) = [one for one in reconciler.run() if one.run_id == run_id]
                 assert outcome.action is PublicationAction.TRY_AGAIN
                 says_so(outcome.detail)
-        undone = {p.instance.get_run_by_id(run_id).tags.get(VERDICT_TAG) for p, run_id in runs}
+        undone = {p.instance.get_run_by_id(run_id).tags.get(RunTag.VERDICT) for p, run_id in runs}
         assert undone == {"pending"}
 
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from branchlake_dagster.automation.approve_backfill import approve
 from branchlake_dagster.cli.main import main
-from branchlake_dagster.incremental.positions import CONSUMED, Consumed
+from branchlake_dagster.incremental.positions import Consumed
 from branchlake_dagster.ingest.offsets import Recorded, ingestions_in
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.publication.ledger import publications
@@ -28,7 +28,8 @@ from branchlake_dagster.runs.discarding import discarded_name, give_back
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
 from branchlake_dagster.runs.leases import Lease, lease_keys
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import REASON_TAG, STATUS_TAG, VERDICT_TAG, Retention, place_of
+from branchlake_dagster.runs.run_tags import Retention, place_of
+from branchlake_dagster.stored_names import LakeProperty, RunTag
 from branchlake_dagster_tests.baseline import shop
 from branchlake_dagster_tests.baseline.names import classes_in_home, names_of_run, stored_names
 from branchlake_dagster_tests.baseline.opened import AUTOMATION, Opened, key, opened
@@ -135,7 +136,7 @@ def test_the_dagster_home_is_read(p: Opened, expected: dict[str, Any], runs: dic
         "blocked": "blocked",
         "unbranched": "unbranched",
     }
-    assert {name: tags(p, runs[name])[STATUS_TAG] for name in states} == states
+    assert {name: tags(p, runs[name])[RunTag.STATUS] for name in states} == states
     place = place_of(tags(p, runs["waiting"]), runs["waiting"])
     assert place is not None
     assert (place.branch, place.base_hash != "") == (branch_name(runs["waiting"]), True)
@@ -181,7 +182,7 @@ def test_the_waiting_run_is_published(p: Opened, runs: dict[str, str]) -> None:
     outcome = p.settle(runs["waiting"])
     assert outcome.action is PublicationAction.PUBLISHED, outcome
     assert ids(p, "shop", "prices") == waiting
-    assert tags(p, runs["waiting"])[STATUS_TAG] == "published"
+    assert tags(p, runs["waiting"])[RunTag.STATUS] == "published"
 
 
 def test_a_run_that_wrote_by_its_own_code_is_published(p: Opened, runs: dict[str, str]) -> None:
@@ -194,8 +195,8 @@ def test_a_run_that_wrote_by_its_own_code_is_published(p: Opened, runs: dict[str
 
 def test_the_blocked_run_keeps_its_reason(p: Opened, runs: dict[str, str]) -> None:
     before = tags(p, runs["blocked"])
-    assert "positive" in before[REASON_TAG]
-    assert before[VERDICT_TAG] == "blocked"
+    assert "positive" in before[RunTag.REASON]
+    assert before[RunTag.VERDICT] == "blocked"
     again = p.with_settings(keep_failed_hours=p.lake.settings.discard_grace_h)
     again.reconciler().run_one(runs["blocked"])
     assert tags(p, runs["blocked"]) == before
@@ -253,7 +254,7 @@ def test_the_holder_of_a_lease_publishes_and_the_next_one_gets_the_next_token(
 def test_a_consumer_goes_on_from_its_position(p: Opened, expected: dict[str, Any]) -> None:
     """No row twice, none lost; the sensor goes on from its cursor."""
     table = p.lake.catalog(MAIN).load_table(("shop", "copies"))
-    assert "shop.visits" in Consumed.from_text(table.properties[CONSUMED]).inputs
+    assert "shop.visits" in Consumed.from_text(table.properties[LakeProperty.CONSUMED]).inputs
     before = ids(p, "shop", "copies")
     assert len(ids(p, "shop", "visits")) > len(before)
     result = p.tick("incremental_sensor", expected["cursors"]["incremental_sensor"])

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from branchlake_dagster.runs import branch_names as reference_names
 from branchlake_dagster.runs.run_tags import Status
+from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster_tests.baseline.names import names_in_code
 from branchlake_dagster_tests.baseline.storage import EXPECTED, STORED
 
@@ -77,11 +77,11 @@ def test_the_exceptions_are_needed(in_code: dict[str, set[str]]) -> None:
 def test_references_have_their_prefixes() -> None:
     stored = {*NAMES["branch prefix"], *NAMES["tag prefix"]}
     assert stored == {
-        reference_names.RUN_BRANCH_PREFIX,
-        reference_names.PUBLICATION_PREFIX,
-        reference_names.DISCARDED_PREFIX,
-        reference_names.SWEEPING_PREFIX,
-        reference_names.CLAIM_PREFIX,
+        ReferencePrefix.RUN,
+        ReferencePrefix.PUBLICATION,
+        ReferencePrefix.DISCARDED,
+        ReferencePrefix.SWEEPING,
+        ReferencePrefix.CLAIM,
     }
 
 

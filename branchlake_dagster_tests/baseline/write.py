@@ -21,7 +21,6 @@ from uuid import uuid4
 import dagster as dg
 
 from branchlake_dagster.automation.backfill_launch import launch, launch_again
-from branchlake_dagster.ingest.batch_assets import REPROCESS_TAG
 from branchlake_dagster.ingest.reprocessing import Chosen
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
@@ -35,7 +34,8 @@ from branchlake_dagster.runs.discarding import discard
 from branchlake_dagster.runs.heartbeats import HeartbeatStore, first_heartbeat
 from branchlake_dagster.runs.origin import instance_id
 from branchlake_dagster.runs.run_branch import branch_name, main_with_history
-from branchlake_dagster.runs.run_tags import NEXT_ATTEMPT_TAG, REASON_TAG, SET_ASIDE
+from branchlake_dagster.runs.run_tags import SET_ASIDE
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.baseline.names import stored_names
 from branchlake_dagster_tests.baseline.opened import AUTOMATION, Opened, key, opened
 from branchlake_dagster_tests.baseline.storage import (
@@ -155,7 +155,7 @@ def write_ingestion(p: Opened) -> dict[str, Any]:
     p.land({"id": 1, "kind": "a"}, {"id": 2, "kind": "b"}, b"no record", {"id": 3, "kind": "a", "more": 1})
     first = p.ingest()
     assert p.settle(first).action is PublicationAction.PUBLISHED
-    again = p.ingest(tags={REPROCESS_TAG: Chosen().text()})
+    again = p.ingest(tags={RunTag.REPROCESS: Chosen().text()})
     assert p.settle(again).action is PublicationAction.PUBLISHED
     p.land({"id": 4, "kind": "a"}, {"id": 5, "kind": "b"})
     config = {"ops": {"ingest_events_batches": {"config": {"run_s": 0.1, "interval_s": 0.0}}}}
@@ -274,7 +274,7 @@ def parked(p: Opened) -> str:
         client.put_object(**where, Body=whole)
     run = p.instance.get_run_by_id(run_id)
     assert run is not None
-    assert run.tags[NEXT_ATTEMPT_TAG] == SET_ASIDE, run.tags.get(REASON_TAG)
+    assert run.tags[RunTag.NEXT_ATTEMPT] == SET_ASIDE, run.tags.get(RunTag.REASON)
     return run_id
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from branchlake_dagster import LakehouseResource, connect, consume, consumes, table_metadata
 from branchlake_dagster.catalog import NessieCatalog
-from branchlake_dagster.history.summary import CHANGE_TABLE
 from branchlake_dagster.incremental.sql_changes import Changes
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.stored_names import CHANGE_TABLE_INFIX
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, values
 from branchlake_dagster_tests.suite import memory
@@ -97,7 +97,7 @@ def test_all_change_tables_are_tried_and_every_error_is_told(
     tried: list[str] = []
 
     def failing(self: NessieCatalog, identifier: Any, **more: Any) -> None:
-        if CHANGE_TABLE not in identifier[-1]:
+        if CHANGE_TABLE_INFIX not in identifier[-1]:
             return drop(self, identifier, **more)
         tried.append(identifier[-1])
         raise OSError(f"no {len(tried)}")

@@ -22,13 +22,11 @@ from branchlake_dagster.automation.progress import standings
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.history.capture import capture, position_of
 from branchlake_dagster.history.change import ChangeLost
-from branchlake_dagster.history.summary import RUN_ID
 from branchlake_dagster.incremental.commits import commits_of
-from branchlake_dagster.incremental.positions import CONSUMED
 from branchlake_dagster.internals.dagster import report_engine_event
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
-from branchlake_dagster.runs.provenance import BRANCH_HEAD
+from branchlake_dagster.stored_names import EventMetadata, LakeProperty
 from branchlake_dagster.tables.errors import PartitionMismatch, PositionUnreadable, RowsRemoved
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
@@ -232,12 +230,14 @@ def test_the_commits_of_a_rebased_publication(lakehouse: Lakehouse, namespace: s
         base = client.reference("main").hash
         first, second = p.run(orders.key), p.run(orders.key)
         # As the run's own code does: the commit names the run, which records the branch's head.
-        own = lakehouse.catalog(f"run-{second}", properties={f"{COMMIT_PROPERTY}{RUN_ID}": second})
+        own = lakehouse.catalog(
+            f"run-{second}", properties={f"{COMMIT_PROPERTY}{LakeProperty.RUN_ID}": second}
+        )
         own.load_table(identifier).append(pa.table({"account": ["z"], "price": [1]}))
         head = dg.MetadataValue.text(client.reference(f"run-{second}").hash)
         run = p.instance.get_run_by_id(second)
         assert run is not None
-        report_engine_event(p.instance, "A step has ended.", run, {BRANCH_HEAD: head})
+        report_engine_event(p.instance, "A step has ended.", run, {EventMetadata.BRANCH_HEAD: head})
         p.settle(first)
         p.settle(second)
         at = client.reference("main").hash
@@ -326,7 +326,7 @@ def test_a_rolled_back_partition_is_computed_anew_and_the_others_are_not(
         assert left() == ()
         assert [row[1] for row in values(p, daily)] == [1, 2, 3]
         names = lakehouse.catalog().load_table((namespace, "daily")).properties
-        assert [name for name in names if name.startswith(CONSUMED)] == [CONSUMED]
+        assert [name for name in names if name.startswith(LakeProperty.CONSUMED)] == [LakeProperty.CONSUMED]
 
 
 @pytest.mark.parametrize(
@@ -360,9 +360,9 @@ def test_a_position_that_cannot_be_read_is_replaced_by_a_rebuild(
         orders.publish(p, ("a", 1))
         published(p, copy)
         with lakehouse.catalog().load_table((namespace, "copy")).transaction() as change:
-            change.set_properties({CONSUMED: "spoilt"})
+            change.set_properties({LakeProperty.CONSUMED: "spoilt"})
         p.run(copy.key, ok=False)
-        p.failed_with(PositionUnreadable, CONSUMED, "branchlake/rebuild=true")
+        p.failed_with(PositionUnreadable, LakeProperty.CONSUMED, "branchlake/rebuild=true")
         published(p, copy, tags={"branchlake/rebuild": "true"})
         orders.publish(p, ("b", 2))
         published(p, copy)
@@ -447,17 +447,17 @@ def test_partitions_have_positions_of_their_own(lakehouse: Lakehouse, namespace:
 
     def held(p: Project) -> set[str]:
         table = lakehouse.catalog().load_table((namespace, "daily"))
-        return {name for name in table.metadata.properties if name.startswith(CONSUMED)}
+        return {name for name in table.metadata.properties if name.startswith(LakeProperty.CONSUMED)}
 
     with project(lakehouse, events.asset, daily) as p:
         events.publish(p, (day(1), 1), (day(2), 2))
         published(p, daily, partition="2026-08-01")
-        assert held(p) == {f"{CONSUMED}.2026-08-01"}
+        assert held(p) == {f"{LakeProperty.CONSUMED}.2026-08-01"}
         published(p, daily, partition="2026-08-02")
-        assert held(p) == {CONSUMED}
+        assert held(p) == {LakeProperty.CONSUMED}
         events.publish(p, (day(1), 10))
         published(p, daily, partition="2026-08-01")
-        assert held(p) == {CONSUMED}
+        assert held(p) == {LakeProperty.CONSUMED}
         assert values(p, daily) == [(day(1), 11), (day(2), 2)]
         events.publish(p, (day(3), 5), (day(4), 6))
         one, other = p.run(daily.key, partition="2026-08-03"), p.run(daily.key, partition="2026-08-04")

@@ -13,7 +13,8 @@ from dagster import AssetCheckEvaluation
 from pandera.pyspark import DataFrameModel, Field
 from pyspark.sql import DataFrame, SparkSession
 
-from branchlake_dagster.checks import CHECK_SCOPE, ContractError, join_checks, pandera_checks, sql_check
+from branchlake_dagster.checks import ContractError, join_checks, pandera_checks, sql_check
+from branchlake_dagster.stored_names import AssetMetadata
 from branchlake_dagster_tests.suite.raised import raising
 
 WINDOWS = dg.StaticPartitionsDefinition(["a", "b", "c"])
@@ -117,8 +118,10 @@ def test_a_check_on_the_whole_table_sees_all_of_it(instance: dg.DagsterInstance,
     result = _run(instance, lake, checks, partition_key="a")
     assert lake.asked == [["a", "b", "c"]]
     assert _planned(instance, result.run_id)["ge__v"] is None
-    assert {spec.metadata[CHECK_SCOPE] for spec in checks.check_specs} == {"table"}
-    assert {spec.metadata[CHECK_SCOPE] for spec in pandera_checks(values, Values).check_specs} == {"rows"}
+    assert {spec.metadata[AssetMetadata.CHECK_SCOPE] for spec in checks.check_specs} == {"table"}
+    assert {
+        spec.metadata[AssetMetadata.CHECK_SCOPE] for spec in pandera_checks(values, Values).check_specs
+    } == {"rows"}
 
 
 @pytest.mark.spark

@@ -16,8 +16,8 @@ from branchlake_dagster.checks.constraints import FailingPartitions, RowConstrai
 from branchlake_dagster.checks.counting import failing_partitions
 from branchlake_dagster.io_manager.loading import RowPartitions
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication import report_metadata as names
 from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.stored_names import EventMetadata
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import project
 
@@ -127,7 +127,7 @@ def test_a_block_by_a_check_of_the_whole_table_names_partitions(lakehouse: Lakeh
         events = made.instance.fetch_observations(measured.key, limit=1).records
         observation = events[0].event_log_entry.dagster_event
         assert observation is not None
-        reasons = observation.event_specific_data.asset_observation.metadata[names.REASONS]  # type: ignore[union-attr]
+        reasons = observation.event_specific_data.asset_observation.metadata[EventMetadata.REASONS]  # type: ignore[union-attr]
         assert [name for name in ("optical", "radar") if name not in str(reasons.value)] == []
         made.run(measured.key, partition="radar")
         found = {one.check_name: one.metadata for one in made.last.get_asset_check_evaluations()}

@@ -19,12 +19,12 @@ from branchlake_dagster.embedded import jars
 from branchlake_dagster.embedded.process import ProcessRecord
 from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.runs.origin import INSTANCE
 from branchlake_dagster.sda.commands.demo_run import BAD_SNAPSHOT, Plan, plan_for
 from branchlake_dagster.sda.partitions import FIRST_WINDOW, windows
 from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import LakeProperty
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ def test_status_lists_branches_with_run_state_and_age(lakehouse: Lakehouse, name
     run_id = str(uuid.uuid4())
     branch = nessie.create_branch(f"run-{run_id}", from_ref="main", from_hash=nessie.reference("main").hash)
     try:
-        maker = {f"commit.property.{INSTANCE}": "another"}
+        maker = {f"commit.property.{LakeProperty.INSTANCE}": "another"}
         lakehouse.catalog(branch.name, properties=maker).create_namespace(namespace)
         done = call("status", "--json", state_dir=str(lakehouse.settings.state_dir))
         for_people = call("status", state_dir=str(lakehouse.settings.state_dir))

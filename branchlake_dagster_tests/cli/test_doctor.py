@@ -23,9 +23,9 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest import kafka_topics as topics
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.failure_detector import Liveness
-from branchlake_dagster.runs.origin import INSTANCE
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import LAKE_TAG, PUBLICATION_TAG, STATUS_TAG, Place, Status, opened
+from branchlake_dagster.runs.run_tags import Place, Status, opened
+from branchlake_dagster.stored_names import LakeProperty, RunTag
 from branchlake_dagster_tests.conftest import LAKES
 from branchlake_dagster_tests.suite.kafka import Broker, as_settings
 
@@ -154,9 +154,9 @@ def test_a_publication_that_main_does_not_hold(lakehouse: Lakehouse, tmp_path: P
     run_id = str(uuid4())
     tags = opened(run_id, Place(branch_name(run_id), lakehouse.nessie.reference("main").hash), {})
     lost = {
-        STATUS_TAG: str(Status.PUBLISHED),
-        PUBLICATION_TAG: "0" * 64,
-        LAKE_TAG: lakehouse.settings.lake_id,
+        RunTag.STATUS: str(Status.PUBLISHED),
+        RunTag.PUBLICATION: "0" * 64,
+        RunTag.LAKE: lakehouse.settings.lake_id,
     }
     with DagsterInstance.from_config(str(home)) as instance:
         instance.add_run(
@@ -178,7 +178,7 @@ def test_branches_of_an_instance_that_no_longer_exists(
     branch = branch_name(str(uuid4()))
     nessie.create_branch(branch, from_ref="main", from_hash=nessie.reference("main").hash)
     # Of many instances the first by name are listed, and other tests leave branches of theirs behind.
-    made_by = {f"{COMMIT_PROPERTY}{INSTANCE}": f"0-{namespace}"}
+    made_by = {f"{COMMIT_PROPERTY}{LakeProperty.INSTANCE}": f"0-{namespace}"}
     lakehouse.catalog(branch, properties=made_by).create_namespace(f"{namespace}_left")
     try:
         code, found = doctor(**state, orphan_grace_min="0.0001")

@@ -11,7 +11,7 @@ from pyiceberg.exceptions import NoSuchTableError
 from pyiceberg.table.snapshots import Operation
 
 from branchlake_dagster.history.capture import line
-from branchlake_dagster.incremental.positions import CONSUMED
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.incremental.iceberg import Snapshot, Table
 from branchlake_dagster_tests.incremental.writing import Writer
 
@@ -198,7 +198,7 @@ class Run:
             sides.append(new | dict.fromkeys(was.keys() - told.keys(), ""))
         mine, theirs = sides
         for key in mine.keys() & theirs.keys():
-            if mine[key] != theirs[key] and key.startswith(CONSUMED):
+            if mine[key] != theirs[key] and key.startswith(LakeProperty.CONSUMED):
                 raise Refused(f"{name}: another run of this consumer was published first")
         together = {**now.metadata.properties, **mine}
         return now.changed(properties={key: value for key, value in together.items() if value})

@@ -9,7 +9,7 @@ import pytest
 
 from branchlake_dagster.automation.attempts import histories
 from branchlake_dagster.automation.launch_decision import Outcome, retry_key
-from branchlake_dagster.runs.run_tags import BRANCH_TAG, OPENED_TAG, PUBLICATION_TAG
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.suite.instances import new_instance
 
 
@@ -31,7 +31,11 @@ def launched(
 ) -> str:
     run = instance.create_run_for_job(job, status=status, tags={"dagster/run_key": key})
     if publication:
-        own = {OPENED_TAG: run.run_id, BRANCH_TAG: f"run-{run.run_id}", PUBLICATION_TAG: publication}
+        own = {
+            RunTag.OPENED_BY: run.run_id,
+            RunTag.BRANCH: f"run-{run.run_id}",
+            RunTag.PUBLICATION: publication,
+        }
         instance.add_run_tags(run.run_id, own)
     return run.run_id
 

@@ -22,7 +22,6 @@ from dagster import (
 
 from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.history.change import Position
-from branchlake_dagster.history.summary import OFFSETS
 from branchlake_dagster.incremental.affected_partitions import Reach
 from branchlake_dagster.incremental.consumer import Consumer
 from branchlake_dagster.incremental.consumption import Consumption
@@ -39,6 +38,7 @@ from branchlake_dagster.incremental.valid_through import (
 )
 from branchlake_dagster.ingest.offsets import Recorded, TopicPartition
 from branchlake_dagster.ingest.published_through import PublishedTime, TimeReader
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.incremental.iceberg import Row, Table
 from branchlake_dagster_tests.incremental.lake import Lake, Refused, Run
 from branchlake_dagster_tests.incremental.model_files import model_files
@@ -121,7 +121,7 @@ class World:
             self.now_ms,
             table.metadata.current_snapshot_id,
         )
-        self.put(name, table.changed(properties={f"{OFFSETS}i": recorded.text()}))
+        self.put(name, table.changed(properties={f"{LakeProperty.OFFSETS_PREFIX}i": recorded.text()}))
 
     def put(self, name: str, table: Table) -> None:
         self.lake.put({name: table})

@@ -15,13 +15,12 @@ from branchlake_dagster.automation.consumers import consumers
 from branchlake_dagster.automation.in_flight import InFlight
 from branchlake_dagster.automation.launch_decision import LaunchPolicy, LaunchState
 from branchlake_dagster.automation.partition_backlog import launch_decisions
-from branchlake_dagster.incremental.outputs import WAITS_FOR
-from branchlake_dagster.incremental.step_consumption import REBUILD_TAG
 from branchlake_dagster.internals.dagster import RANGE_END_TAG, RANGE_START_TAG, RUN_KEY_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.approval import Approvals, give_approval
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import APPROVAL_TAG, REQUIRED
+from branchlake_dagster.runs.run_tags import REQUIRED
+from branchlake_dagster.stored_names import EventMetadata, RunTag
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 from branchlake_dagster_tests.incremental.test_incremental_sensor import Ticks
@@ -201,14 +200,14 @@ def test_a_day_that_is_computed_too_early_is_computed_again(
         events.publish(p, (at(1), 10))
         published(p, totals, partition="2026-08-03")
         (event,) = p.last.get_asset_materialization_events()
-        assert WAITS_FOR in event.materialization.metadata
+        assert EventMetadata.WAITS_FOR_PARTITION in event.materialization.metadata
         first, second = p.run(totals.key, partition="2026-08-01"), p.run(totals.key, partition="2026-08-02")
         p.settle(second)
         p.settle(first)
         assert launched(p, totals, ticks) == ["2026-08-02", "2026-08-03"]
         assert by_day(p, totals) == [11, 13, 17]
         # A result that is computed anew leads to those after it, although no input has changed.
-        published(p, totals, partition="2026-08-02", tags={REBUILD_TAG: "true"})
+        published(p, totals, partition="2026-08-02", tags={RunTag.REBUILD: "true"})
         assert launched(p, totals, ticks) == ["2026-08-03"]
         assert by_day(p, totals) == [11, 13, 17]
 
@@ -222,7 +221,7 @@ def test_a_day_whose_change_waits_for_approval_holds_up_those_after_it(
         events.publish(p, (at(1), 1), (at(2), 2), (at(3), 4))
         assert launched(p, totals, ticks) == ["2026-08-01", "2026-08-02", "2026-08-03"]
         events.rows = [(at(2), 10)]
-        run_id = p.run(events.key, tags={APPROVAL_TAG: REQUIRED})
+        run_id = p.run(events.key, tags={RunTag.APPROVAL: REQUIRED})
         p.settle(run_id)
         events.publish(p, (at(1), 100))
         assert launched(p, totals, ticks) == ["2026-08-01"]

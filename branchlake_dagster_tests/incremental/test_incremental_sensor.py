@@ -10,11 +10,11 @@ import pytest
 from branchlake_dagster import consumes, incremental_sensor, table_metadata, unconsumed, unconsumed_change
 from branchlake_dagster.automation.approve_backfill import approve
 from branchlake_dagster.automation.backlog import Standing
-from branchlake_dagster.automation.backlog_report import LEFT, ROWS
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import APPROVAL_TAG, REQUIRED
+from branchlake_dagster.runs.run_tags import REQUIRED
+from branchlake_dagster.stored_names import EventMetadata, RunTag
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 from branchlake_dagster_tests.suite import memory
@@ -99,7 +99,7 @@ def test_a_change_is_launched_once(lakehouse: Lakehouse, namespace: str, orders:
     with project(lakehouse, orders.asset, spent) as p:
         ticks = Ticks(p, target=[spent])
         assert ticks.tick() == []
-        assert "no table" in str(ticks.told[0].metadata[LEFT].value)
+        assert "no table" in str(ticks.told[0].metadata[EventMetadata.UNCONSUMED].value)
         orders.publish(p, ("a", 1))
         (first,) = ticks.tick()
         assert first.asset_selection == [spent.key]
@@ -114,7 +114,7 @@ def test_a_change_is_launched_once(lakehouse: Lakehouse, namespace: str, orders:
         (second,) = ticks.tick()
         assert second.run_key != first.run_key
         (told,) = ticks.told
-        assert (told.asset_key, told.metadata[ROWS].value) == (spent.key, 1)
+        assert (told.asset_key, told.metadata[EventMetadata.UNCONSUMED_ROWS].value) == (spent.key, 1)
 
 
 def test_a_small_change_waits_until_it_is_old(lakehouse: Lakehouse, namespace: str, orders: Source) -> None:
@@ -166,7 +166,7 @@ def test_trouble_of_one_consumer_stops_no_other(lakehouse: Lakehouse, namespace:
         ticks = Ticks(p, target=[spent, other])
         (request,) = ticks.tick()
         assert request.asset_selection == [other.key]
-        told = {one.asset_key: str(one.metadata[LEFT].value) for one in ticks.told}
+        told = {one.asset_key: str(one.metadata[EventMetadata.UNCONSUMED].value) for one in ticks.told}
         assert "dropped and created again" in told[spent.key]
 
 
@@ -222,7 +222,7 @@ def test_a_condition_is_true_while_there_is_something_left(
         published(p, spent)
         assert requested(p) == 0
         orders.rows = [("b", 2)]
-        run = p.run(orders.key, tags={APPROVAL_TAG: REQUIRED})
+        run = p.run(orders.key, tags={RunTag.APPROVAL: REQUIRED})
         p.settle(run)
         assert requested(p) == 0  # it waits for approval
         approve(p.instance, run)

@@ -21,15 +21,8 @@ from branchlake_dagster.automation.launch_decision import (
     with_sensor,
 )
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.runs.run_tags import (
-    BRANCH_TAG,
-    OPENED_TAG,
-    PENDING,
-    PUBLICATION_TAG,
-    STATUS_TAG,
-    VERDICT_TAG,
-    Status,
-)
+from branchlake_dagster.runs.run_tags import PENDING, Status
+from branchlake_dagster.stored_names import RunTag
 
 T = datetime(2026, 11, 24, 12, tzinfo=UTC)
 LEFT = Unconsumed(files=1, rows=5, oldest=T)
@@ -144,7 +137,7 @@ def test_a_delay_that_is_negative_is_refused_with_the_sensor() -> None:
 
 
 def run(status: dg.DagsterRunStatus, word: Status | None = None, **tags: str) -> dg.DagsterRun:
-    own = {OPENED_TAG: "r", BRANCH_TAG: "run-r", STATUS_TAG: str(word)} if word else {}
+    own = {RunTag.OPENED_BY: "r", RunTag.BRANCH: "run-r", RunTag.STATUS: str(word)} if word else {}
     return dg.DagsterRun(job_name="j", run_id="r", status=status, tags={**own, **tags})
 
 
@@ -173,13 +166,13 @@ def test_the_outcome_of_a_run(of: dg.DagsterRun, outcome: Outcome) -> None:
 
 
 def test_a_pending_run_awaits_its_verdict() -> None:
-    assert outcome_of(run(SUCCESS, Status.PENDING, **{VERDICT_TAG: PENDING})) is Outcome.AWAITS_VERDICT
+    assert outcome_of(run(SUCCESS, Status.PENDING, **{RunTag.VERDICT: PENDING})) is Outcome.AWAITS_VERDICT
 
 
 def test_a_published_run_is_published_and_inherited_tags_are_not_its_own() -> None:
-    tags = {PUBLICATION_TAG: "0123456789abcdef0123"}
+    tags = {RunTag.PUBLICATION: "0123456789abcdef0123"}
     assert outcome_of(run(SUCCESS, Status.PUBLISHED, **tags)) is Outcome.PUBLISHED
-    assert outcome_of(run(FAILURE, Status.BLOCKED, **{OPENED_TAG: "its parent"})) is Outcome.FAILED
+    assert outcome_of(run(FAILURE, Status.BLOCKED, **{RunTag.OPENED_BY: "its parent"})) is Outcome.FAILED
 
 
 def test_a_sensor_that_does_not_tick_is_why_a_due_run_is_not_launched() -> None:

@@ -9,10 +9,9 @@ import polars as pl
 import pytest
 
 from branchlake_dagster import consumes, table_metadata
-from branchlake_dagster.automation.backlog_report import PARTITION_COUNT, PARTITIONS, SHOWN_PARTITIONS
-from branchlake_dagster.automation.incremental_sensor import RETRY_TAG
+from branchlake_dagster.automation.backlog_report import SHOWN_PARTITIONS
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.runs.run_tags import STATUS_TAG
+from branchlake_dagster.stored_names import EventMetadata, RunTag
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 from branchlake_dagster_tests.incremental.test_incremental_sensor import DAYS, Ticks
@@ -53,7 +52,7 @@ def launch(p: Project, request: dg.RunRequest, *, ok: bool = True) -> str:
 
 
 def table_of(observation: dg.AssetObservation) -> list[dict[str, Any]]:
-    return [dict(one.data) for one in observation.metadata[PARTITIONS].value.records]  # type: ignore[union-attr]
+    return [dict(one.data) for one in observation.metadata[EventMetadata.UNCONSUMED_PARTITIONS].value.records]  # type: ignore[union-attr]
 
 
 def test_a_failed_partition_is_launched_again_under_keys_of_its_own(
@@ -72,7 +71,7 @@ def test_a_failed_partition_is_launched_again_under_keys_of_its_own(
         (again,) = ticks.tick()
         (repeated,) = ticks.tick()
         assert again.run_key == repeated.run_key != first.run_key
-        assert (again.partition_key, again.tags[RETRY_TAG]) == ("2026-08-01", "1")
+        assert (again.partition_key, again.tags[RunTag.RETRY]) == ("2026-08-01", "1")
         launch(p, again, ok=False)
         (last,) = ticks.tick()
         assert last.run_key not in (first.run_key, again.run_key)
@@ -147,7 +146,7 @@ def test_a_refused_run_is_tried_again_and_a_blocked_one_is_not(
         p.settle(run)
         record = p.instance.get_run_by_id(run)
         assert record is not None
-        assert record.tags[STATUS_TAG] == fate
+        assert record.tags[RunTag.STATUS] == fate
         assert len(ticks.tick()) == (1 if fate == "refused" else 0)
 
 
@@ -173,4 +172,4 @@ def test_the_page_lists_each_partition_with_what_it_has_left(lakehouse: Lakehous
         ticks.tick()
         (told,) = ticks.told
         assert len(table_of(told)) == SHOWN_PARTITIONS
-        assert told.metadata[PARTITION_COUNT].value == 31
+        assert told.metadata[EventMetadata.UNCONSUMED_PARTITION_COUNT].value == 31

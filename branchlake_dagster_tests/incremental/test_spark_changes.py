@@ -21,12 +21,12 @@ from pyspark.sql import functions as F  # noqa: N812 - the library's own abbrevi
 
 from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.history.change import RowsUnreadable
-from branchlake_dagster.history.summary import CHANGE_TABLE
 from branchlake_dagster.incremental import spark_inputs
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.stored_names import CHANGE_TABLE_INFIX
 from branchlake_dagster_tests.changes.tables import counted
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
 from branchlake_dagster_tests.harness import Project, project
@@ -107,7 +107,7 @@ class Shop:
         run_id = p.run(*self.consumers)
         assert self.left() == (set(), set()), run_id
         branch = p.lake.nessie.entries(f"run-{run_id}")
-        assert not [entry.key.name for entry in branch if CHANGE_TABLE in entry.key.name]
+        assert not [entry.key.name for entry in branch if CHANGE_TABLE_INFIX in entry.key.name]
         assert p.settle(run_id).action is PublicationAction.PUBLISHED
         full = counted(self.table.scan().to_arrow())
         log = Counter[tuple[Any, ...]]()
@@ -227,7 +227,7 @@ def test_a_process_killed_before_its_write_leaves_nothing_and_takes_no_file_alon
             (run,) = instance.get_runs()
             branch = branch_name(run.run_id)
             names = [entry.key.name for entry in lake.nessie.entries(branch)]
-            assert len([name for name in names if CHANGE_TABLE in name]) == 2
+            assert len([name for name in names if CHANGE_TABLE_INFIX in name]) == 2
             changes, gone = shop.left()
             assert changes
             assert not gone

@@ -12,7 +12,7 @@ from typing import Any
 
 from pyiceberg.table.snapshots import Operation
 
-from branchlake_dagster.history.summary import REPLAYED_FROM
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.incremental.iceberg import (
     Entry,
     File,
@@ -150,7 +150,7 @@ class Writer:
 
     def replay(self, table: Table, step: Snapshot) -> Table:
         """A snapshot of a run's branch on what `main` holds now."""
-        told = {**step.summary.additional_properties, REPLAYED_FROM: str(step.snapshot_id)}
+        told = {**step.summary.additional_properties, LakeProperty.REPLAYED_FROM: str(step.snapshot_id)}
         return self.commit(table, step.added, step.removed, step.summary.operation, **told)
 
     def store(self, table: Table, kept: Mapping[Any, Any], *, replayed: int | None = None) -> Table:
@@ -159,7 +159,7 @@ class Writer:
         `replayed` is the snapshot of a run's branch that this one repeats on `main`.
         """
         files = [File(f"file-{next(self.numbers):05}", [_row_of(place)]) for place in kept]
-        told = {} if replayed is None else {REPLAYED_FROM: str(replayed)}
+        told = {} if replayed is None else {LakeProperty.REPLAYED_FROM: str(replayed)}
         made = self.commit(table, files, table.data, Operation.OVERWRITE, **told)
         *earlier, last = made.metadata.snapshots
         return made.changed(snapshots=(*earlier, replace(last, kept=kept)))

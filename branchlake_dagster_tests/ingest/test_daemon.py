@@ -13,9 +13,10 @@ import requests
 
 from branchlake_dagster.bench.launched_run import start_sensor
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
+from branchlake_dagster.launching.process import WorkerProcess
 from branchlake_dagster.runs.branch_owner import BatchBranch
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.daemon import daemon_of, wait_for
 from branchlake_dagster_tests.ingest.histories.tokens import ingestion
 from branchlake_dagster_tests.ingest.project import NAME, TOPICS
@@ -47,7 +48,7 @@ def begun_by(lake: Lakehouse, run: dg.DagsterRun) -> list[str]:
 
 
 def kill(run: dg.DagsterRun) -> None:
-    worker = WorkerProcess.of(run.tags[WORKER_TAG])
+    worker = WorkerProcess.of(run.tags[RunTag.WORKER])
     assert worker is not None
     os.kill(worker.pid, signal.SIGKILL)
 

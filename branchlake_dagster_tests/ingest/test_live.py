@@ -26,14 +26,14 @@ from branchlake_dagster.ingest.errors import Superseded, TooManyDeadLetters
 from branchlake_dagster.ingest.ingest_batch import BatchResult
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics
 from branchlake_dagster.ingest.live import LiveIngestion
-from branchlake_dagster.ingest.offsets import COMMIT_ID, OFFSETS, VALID_THROUGH, Recorded
+from branchlake_dagster.ingest.offsets import Recorded
 from branchlake_dagster.ingest.record_frames import KafkaRecords
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.publication.cleanup_jobs import DagsterRuns, reap_branches
 from branchlake_dagster.publication.committer import PublicationContended
 from branchlake_dagster.publication.reconciler import RUN_BRANCHES
-from branchlake_dagster.runs.origin import INSTANCE
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.dagster_internals import create_run_for_test
 from branchlake_dagster_tests.suite.instances import new_instance
 from branchlake_dagster_tests.suite.kafka import Broker, Message
@@ -162,7 +162,7 @@ def test_each_batch_is_one_publication_with_its_offsets(
     dead = catalog.load_table((ingest.name, f"{ingest.name}_dead_letters"))
     found = {row["value"]: row["error_kind"] for row in dead.scan().to_arrow().to_pylist()}
     assert found == {b"no": "syntax", record(3, "c").value: "route"}
-    told = Recorded.from_text(dead.metadata.properties[OFFSETS + ingest.name])
+    told = Recorded.from_text(dead.metadata.properties[LakeProperty.OFFSETS_PREFIX + ingest.name])
     assert {(each.topic, each.partition): offset for each, offset in told.offsets.items()} == {
         (topic, 0): 3,
         (topic, 1): 1,
@@ -172,11 +172,14 @@ def test_each_batch_is_one_publication_with_its_offsets(
     assert snapshot is not None
     assert snapshot.summary is not None
     summary = snapshot.summary.additional_properties
-    assert summary[COMMIT_ID] == first.result.commit_id
-    assert Recorded.from_text(summary[OFFSETS + ingest.name]).commit_id == first.result.commit_id
+    assert summary[LakeProperty.COMMIT_ID] == first.result.commit_id
+    assert (
+        Recorded.from_text(summary[LakeProperty.OFFSETS_PREFIX + ingest.name]).commit_id
+        == first.result.commit_id
+    )
     # The least of the partitions' latest times, as soon as both have had a record.
     times = [one.result.recorded.valid_through_ms for one in (first, second)]
-    assert summary.get(VALID_THROUGH) == (str(times[0]) if times[0] is not None else None)
+    assert summary.get(LakeProperty.VALID_THROUGH_MS) == (str(times[0]) if times[0] is not None else None)
     assert times in ([AT + 2_000, AT + 3_000], [None, AT + 3_000])
 
 
@@ -429,7 +432,7 @@ def test_what_is_left_of_a_batch_that_died_in_its_pass_is_reaped(
         raise Stopped
 
     with new_instance() as instance, live(lakehouse, kafka, ingest) as one:
-        one._properties = {INSTANCE: instance.run_storage.get_run_storage_id()}
+        one._properties = {LakeProperty.INSTANCE: instance.run_storage.get_run_storage_id()}
         monkeypatch.setattr(one._records, "frame", dies)
         monkeypatch.setattr(one, "_end", lambda *_, **__: None)
         with pytest.raises(Stopped):
@@ -477,7 +480,7 @@ def test_what_is_left_of_a_batch_that_died_as_it_had_its_branch_is_reaped(
     with new_instance() as instance, new_instance() as other:
         for forgotten in (False, True):
             with live(lakehouse, kafka, ingest) as one, monkeypatch.context() as patch:
-                one._properties = {INSTANCE: instance.run_storage.get_run_storage_id()}
+                one._properties = {LakeProperty.INSTANCE: instance.run_storage.get_run_storage_id()}
                 patch.setattr(NessieClient, "create_branch", made_and_died)
                 patch.setattr(one, "_end", lambda *_, **__: None)
                 with pytest.raises(Stopped):

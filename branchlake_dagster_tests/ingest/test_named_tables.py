@@ -11,7 +11,6 @@ import pyarrow as pa
 import pytest
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.history.summary import OFFSETS, TABLES
 from branchlake_dagster.ingest.batch_context import with_new_names
 from branchlake_dagster.ingest.declaration import (
     Ingest,
@@ -25,6 +24,7 @@ from branchlake_dagster.ingest.errors import AnotherIngestion, EarlierAttemptLat
 from branchlake_dagster.ingest.ingest_batch import ingest_batch
 from branchlake_dagster.ingest.reprocessing import Chosen, reprocess_batch
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.ingest.test_live import live
@@ -42,7 +42,7 @@ def by_kind(name: str, topic: str, **more: Any) -> Ingest:
 
 
 def told(drive: Driver) -> Mapping[str, list[str]]:
-    return names_from(drive.table(-1).metadata.properties[TABLES + drive.ingest.name])
+    return names_from(drive.table(-1).metadata.properties[LakeProperty.TABLES_PREFIX + drive.ingest.name])
 
 
 def tables(drive: Driver) -> dict[str, list[int]]:
@@ -115,7 +115,7 @@ def test_tables_come_with_their_first_records_and_stay_known(
     assert [kind for kind, _ in dead(drive)] == ["route", "conversion"]
     # Every table says how far it is.
     table = drive.lake.catalog("main").load_table((namespace, "of_us-2"))
-    assert OFFSETS + namespace in table.metadata.properties
+    assert LakeProperty.OFFSETS_PREFIX + namespace in table.metadata.properties
 
 
 def test_what_names_no_table_is_a_dead_letter(driving: Driving, kafka: Broker, namespace: str) -> None:
@@ -220,7 +220,7 @@ def test_tables_are_found_again_without_the_dead_letters_list(
         catalog.drop_table((namespace, f"{namespace}_dead_letters"))
     else:
         with drive.table(-1).transaction() as change:
-            change.remove_properties(TABLES + namespace)
+            change.remove_properties(LakeProperty.TABLES_PREFIX + namespace)
     assert drive.look().plan.empty
     kafka.send(topic, [record("b", id=3), record("theirs", id=4)])
     drive.batch()
@@ -255,16 +255,16 @@ def test_a_table_that_somebody_else_fills_is_not_taken(
         drive.batch()
     catalog = drive.lake.catalog("main")
     table = catalog.load_table((namespace, "of_a"))
-    offsets = table.metadata.properties[OFFSETS + other.ingest.name]
+    offsets = table.metadata.properties[LakeProperty.OFFSETS_PREFIX + other.ingest.name]
     with table.transaction() as change:
-        change.remove_properties(OFFSETS + other.ingest.name)
+        change.remove_properties(LakeProperty.OFFSETS_PREFIX + other.ingest.name)
     kafka.send(topic, [record("b", id=2)])
     drive.batch()
     assert tables(drive) == {"a": [1, 1], "b": [2]}, "the other one's row and its own"
     # And one that says it is ours, of which nothing is known.
     made = catalog.create_table((namespace, "of_c"), pa.schema([pa.field("id", pa.int64())]))
     with made.transaction() as change:
-        change.set_properties({OFFSETS + namespace: offsets})
+        change.set_properties({LakeProperty.OFFSETS_PREFIX + namespace: offsets})
     kafka.send(topic, [record("c", id=3)])
     with raising(PositionLost, reason="not_among_tables"):
         drive.batch()

@@ -8,10 +8,10 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from branchlake_dagster.ingest.batch_assets import INGESTION_TAG
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.ingest_sensor import pause
-from branchlake_dagster.runs.run_tags import STATUS_TAG, Status
+from branchlake_dagster.runs.run_tags import Status
+from branchlake_dagster.stored_names import RunTag
 
 JOB = "ingest_orders_live"
 
@@ -70,7 +70,7 @@ class Runs:
     def ended(
         self, status: str, *, name: str = "orders", job: dg.JobDefinition | None = None
     ) -> dg.DagsterRun:
-        tags = {INGESTION_TAG: name}
+        tags = {RunTag.INGESTION: name}
         if status in PLAYED:
             wanted = job or PLAYED[status]
             return wanted.execute_in_process(
@@ -82,7 +82,7 @@ class Runs:
             self.instance.report_run_failed(run)
         elif status == "blocked":  # by the publication sensor: its steps have all succeeded
             self.instance.report_run_failed(run)
-            self.instance.add_run_tags(run.run_id, {STATUS_TAG: str(Status.BLOCKED)})
+            self.instance.add_run_tags(run.run_id, {RunTag.STATUS: str(Status.BLOCKED)})
         elif status == "canceled":
             self.instance.report_run_canceled(run)
         else:

@@ -12,11 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyiceberg.table import Table
 
-from branchlake_dagster.history.summary import OFFSETS
 from branchlake_dagster.ingest.errors import AnotherIngestion, PositionLost, TopicChanged
 from branchlake_dagster.ingest.offsets import (
-    COMMIT_ID,
-    VALID_THROUGH,
     OffsetRange,
     Offsets,
     Recorded,
@@ -35,6 +32,7 @@ from branchlake_dagster.ingest.progress import (
     require_replayable,
     standing,
 )
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.suite.raised import raising
 
 NAME = "orders"
@@ -74,7 +72,7 @@ class FakeTable:
             )
             self.rows[number] = (*self.now, *rows)
             self.current = at = number
-        self.properties[OFFSETS + NAME] = replace(recorded, at=at).text()
+        self.properties[LakeProperty.OFFSETS_PREFIX + NAME] = replace(recorded, at=at).text()
 
     def roll_back(self, steps: int) -> None:
         parents = {one.snapshot_id: one.parent_snapshot_id for one in self.snapshots}
@@ -382,8 +380,8 @@ def test_what_is_recorded_is_read_back(
     told = Recorded(offsets, "commit", "run", valid, snapshot, until)
     assert Recorded.from_text(told.text()) == told
     summary = told.summary(NAME)
-    assert Recorded.from_text(summary[OFFSETS + NAME]).offsets == offsets
-    assert (summary[COMMIT_ID], summary.get(VALID_THROUGH)) == (
+    assert Recorded.from_text(summary[LakeProperty.OFFSETS_PREFIX + NAME]).offsets == offsets
+    assert (summary[LakeProperty.COMMIT_ID], summary.get(LakeProperty.VALID_THROUGH_MS)) == (
         "commit",
         None if valid is None else str(valid),
     )
@@ -438,7 +436,7 @@ def test_a_table_rolled_back_below_the_start_offset_is_filled_again_from_that_of
     planned = plan(one, start={}, first=lambda _: at(7, 0))
     assert dict(planned.started) == {one.partitions()[0]: 7}
     world.append(0, [-1], Recorded({}, "old sink", "run"))
-    del world.properties[OFFSETS + NAME]
+    del world.properties[LakeProperty.OFFSETS_PREFIX + NAME]
     world.snapshots[0].summary.additional_properties = {}
     world.append(1, [1], Recorded(at(9, 9), "c", "run", started=planned.started))
     # The batch after it does not start anything, and the start is still known.
@@ -488,7 +486,7 @@ def test_snapshots_that_expire_after_a_roll_back_do_not_make_it_unseen() -> None
 
 def test_a_property_that_cannot_be_read_is_made_up_for_by_the_snapshots_or_is_an_error() -> None:
     damaged = table(at(5))
-    damaged.properties[OFFSETS + NAME] = '{"topics": 5}'
+    damaged.properties[LakeProperty.OFFSETS_PREFIX + NAME] = '{"topics": 5}'
     assert found({"a": damaged}).position == at(5)
     removed = table(at(5))
     removed.properties.clear()

@@ -8,13 +8,13 @@ import polars as pl
 
 from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.cli.consumers import gather
-from branchlake_dagster.history.summary import OFFSETS
 from branchlake_dagster.ingest.offsets import Recorded, TopicPartition
 from branchlake_dagster.ingest.published_through import published_through
 from branchlake_dagster.ingest.published_through_check import published_through_check
 from branchlake_dagster.internals.pyiceberg import transaction_on
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published
 from branchlake_dagster_tests.suite import memory
@@ -71,7 +71,7 @@ def test_a_condition_and_a_check_wait_for_two_stages_of_consumers(
         ms = int(through.timestamp() * 1000)
         recorded = Recorded({TopicPartition("orders", "id", 0): ms}, "commit", "run", ms, snapshot)
         with transaction_on(table) as transaction:
-            transaction.set_properties({f"{OFFSETS}orders": recorded.text()})
+            transaction.set_properties({f"{LakeProperty.OFFSETS_PREFIX}orders": recorded.text()})
 
     def requested(p: Project) -> set[Any]:
         found = dg.evaluate_automation_conditions(

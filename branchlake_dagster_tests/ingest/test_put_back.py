@@ -11,11 +11,11 @@ from typing import Any, cast
 
 from pyiceberg.table import Table
 
-from branchlake_dagster.history.summary import REPLAYED_FROM, REPROCESSED
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import PositionLost
 from branchlake_dagster.ingest.progress import PutBack, put_back, require_put_back, with_put_back
 from branchlake_dagster.ingest.reprocessing import Chosen, reprocess_batch
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.suite.kafka import Broker
@@ -224,7 +224,7 @@ def _table(*line: int, beside: tuple[int, ...] = (), first: int | None = None, *
     metadata = SimpleNamespace(
         snapshots=snapshots,
         current_snapshot_id=line[-1],
-        properties={f"{REPROCESSED}orders": json.dumps(told)},
+        properties={f"{LakeProperty.REPROCESSED_PREFIX}orders": json.dumps(told)},
     )
     return cast("Table", SimpleNamespace(metadata=metadata))
 
@@ -252,7 +252,7 @@ def test_a_roll_back_is_told_from_snapshots_that_expired() -> None:
 
 def test_a_replayed_snapshot_is_the_one_that_it_repeats() -> None:
     table = _table(1, 9, r=2)
-    summary = SimpleNamespace(additional_properties={REPLAYED_FROM: "2"})
+    summary = SimpleNamespace(additional_properties={LakeProperty.REPLAYED_FROM: "2"})
     cast("Any", table.metadata.snapshots[1]).summary = summary
     assert not _lost(table)
 
@@ -260,8 +260,8 @@ def test_a_replayed_snapshot_is_the_one_that_it_repeats() -> None:
 def test_the_property_forgets_expired_snapshots_and_reads_what_older_releases_wrote() -> None:
     table = _table(3, 4, first=2, old=2, other=3)
     found = with_put_back("orders", table.metadata, PutBack("new", 5, 5))
-    told = put_back("orders", {f"{REPROCESSED}orders": found})
+    told = put_back("orders", {f"{LakeProperty.REPROCESSED_PREFIX}orders": found})
     assert told == [PutBack("other", 3, 3), PutBack("new", 5, 5)]
     for plain in ("1081e5a2-6c1f-4a55-a10c-09b1a6d1c4f0", "17", "run"):
-        assert put_back("orders", {f"{REPROCESSED}orders": plain}) == [PutBack(plain)]
+        assert put_back("orders", {f"{LakeProperty.REPROCESSED_PREFIX}orders": plain}) == [PutBack(plain)]
     assert put_back("orders", {}) == []

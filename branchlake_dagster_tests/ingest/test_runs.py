@@ -15,15 +15,9 @@ from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from branchlake_dagster.ingest import batch_assets
-from branchlake_dagster.ingest.batch_assets import REPROCESS_TAG
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.definitions import ingest_definitions
-from branchlake_dagster.ingest.ingest_sensor import (
-    INGESTION_TAG,
-    batch_sensor,
-    told_and_observations,
-    waiting,
-)
+from branchlake_dagster.ingest.ingest_sensor import batch_sensor, told_and_observations, waiting
 from branchlake_dagster.ingest.live_job import live_sensor
 from branchlake_dagster.ingest.observation import topic_key
 from branchlake_dagster.ingest.planning import CommittedOffsets, StartingOffsets
@@ -32,8 +26,9 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.publication.publish import RunOutcome, publish
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import NEXT_ATTEMPT_TAG, NONE, SET_ASIDE
+from branchlake_dagster.runs.run_tags import NONE, SET_ASIDE
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.ingest.test_live import AT, COLUMNS, ids, record, run_branches, two_tables
 from branchlake_dagster_tests.ingest.test_taking_over import a_group, an_ingestion, held, send
 from branchlake_dagster_tests.suite.instances import new_instance
@@ -279,7 +274,7 @@ def test_a_second_attempt_to_put_letters_back_is_judged_by_them_too(
     kafka.send(topic, [record(1), Message(b"no")])
     assert p.publish(p.run()).published
     _fails_once(monkeypatch, "_changed")
-    result = p.run(tags={REPROCESS_TAG: Chosen().text()})
+    result = p.run(tags={RunTag.REPROCESS: Chosen().text()})
     told = [
         each.asset_check_evaluation_data.description
         for each in result.all_events
@@ -332,7 +327,7 @@ def test_the_sensor_waits_for_records_or_their_age(project: Opened, kafka: Broke
     assert not tick().run_requests
     clock[0] += 1
     (request,) = tick().run_requests
-    assert request.tags[INGESTION_TAG] == p.ingest.name
+    assert request.tags[RunTag.INGESTION] == p.ingest.name
     kafka.send(topic, [record(3)])
     (request,) = tick().run_requests
     run = p.instance.create_run_for_job(
@@ -361,9 +356,9 @@ def test_no_run_is_started_while_the_one_before_waits_for_its_publication(
     (request,) = tick().run_requests
     done = p.run(tags=request.tags)
     assert tick().skip_message == f"Run {done.run_id[:8]} is to be published first."
-    p.instance.add_run_tags(done.run_id, {NEXT_ATTEMPT_TAG: SET_ASIDE})
+    p.instance.add_run_tags(done.run_id, {RunTag.NEXT_ATTEMPT: SET_ASIDE})
     assert len(tick().run_requests) == 1  # nobody knows when somebody takes it up again
-    p.instance.add_run_tags(done.run_id, {NEXT_ATTEMPT_TAG: NONE})
+    p.instance.add_run_tags(done.run_id, {RunTag.NEXT_ATTEMPT: NONE})
     assert p.publish(done).published
     assert tick().skip_message == "Nothing waits."
 
@@ -407,7 +402,7 @@ def test_the_live_sensor_keeps_one_run_going_and_tells_the_lag(project: Opened, 
     kafka.send(topic, [record(1), record(2)])
     assert tick() == (1, [2])
     run = p.instance.create_run_for_job(
-        p.definitions.resolve_job_def(f"ingest_{p.ingest.name}_live"), tags={INGESTION_TAG: p.ingest.name}
+        p.definitions.resolve_job_def(f"ingest_{p.ingest.name}_live"), tags={RunTag.INGESTION: p.ingest.name}
     )
     clock[0] += 59
     assert tick() == (0, [])

@@ -18,13 +18,13 @@ import pytest
 from confluent_kafka import ConsumerGroupTopicPartitions
 from confluent_kafka.admin import AdminClient
 
-from branchlake_dagster.history.summary import OFFSETS
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import AnotherIngestion, KafkaRefused
 from branchlake_dagster.ingest.kafka_cluster import Cluster
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics
 from branchlake_dagster.ingest.offsets import TopicPartition
 from branchlake_dagster.ingest.topic_source import LandingTopics
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.kafka import Broker, Message
 from branchlake_dagster_tests.suite.raised import raising
@@ -157,7 +157,7 @@ def test_what_is_set_back_is_told_from_what_was_before(
     drive.batch()
     (incarnation,) = {one.incarnation for one in drive.look().standing.position}
     # As if partition 0 had had more, which a broker has lost.
-    key, anchor = OFFSETS + namespace, drive.table(-1)
+    key, anchor = LakeProperty.OFFSETS_PREFIX + namespace, drive.table(-1)
     further = json.loads(anchor.properties[key])
     further["topics"][f"{topic}@{incarnation}"]["0"] = 9
     anchor.transaction().set_properties({key: json.dumps(further)}).commit_transaction()

@@ -14,7 +14,8 @@ import dagster as dg
 import psutil
 
 from branchlake_dagster.launching.launcher import WarmRunLauncher
-from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
+from branchlake_dagster.launching.process import WorkerProcess
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.dagster_internals import (
     LaunchRunContext,
     PythonFileTarget,
@@ -98,7 +99,7 @@ class Stack:
         """A run that is in the middle of its step until `release` exists, and its process."""
         run_id = self.launch("waiting", {"ops": {"wait": {"config": {"release": str(release)}}}})
         wait_for(Path(f"{release}.waiting").exists)
-        worker = WorkerProcess.of(self.run(run_id).tags.get(WORKER_TAG))
+        worker = WorkerProcess.of(self.run(run_id).tags.get(RunTag.WORKER))
         assert worker is not None
         return run_id, worker
 

@@ -12,7 +12,8 @@ import pytest
 
 from branchlake_dagster.bench.launched_run import launch_run
 from branchlake_dagster.cli.dagster_home import dagster_dev
-from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
+from branchlake_dagster.launching.process import WorkerProcess
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.launching.stack import CONFIGURATION, wait_for
 
 pytestmark = pytest.mark.daemon
@@ -29,7 +30,7 @@ def at_work(
     wait_for(mark.exists)
     mark.unlink()
     run = instance.get_run_by_id(run_id)
-    worker = WorkerProcess.of(run.tags[WORKER_TAG]) if run else None
+    worker = WorkerProcess.of(run.tags[RunTag.WORKER]) if run else None
     assert worker is not None
     return run_id, worker, psutil.Process(psutil.Process(worker.pid).ppid())
 

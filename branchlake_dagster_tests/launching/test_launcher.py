@@ -15,7 +15,8 @@ from dagster import DagsterRunStatus
 
 from branchlake_dagster.internals import dagster_sqlite
 from branchlake_dagster.launching import templates
-from branchlake_dagster.launching.process import WORKER_TAG, WorkerProcess
+from branchlake_dagster.launching.process import WorkerProcess
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.dagster_internals import WorkerStatus
 from branchlake_dagster_tests.launching.stack import LOCATION, Stack, stack, wait_for
 
@@ -51,7 +52,7 @@ def test_runs_are_forks_of_one_process_that_has_imported_the_code(warm: Stack) -
         assert run.status is DagsterRunStatus.SUCCESS
         assert run.tags["imported_by"] == run.tags["parent"] == str(template)
         assert run.tags["pid"] != str(template)
-        worker = WorkerProcess.of(run.tags[WORKER_TAG])
+        worker = WorkerProcess.of(run.tags[RunTag.WORKER])
         assert worker is not None
         assert str(worker.pid) == run.tags["pid"]
         assert run.tags["variable"] == "of the launcher"
@@ -79,7 +80,7 @@ def test_what_a_step_prints_is_kept_as_dagster_keeps_it(warm: Stack) -> None:
 def test_a_step_process_of_the_multiprocess_executor_starts_from_a_fork(warm: Stack) -> None:
     run = warm.finished(warm.launch("telling_elsewhere"))
     assert run.status is DagsterRunStatus.SUCCESS
-    worker = WorkerProcess.of(run.tags[WORKER_TAG])
+    worker = WorkerProcess.of(run.tags[RunTag.WORKER])
     assert worker is not None
     assert run.tags["imported_by"] == run.tags["pid"] != str(worker.pid)
 
@@ -162,7 +163,7 @@ def test_a_template_that_does_not_answer_gives_no_second_worker(
     run = warm.finished(run_id)
     assert run.status is DagsterRunStatus.SUCCESS
     assert run.tags["imported_by"] == run.tags["pid"], "it was started in Dagster's way"
-    assert WORKER_TAG not in run.tags
+    assert RunTag.WORKER not in run.tags
     assert warm.workers(run_id) == 1
     assert any("The run starts in Dagster's way." in text for text in warm.messages(run_id))
 
@@ -231,7 +232,7 @@ def test_the_setting_chooses_dagsters_launcher(warm: Stack, monkeypatch: pytest.
     monkeypatch.setenv("BRANCHLAKE_RUN_LAUNCHER", "dagster")
     run = warm.finished(warm.launch("telling"))
     assert run.tags["imported_by"] == run.tags["pid"]
-    assert WORKER_TAG not in run.tags
+    assert RunTag.WORKER not in run.tags
     assert warm.launcher.check_run_worker_health(run).status is WorkerStatus.RUNNING
 
 

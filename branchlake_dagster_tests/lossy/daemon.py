@@ -17,7 +17,8 @@ from branchlake_dagster.cli.dagster_home import dagster_dev
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.runs.branch_names import is_ours
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import CHECKS_FOR_TAG, VERDICT_TAG, judged, opened_by
+from branchlake_dagster.runs.run_tags import judged, opened_by
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
 from branchlake_dagster_tests.lossy.plan import Planned
 from branchlake_dagster_tests.lossy.project import KIND
@@ -77,7 +78,7 @@ class Daemon:
     def runs(self) -> list[dg.DagsterRun]:
         """The runs of the plan as they are now, the newest first."""
         found = self.instance.get_runs(dg.RunsFilter(tags={}))
-        return [run for run in found if KIND in run.tags and CHECKS_FOR_TAG not in run.tags]
+        return [run for run in found if KIND in run.tags and RunTag.CHECKS_FOR not in run.tags]
 
     def work_through(
         self, planned: Sequence[Planned], *, at_once: int, say: Say, told: Callable[[], str]
@@ -137,7 +138,7 @@ def settled(run: dg.DagsterRun) -> bool:
     if not opened_by(run.tags, run.run_id):
         return not run.is_success
     told = judged(run.tags, branch_name(run.run_id))
-    return told or (not run.is_success and run.tags.get(VERDICT_TAG) in ("fenced", "continued"))
+    return told or (not run.is_success and run.tags.get(RunTag.VERDICT) in ("fenced", "continued"))
 
 
 def leftovers(client: NessieClient) -> list[str]:

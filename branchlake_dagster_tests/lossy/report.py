@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 import dagster as dg
 
 from branchlake_dagster.runs.discarding import FAILS
-from branchlake_dagster.runs.run_tags import NONE, PUBLICATION_TAG, REASON_TAG, STATUS_TAG
+from branchlake_dagster.runs.run_tags import NONE
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.lossy.faults import Dice, Fault
 from branchlake_dagster_tests.lossy.project import KIND
 
@@ -17,9 +18,9 @@ _FATES = ("runs", "published", "refused or blocked", "failed")
 
 def fate(run: dg.DagsterRun) -> str:
     """What became of a run, in one of the table's words."""
-    if run.tags.get(PUBLICATION_TAG, NONE) != NONE:
+    if run.tags.get(RunTag.PUBLICATION, NONE) != NONE:
         return "published"
-    return "refused or blocked" if run.tags.get(STATUS_TAG) in FAILS else "failed"
+    return "refused or blocked" if run.tags.get(RunTag.STATUS) in FAILS else "failed"
 
 
 def runs_table(runs: Sequence[dg.DagsterRun]) -> Iterator[str]:
@@ -45,9 +46,12 @@ def faults_table(dice: Dice) -> Iterator[str]:
 def reasons(instance: dg.DagsterInstance, runs: Sequence[dg.DagsterRun]) -> Iterator[str]:
     """Why runs were not published, by kind and the most frequent first; ids and hashes left out."""
     told = Counter(
-        (run.tags[KIND], _failure(instance, run) if fate(run) == "failed" else _plain(run.tags[REASON_TAG]))
+        (
+            run.tags[KIND],
+            _failure(instance, run) if fate(run) == "failed" else _plain(run.tags[RunTag.REASON]),
+        )
         for run in runs
-        if fate(run) != "published" and (fate(run) == "failed" or REASON_TAG in run.tags)
+        if fate(run) != "published" and (fate(run) == "failed" or RunTag.REASON in run.tags)
     )
     yield from (f"{count:8}  {kind}: {text}" for (kind, text), count in told.most_common())
 

@@ -10,7 +10,8 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster.publication.ledger import Publication
-from branchlake_dagster.runs.run_tags import PUBLICATION_TAG, VERDICT_TAG, Place, opened
+from branchlake_dagster.runs.run_tags import Place, opened
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.lossy.plan import plan
 from branchlake_dagster_tests.lossy.project import KIND
 from branchlake_dagster_tests.lossy.truth import World
@@ -30,8 +31,8 @@ def run(
     run_id: str, kind: str, publication: str | None, *, success: bool = True, **tags: str
 ) -> dg.DagsterRun:
     place = opened(run_id, Place(f"run-{run_id}", "base"), {})
-    told = {VERDICT_TAG: "passed" if publication else "blocked"}
-    shown = {PUBLICATION_TAG: publication} if publication else {}
+    told = {RunTag.VERDICT: "passed" if publication else "blocked"}
+    shown = {RunTag.PUBLICATION: publication} if publication else {}
     status = dg.DagsterRunStatus.SUCCESS if success else dg.DagsterRunStatus.FAILURE
     return dg.DagsterRun(kind, run_id, status=status, tags={**place, **told, **shown, **tags, KIND: kind})
 

@@ -14,14 +14,8 @@ from branchlake_dagster.publication.conditions import reports
 from branchlake_dagster.publication.ledger import Publication, publications
 from branchlake_dagster.runs.discarding import FAILS
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
-from branchlake_dagster.runs.run_tags import (
-    NONE,
-    PUBLICATION_TAG,
-    REASON_TAG,
-    STATUS_TAG,
-    VERDICT_TAG,
-    Status,
-)
+from branchlake_dagster.runs.run_tags import NONE, Status
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.lossy.daemon import leftovers, settled
 from branchlake_dagster_tests.lossy.plan import REFUSABLE, TABLES
 from branchlake_dagster_tests.lossy.project import BROKEN, KIND, NAMESPACE, SPOILT
@@ -107,7 +101,7 @@ class World:
         """The runs' tags say what `main` says, and the gate let through what it should."""
         published = {one.run_id: one.hash for one in self.ledger}
         for run_id, run in self.runs.items():
-            kind, told = run.tags[KIND], run.tags.get(PUBLICATION_TAG, NONE)
+            kind, told = run.tags[KIND], run.tags.get(RunTag.PUBLICATION, NONE)
             name = f"run {run_id} ({kind}, {run.status.value.lower()})"
             if not settled(run):
                 yield f"{name} has no verdict: {run.tags}"
@@ -118,12 +112,12 @@ class World:
                     yield f"{name} was published"
                 if not run.is_success and run.job_name != "inside":
                     yield f"{name} was published and has not succeeded"
-                if run.tags.get(VERDICT_TAG) != "passed":
-                    yield f"{name} was published with the verdict {run.tags.get(VERDICT_TAG)}"
+                if run.tags.get(RunTag.VERDICT) != "passed":
+                    yield f"{name} was published with the verdict {run.tags.get(RunTag.VERDICT)}"
                 continue
-            status = run.tags.get(STATUS_TAG)
+            status = run.tags.get(RunTag.STATUS)
             if (run.is_success or status == Status.REFUSED) and kind not in REFUSABLE | {"spoilt"}:
-                yield f"{name} passed and was not published: {run.tags.get(REASON_TAG)}"
+                yield f"{name} passed and was not published: {run.tags.get(RunTag.REASON)}"
             if status in FAILS and run.is_success:
                 yield f"{name} is {status} and looks green"
 

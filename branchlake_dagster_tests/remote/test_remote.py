@@ -14,12 +14,12 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.run_branch import main_with_history
-from branchlake_dagster.runs.run_tags import PUBLICATION_TAG
 from branchlake_dagster.sda.graph.code_location import build_definitions
 from branchlake_dagster.sda.partitions import FIRST_WINDOW, gp_snapshots
 from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.harness import project, retry
 from branchlake_dagster_tests.publication.gate.retried_checks import Amounts
 
@@ -84,18 +84,18 @@ def test_the_graph_is_published_on_the_whole_stack(instance: dg.DagsterInstance,
 
     catalogue = run("catalogue_job", DEFAULT_SNAPSHOT)
     list(reconciler.run())
-    assert PUBLICATION_TAG in tags(catalogue), tags(catalogue)
+    assert RunTag.PUBLICATION in tags(catalogue), tags(catalogue)
 
     kinds = [
         run("observations_job", str(dg.MultiPartitionKey({"window": FIRST_WINDOW, "source_kind": kind})))
         for kind in SOURCE_KINDS[:2]
     ]
     list(reconciler.run())
-    assert len({tags(run_id)[PUBLICATION_TAG] for run_id in kinds}) == 1, "in one commit"
+    assert len({tags(run_id)[RunTag.PUBLICATION] for run_id in kinds}) == 1, "in one commit"
 
     window = run("window_job", FIRST_WINDOW)
     list(reconciler.run())
-    assert PUBLICATION_TAG in tags(window), tags(window)
+    assert RunTag.PUBLICATION in tags(window), tags(window)
 
     tables = {name: lake.catalog().load_table(("sda", name)) for _, name in lake.catalog().list_tables("sda")}
     assert all(table.location().startswith("s3://lake/warehouse/sda/") for table in tables.values())

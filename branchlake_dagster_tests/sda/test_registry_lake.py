@@ -9,7 +9,6 @@ import pytest
 
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.publication.outcome import PublicationAction
-from branchlake_dagster.runs.leases import TOKEN
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE, SATELLITE_ENTRIES, gp_ingest
 from branchlake_dagster.sda.assets.registry import (
     CATALOGUE_COLUMNS,
@@ -25,6 +24,7 @@ from branchlake_dagster.sda.graph.quality import fusion_checks
 from branchlake_dagster.sda.registry.life_cycle import OBJECT_COLUMNS
 from branchlake_dagster.sda.registry.merge import SET
 from branchlake_dagster.sda.sources import GpSource
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.sda.test_registry import Registry
@@ -171,9 +171,10 @@ def test_writers_with_the_lease_are_all_published(stage, tmp_path, monkeypatch):
     assert rule_holds(stage)
     is_as_one_after_the_other(stage, names)
     tokens = [
-        entry.commit.properties[TOKEN]
+        entry.commit.properties[LakeProperty.FENCING_TOKEN]
         for entry in stage.lake.nessie.log(MAIN, limit=100)
-        if "branchlake.publication_id" in entry.commit.properties and TOKEN in entry.commit.properties
+        if "branchlake.publication_id" in entry.commit.properties
+        and LakeProperty.FENCING_TOKEN in entry.commit.properties
     ][:AT_ONCE]
     first = int(tokens[-1].removeprefix("registry="))
     assert tokens == [f"registry={first + number}" for number in reversed(range(AT_ONCE))]

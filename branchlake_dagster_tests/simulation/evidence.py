@@ -20,7 +20,7 @@ from branchlake_dagster.publication.evidence import (
     Written,
 )
 from branchlake_dagster.publication.outcome import CheckRun
-from branchlake_dagster.runs.run_tags import CHECK_HASH_TAG, CHECKS_FOR_TAG
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.simulation.runs import Plan, table_key
 from branchlake_dagster_tests.simulation.scheduler import Died
 from branchlake_dagster_tests.simulation.tables import Row
@@ -65,8 +65,8 @@ class Checks:
             self._world.at(run.run_id).end(run.run_id, DagsterRunStatus.SUCCESS)
 
     def _evaluate(self, run: DagsterRun, wanted: CheckRun) -> dict[tuple[str, str], bool]:
-        client, at = self._world.client(), run.tags[CHECK_HASH_TAG]
-        owners = run.tags[CHECKS_FOR_TAG].split(",")
+        client, at = self._world.client(), run.tags[RunTag.CHECK_HASH]
+        owners = run.tags[RunTag.CHECKS_FOR].split(",")
         found: dict[tuple[str, str], bool] = {}
         for asset, check in wanted.checks:
             content = client.content(f"@{at}", table_key(asset.removeprefix("lake.")))

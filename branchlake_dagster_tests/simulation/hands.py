@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from branchlake_dagster.nessie.errors import NessieConflict
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import BASE_TAG
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.simulation.history import Pointer
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Hands:
             and world.at(plan.run_id).knows(plan.run_id)
             and world.at(plan.run_id).look(plan.run_id).is_success
             # Else it would bring back what was set back, which is what the person then wants.
-            and world.at(plan.run_id).look(plan.run_id).tags.get(BASE_TAG) in line
+            and world.at(plan.run_id).look(plan.run_id).tags.get(RunTag.BASE_HASH) in line
         ]
         if not ended:
             return

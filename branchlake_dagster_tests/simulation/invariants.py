@@ -6,17 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from branchlake_dagster.nessie.model import IcebergTable
 from branchlake_dagster.publication.ledger import Publication, publications_in
-from branchlake_dagster.runs.branch_names import DISCARDED_PREFIX, SWEEPING_PREFIX
 from branchlake_dagster.runs.discarding import FAILS
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import (
-    BASE_TAG,
-    OPENED_TAG,
-    PUBLICATION_TAG,
-    REASON_TAG,
-    STATUS_TAG,
-    Status,
-)
+from branchlake_dagster.runs.run_tags import Status
+from branchlake_dagster.stored_names import ReferencePrefix, RunTag
 from branchlake_dagster_tests.simulation.changes import Change, Kind
 from branchlake_dagster_tests.simulation.runs import TABLES, Plan, table_key, unchecked_tables
 from branchlake_dagster_tests.simulation.tables import Row
@@ -55,9 +48,13 @@ def check(world: World) -> None:
         must(kept, f"run {plan.run_id} of another Dagster instance lost its branch")
     if world.hands.undone:
         # Whose files main still needs cannot be told then, so what was discarded is kept, and reported.
-        left = {name for name in left if not name.startswith((DISCARDED_PREFIX, SWEEPING_PREFIX))}
+        left = {
+            name
+            for name in left
+            if not name.startswith((ReferencePrefix.DISCARDED, ReferencePrefix.SWEEPING))
+        }
     # What a run that had not recorded its base wrote, and what a stranger added to it, are the same to a sweep.
-    left -= {f"{SWEEPING_PREFIX}{run_id}" for run_id in world.stranger.touched}
+    left -= {f"{ReferencePrefix.SWEEPING}{run_id}" for run_id in world.stranger.touched}
     must(left <= {"main", *theirs}, f"references are left: {sorted(left)}")
 
 
@@ -206,12 +203,12 @@ class _Look:
     def run(self, plan: Plan) -> None:
         """What Dagster was told of a run is what `main` shows."""
         run = self._world.at(plan.run_id).look(plan.run_id)
-        told = run.tags.get(PUBLICATION_TAG)
+        told = run.tags.get(RunTag.PUBLICATION)
         done = self._done.get(plan.run_id)
         hash_ = done[1].hash if done else None
-        told = None if told == "none" or run.tags.get(OPENED_TAG) != plan.run_id else told
+        told = None if told == "none" or run.tags.get(RunTag.OPENED_BY) != plan.run_id else told
         hands = self._world.hands
-        status = run.tags.get(STATUS_TAG) if run.tags.get(OPENED_TAG) == plan.run_id else None
+        status = run.tags.get(RunTag.STATUS) if run.tags.get(RunTag.OPENED_BY) == plan.run_id else None
         must(status != Status.PENDING or not run.is_finished, f"run {plan.run_id} is pending for ever")
         if told in hands.undone and branch_name(plan.run_id) in self._world.stranger.restored_branches:
             must(done or status != Status.PUBLISHED, f"run {plan.run_id} is published and main lost its rows")
@@ -248,7 +245,7 @@ class _Look:
         if late & {commit.properties.get(CHANGE) for commit in self._world.server.history.commits.values()}:
             return  # a commit may have come after the run's end, which no check saw
         mine = self._written(plan.run_id)
-        since = [entry.commit.hash for entry in self._log].index(tags[BASE_TAG])
+        since = [entry.commit.hash for entry in self._log].index(tags[RunTag.BASE_HASH])
         others = [
             change
             for number, one in self._done.values()
@@ -262,7 +259,7 @@ class _Look:
         collides = any(
             other.table in touched or any(_collide(one, other) for one in mine) for other in others
         )
-        reason = tags.get(REASON_TAG)
+        reason = tags.get(RunTag.REASON)
         told = ", ".join(map(str, mine)), ", ".join(map(str, others))
         must(collides, f"run {plan.run_id} was refused without need ({reason}): {told[0]} against {told[1]}")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from branchlake_dagster.nessie.errors import NessieError
 from branchlake_dagster.nessie.model import IcebergTable, Namespace, Operation, Put
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import BASE_TAG
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.simulation.changes import Change, Kind
 from branchlake_dagster_tests.simulation.runs import NAMESPACE, TABLES, table_key
 from branchlake_dagster_tests.simulation.tables import State, table_content
@@ -92,7 +92,7 @@ class Stranger:
         run_id = self._choose(world)
         if run_id is None or not world.at(run_id).knows(run_id):
             return
-        base = world.at(run_id).look(run_id).tags.get(BASE_TAG)
+        base = world.at(run_id).look(run_id).tags.get(RunTag.BASE_HASH)
         if base:
             world.server.history.references[branch_name(run_id)].hash = base
             world.network.note("a stranger set a branch back", run_id)

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, cast
 from dagster import DagsterRun, DagsterRunStatus
 
 from branchlake_dagster.errors import BranchlakeError
-from branchlake_dagster.history.summary import RUN_ID
 from branchlake_dagster.internals.dagster import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 from branchlake_dagster.nessie.errors import ReferenceNotFound
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Namespace, Put
-from branchlake_dagster.runs.origin import INSTANCE
 from branchlake_dagster.runs.retries import inherited
 from branchlake_dagster.runs.run_branch import RunBranch, branch_name
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.simulation.changes import Change, Kind
 from branchlake_dagster_tests.simulation.instance import SimulatedInstance
 from branchlake_dagster_tests.simulation.runs import NAMESPACE, End, Plan, table_key
@@ -166,8 +165,8 @@ class Writer:
             message=str(change),
             properties={
                 CHANGE: change.id,
-                INSTANCE: self._maker,
-                RUN_ID: self._plan.run_id,
+                LakeProperty.INSTANCE: self._maker,
+                LakeProperty.RUN_ID: self._plan.run_id,
             },
         )
         if change is not self._plan.late:  # nobody records what a process does after its run
@@ -199,7 +198,7 @@ class Writer:
             expected_hash=at,
             operations=[Put(key, table_content(content_id, location, state))],
             message=f"restore {key}",
-            properties={INSTANCE: self._maker, RUN_ID: self._plan.run_id},
+            properties={LakeProperty.INSTANCE: self._maker, LakeProperty.RUN_ID: self._plan.run_id},
         )
 
     def _note_fence(self) -> None:

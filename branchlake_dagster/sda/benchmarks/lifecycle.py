@@ -20,11 +20,11 @@ from branchlake_dagster.bench.own_lake import own_lake
 from branchlake_dagster.cli.dagster_home import dagster_dev, dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.ledger import Publication, publications
-from branchlake_dagster.runs.run_tags import REASON_TAG
 from branchlake_dagster.sda.commands.demo_run import plan_for
 from branchlake_dagster.sda.partitions import gp_snapshots
 from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import EventMetadata, RunTag
 
 PHASES = ("process_start", "session", "compute", "checks", "waiting", "publication")
 _MODULE = "branchlake_dagster.sda.benchmarks.project"
@@ -105,7 +105,7 @@ class _Stack:
         deadline = launched + timeout_s
         while not (entry := self._publication(run_id)):
             run = self._instance.get_run_by_id(run_id)
-            verdict = (run.tags.get(REASON_TAG) if run else None) or ""
+            verdict = (run.tags.get(RunTag.REASON) if run else None) or ""
             if time.time() > deadline or (run and run.is_failure) or verdict:
                 raise BenchFailed(
                     f"{job} was not published: {verdict or 'it failed or took too long'}", run_id=run_id
@@ -158,8 +158,8 @@ class _Stack:
         for record in self._instance.all_logs(run_id, of_type=dg.DagsterEventType.ENGINE_EVENT):
             event = record.dagster_event
             metadata = event.engine_event_data.metadata if event else {}
-            if "branchlake/publisher_s" in metadata:
-                value = metadata["branchlake/publisher_s"].value
+            if EventMetadata.PUBLISHER_S in metadata:
+                value = metadata[EventMetadata.PUBLISHER_S].value
                 return float(value) if isinstance(value, int | float) else 0.0
         return None
 

@@ -29,6 +29,7 @@ from branchlake_dagster.sda.graph.code_location import build_definitions
 from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.sources import snapshot_id
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import RunTag
 
 _OBJECTS = 16_000
 _CHANGED = 100
@@ -109,7 +110,7 @@ class _Stack:
 
     def screen(self, *, anew: bool = False) -> float:
         began = time.perf_counter()
-        tags = {"branchlake/rebuild": "true"} if anew else {}
+        tags = {RunTag.REBUILD: "true"} if anew else {}
         self._run("conjunctions_job", run_config=self._config, tags=tags)
         return time.perf_counter() - began
 

@@ -17,13 +17,13 @@ from branchlake_dagster.cli.server_starts import Starting
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconciler import RUN_BRANCHES, Reconciler
-from branchlake_dagster.runs.run_tags import PUBLICATION_TAG, REASON_TAG, VERDICT_TAG
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
 from branchlake_dagster.sda.graph.code_location import build_definitions, gp_folder
 from branchlake_dagster.sda.partitions import FIRST_WINDOW, gp_snapshots, windows
 from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT, snapshot_id, snapshot_time
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import RunTag
 
 BAD_SNAPSHOT = "sim-bad-20260808T0600Z"
 _INDENT = " " * 14
@@ -170,18 +170,18 @@ def _line(
 ) -> Line:
     run = instance.get_run_by_id(done.run_id)
     tags = run.tags if run else {}
-    publication = tags.get(PUBLICATION_TAG)
+    publication = tags.get(RunTag.PUBLICATION)
     return Line(
         run=done.run_id,
         job=plan.job,
         partition=plan.partition,
         branch=f"run-{done.run_id}",
         checks=_checks(outcome, done),
-        verdict=tags.get(VERDICT_TAG, "none"),
+        verdict=tags.get(RunTag.VERDICT, "none"),
         publication=publication,
         rows=_rows(lake, outcome.tables) if publication and outcome else None,
         seconds=round(seconds, 1),
-        reason=None if publication else _failure(done) or tags.get(REASON_TAG),
+        reason=None if publication else _failure(done) or tags.get(RunTag.REASON),
     )
 
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchlake_dagster.runs.branch_names import DISCARDED_PREFIX, is_ours
+from branchlake_dagster.runs.branch_names import is_ours
 from branchlake_dagster.runs.branch_owner import BatchBranch, at_work_on, batch_branch
 from branchlake_dagster.runs.discarding import discarded_name
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.settings import RUN_BRANCH_PREFIX
+from branchlake_dagster.stored_names import ReferencePrefix
 
 RUN, INSTANCE = "5b1f0b06-95a3-4d0e-8a44-0d3c4a3e9b10", "0c1cf2ab-4f0e-4c39-b7c1-8c2a1e1f7d55"
 NOW = datetime(2026, 11, 23, 2, 45, 54, 123_000, UTC)
@@ -27,9 +27,9 @@ def test_the_name_says_whose_it_is_and_since_when(
     run_id: UUID, instance: UUID, now: datetime, unique: UUID
 ) -> None:
     name = batch_branch(str(run_id), str(instance), now=now, unique=unique)
-    assert is_ours(name, RUN_BRANCH_PREFIX)
-    assert is_ours(discarded_name(name), DISCARDED_PREFIX)
-    own = UUID(name.removeprefix(RUN_BRANCH_PREFIX).split(".")[0])
+    assert is_ours(name, ReferencePrefix.RUN)
+    assert is_ours(discarded_name(name), ReferencePrefix.DISCARDED)
+    own = UUID(name.removeprefix(ReferencePrefix.RUN).split(".")[0])
     assert (own.version, own.variant, own.fields[-1]) == (7, unique.variant, unique.fields[-1])
     said = [str(one) if one.int else "" for one in (run_id, instance)]
     for reference in (name, discarded_name(name)):

@@ -10,7 +10,8 @@ import pytest
 from branchlake_dagster.internals.dagster import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG
 from branchlake_dagster.runs.branch_owner import is_retry, owner, owners, runs_on
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import OPENED_TAG, Place, opened
+from branchlake_dagster.runs.run_tags import Place, opened
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.dagster_internals import create_run_for_test
 from branchlake_dagster_tests.suite.instances import new_instance
 
@@ -107,7 +108,7 @@ def test_a_retry_of_single_assets_is_one(instance: dg.DagsterInstance) -> None:
 def test_a_full_re_execution_does_not_claim_with_inherited_tags(instance: dg.DagsterInstance) -> None:
     parent = launch(instance, FAILED, opens="")
     whole = launch(instance, parent=parent)
-    assert whole.tags[OPENED_TAG] == parent.run_id
+    assert whole.tags[RunTag.OPENED_BY] == parent.run_id
     assert not is_retry(whole)
     assert owner(instance, branch_name(parent.run_id)).run_id == parent.run_id
     assert owner(instance, branch_name(whole.run_id)).run_id == whole.run_id

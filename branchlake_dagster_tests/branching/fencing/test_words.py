@@ -6,7 +6,8 @@ import pytest
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.verdict import Decision
 from branchlake_dagster.runs.discarding import FAILURE_REASON_TAG, fail_unpublished, status_without_verdict
-from branchlake_dagster.runs.run_tags import FAILED_BY_TAG, PUBLISHER, UNJUDGED, Place, Status, opened
+from branchlake_dagster.runs.run_tags import PUBLISHER, UNJUDGED, Place, Status, opened
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.dagster_internals import create_run_for_test
 from branchlake_dagster_tests.suite.instances import new_instance
 from branchlake_dagster_tests.test_documents import ROOT
@@ -41,7 +42,7 @@ def test_a_run_that_its_publisher_let_fail_was_not_interrupted() -> None:
         assert failed is not None
         assert status_without_verdict(failed) is Status.FAILED
         again = opened("retry", Place("run-retry", ""), failed.tags)
-        assert again[FAILED_BY_TAG] != PUBLISHER
+        assert again[RunTag.FAILED_BY] != PUBLISHER
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import BASE_TAG
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables import arrow_frames
 from branchlake_dagster.tables.errors import (
     ColumnsFrozen,
@@ -104,7 +104,7 @@ def test_metadata_and_snapshot_tell_their_origin(lakehouse: Lakehouse, namespace
 
     with project(lakehouse, t) as p:
         run_id = p.run(partition="2026-08-08-03:00")
-        base = p.instance.get_run_by_id(run_id).tags[BASE_TAG]
+        base = p.instance.get_run_by_id(run_id).tags[RunTag.BASE_HASH]
         (event,) = p.last.get_asset_materialization_events()
         told = {key: value.value for key, value in event.materialization.metadata.items()}
         table = lakehouse.catalog(branch_name(run_id)).load_table((namespace, "t"))

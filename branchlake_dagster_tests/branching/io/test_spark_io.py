@@ -20,8 +20,8 @@ from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.discarding import discard, discarded_name
 from branchlake_dagster.runs.origin import instance_id
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import BASE_TAG
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.errors import (
     ColumnsFrozen,
     ColumnUnsupported,
@@ -236,7 +236,7 @@ def test_an_upsert_updates_known_keys_and_inserts_new_ones(lakehouse: Lakehouse,
         settled(p)
         rows[:] = [{"kind": "a", "id": 2, "n": 20}, {"kind": "b", "id": 2, "n": 30}]
         run_id = p.run()
-        base = p.instance.get_run_by_id(run_id).tags[BASE_TAG]
+        base = p.instance.get_run_by_id(run_id).tags[RunTag.BASE_HASH]
         snapshot = (
             lakehouse.catalog(branch_name(run_id)).load_table((namespace, "t")).current_snapshot().summary
         )

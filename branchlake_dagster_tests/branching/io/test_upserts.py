@@ -14,11 +14,11 @@ from pyspark.sql import DataFrame
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import BASE_TAG
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.stored_names import EventMetadata, RunTag
 from branchlake_dagster.tables.errors import PartitionMismatch, UpsertKeyInvalid
 from branchlake_dagster.tables.specification import table_metadata
-from branchlake_dagster.tables.upsert_engine import UPSERT_BY_SPARK_BECAUSE, UPSERT_ENGINE, SparkReason
+from branchlake_dagster.tables.upsert_engine import SparkReason
 from branchlake_dagster_tests.harness import Project, project, retry
 from branchlake_dagster_tests.suite import memory
 
@@ -58,7 +58,8 @@ def engine_of(p: Project) -> tuple[object, object]:
     (event,) = p.last.get_asset_materialization_events()
     found = event.materialization.metadata
     return tuple(
-        found[name].value if name in found else None for name in (UPSERT_ENGINE, UPSERT_BY_SPARK_BECAUSE)
+        found[name].value if name in found else None
+        for name in (EventMetadata.UPSERT_ENGINE, EventMetadata.UPSERT_BY_SPARK_BECAUSE)
     )  # type: ignore[return-value]
 
 
@@ -107,7 +108,7 @@ def test_the_snapshot_says_what_a_merge_says(lakehouse: Lakehouse, namespace: st
                 "branchlake.root_run_id": run_id,
                 "branchlake.asset": f"{namespace}/t",
                 "branchlake.code_version": "v3",
-                "branchlake.base_hash": p.instance.get_run_by_id(run_id).tags[BASE_TAG],
+                "branchlake.base_hash": p.instance.get_run_by_id(run_id).tags[RunTag.BASE_HASH],
                 "branchlake.write_mode": "upsert",
                 "branchlake.keys": "kind,id",
                 "branchlake.step": f"{namespace}__t",

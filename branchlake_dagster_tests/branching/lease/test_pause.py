@@ -15,11 +15,11 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.ledger import RUN_ID
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.reconciler import Reconciler
-from branchlake_dagster.runs.leases import TOKEN, Lease, lease_keys
+from branchlake_dagster.runs.leases import Lease, lease_keys
 from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.stored_names import LakeProperty
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 
@@ -91,8 +91,8 @@ def test_a_holder_that_stood_still_for_too_long_writes_nothing(
     contents = lakehouse.nessie.contents(MAIN, lease_keys([namespace]))
     assert Lease.of(namespace, contents) == Lease(namespace, 2, branch_name(second))
     told = [
-        entry.commit.properties[TOKEN]
+        entry.commit.properties[LakeProperty.FENCING_TOKEN]
         for entry in lakehouse.nessie.log(MAIN, limit=50)
-        if entry.commit.properties.get(RUN_ID) == second
+        if entry.commit.properties.get(LakeProperty.RUN_ID) == second
     ]
     assert told == [f"{namespace}=2"]

@@ -9,8 +9,8 @@ from branchlake_dagster.errors import ReadOnlyReference
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.runs.branch_names import checked_reference
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import CHECK_HASH_TAG, CHECK_REF_TAG
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.errors import InvalidCheckRun
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import project
@@ -36,12 +36,12 @@ FREE = table_metadata(require_checks=False)
 )
 def test_only_a_publication_branch_at_a_hash_is_accepted(branch: str, hash_: str) -> None:
     with pytest.raises(InvalidCheckRun) as refused:
-        checked_reference("r", {CHECK_REF_TAG: branch, CHECK_HASH_TAG: hash_})
+        checked_reference("r", {RunTag.CHECK_REF: branch, RunTag.CHECK_HASH: hash_})
     assert (refused.value.branch, refused.value.run_id) == (branch, "r")
 
 
 def test_other_runs_are_not_check_runs() -> None:
-    assert checked_reference("r", {CHECK_HASH_TAG: HASH}) is None
+    assert checked_reference("r", {RunTag.CHECK_HASH: HASH}) is None
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def prepared(lakehouse: Lakehouse, namespace: str) -> dict[str, str]:
     catalog.create_table((namespace, "t"), pl.DataFrame({"n": [0]}).to_arrow().schema)
     pinned = client.reference(name).hash
     catalog.load_table((namespace, "t")).append(pl.DataFrame({"n": [1]}).to_arrow())
-    return {CHECK_REF_TAG: name, CHECK_HASH_TAG: pinned}
+    return {RunTag.CHECK_REF: name, RunTag.CHECK_HASH: pinned}
 
 
 def test_a_tag_that_names_main_makes_the_run_fail_and_main_stays(
@@ -67,7 +67,7 @@ def test_a_tag_that_names_main_makes_the_run_fail_and_main_stays(
 
     head = lakehouse.nessie.reference(MAIN).hash
     with project(lakehouse, t) as p:
-        p.run(ok=False, tags={CHECK_REF_TAG: MAIN, CHECK_HASH_TAG: head})
+        p.run(ok=False, tags={RunTag.CHECK_REF: MAIN, RunTag.CHECK_HASH: head})
     assert lakehouse.nessie.reference(MAIN).hash == head
 
 
@@ -99,10 +99,10 @@ def test_catalog_and_spark_session_of_a_check_run_read_the_pinned_state_and_refu
             table.append(pl.DataFrame({"n": [2]}).to_arrow())
         with pytest.raises(IllegalArgumentException):
             session.sql(f"INSERT INTO nessie.{namespace}.t VALUES (2)")
-        heads.append(lakehouse.lakehouse.nessie.reference(prepared[CHECK_REF_TAG]).hash)
+        heads.append(lakehouse.lakehouse.nessie.reference(prepared[RunTag.CHECK_REF]).hash)
 
-    head = lakehouse.nessie.reference(prepared[CHECK_REF_TAG]).hash
+    head = lakehouse.nessie.reference(prepared[RunTag.CHECK_REF]).hash
     with project(lakehouse, other) as p:
         p.run(tags=prepared)
     assert rows == [0, 0]
-    assert heads == [head] == [lakehouse.nessie.reference(prepared[CHECK_REF_TAG]).hash]
+    assert heads == [head] == [lakehouse.nessie.reference(prepared[RunTag.CHECK_REF]).hash]

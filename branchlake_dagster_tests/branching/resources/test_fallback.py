@@ -17,18 +17,8 @@ from branchlake_dagster.nessie.errors import NessieError, NessieRefused, NessieU
 from branchlake_dagster.nessie.failures import from_answer, from_exception, unreadable
 from branchlake_dagster.nessie.model import Reference
 from branchlake_dagster.runs.run_branch import RunBranch, branch_name
-from branchlake_dagster.runs.run_tags import (
-    BASE_TAG,
-    BRANCH_TAG,
-    LAKE_TAG,
-    OPENED_TAG,
-    STATUS_TAG,
-    UNBRANCHED_TAG,
-    VERDICT_TAG,
-    Place,
-    Retention,
-    place_of,
-)
+from branchlake_dagster.runs.run_tags import Place, Retention, place_of
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
@@ -104,13 +94,13 @@ def test_direct_main_writes_to_main_and_says_so(
             run_id = p.run()
         assert p.rows(namespace, "second") == [{"n": 1}]
         assert told(p, run_id) == {
-            BRANCH_TAG: MAIN,
-            BASE_TAG: main,
-            OPENED_TAG: run_id,
-            UNBRANCHED_TAG: "true",
-            VERDICT_TAG: "pending",
-            STATUS_TAG: "unbranched",
-            LAKE_TAG: direct.settings.lake_id,
+            RunTag.BRANCH: MAIN,
+            RunTag.BASE_HASH: main,
+            RunTag.OPENED_BY: run_id,
+            RunTag.UNBRANCHED: "true",
+            RunTag.VERDICT: "pending",
+            RunTag.STATUS: "unbranched",
+            RunTag.LAKE: direct.settings.lake_id,
             **Retention.of(direct.settings).tags(),
         }
         assert branch_name(run_id) not in p.branches()
@@ -146,8 +136,8 @@ def test_a_branch_that_can_be_made_is_made(direct: Lakehouse, namespace: str, re
     refusing.refuses = False
     with project(direct, *two(namespace, refusing)) as p:
         run_id = p.run()
-        assert told(p, run_id)[BRANCH_TAG] == branch_name(run_id)
-        assert UNBRANCHED_TAG not in told(p, run_id)
+        assert told(p, run_id)[RunTag.BRANCH] == branch_name(run_id)
+        assert RunTag.UNBRANCHED not in told(p, run_id)
 
 
 def test_a_fallback_that_is_not_the_first_follows_the_first(

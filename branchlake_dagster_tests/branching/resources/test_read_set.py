@@ -13,9 +13,10 @@ from pyspark.sql import SparkSession
 
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.read_set import READ_TABLES, READ_UNTOLD, ReadSet, RunningStep, merging
+from branchlake_dagster.runs.read_set import ReadSet, RunningStep, merging
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.spark.plan_reads import Scanned
+from branchlake_dagster.stored_names import EventMetadata
 from branchlake_dagster.tables.errors import ReadsUnknown
 from branchlake_dagster_tests.suite.raised import raising
 
@@ -27,7 +28,7 @@ class Log(list[tuple[Mapping[str, Any], str | None]]):
         self.append(({key: json.loads(str(v.value)) for key, v in metadata.items() if key in KEYS}, step))
 
 
-KEYS = (READ_TABLES, READ_UNTOLD)
+KEYS = (EventMetadata.READ_TABLES, EventMetadata.UNNAMED_READS)
 T = ("lake", "t")
 
 
@@ -40,7 +41,7 @@ def read_set(log: Log, step: RunningStep) -> ReadSet:
 def test_only_steps_that_are_surely_not_serializable_are_not_watched(strict: bool | None, told: int) -> None:
     log = Log()
     read_set(log, RunningStep("s", strict)).loaded(T)
-    assert log == [({READ_TABLES: ["lake.t"]}, "s")] * told
+    assert log == [({EventMetadata.READ_TABLES: ["lake.t"]}, "s")] * told
 
 
 def test_a_table_is_told_once() -> None:
@@ -50,8 +51,8 @@ def test_a_table_is_told_once() -> None:
         reads.loaded(T)
         reads.note(Scanned(frozenset({T, ("lake", "u")}), frozenset({"a stream"})))
     assert log == [
-        ({READ_TABLES: ["lake.t"]}, "s"),
-        ({READ_TABLES: ["lake.u"], READ_UNTOLD: ["a stream"]}, "s"),
+        ({EventMetadata.READ_TABLES: ["lake.t"]}, "s"),
+        ({EventMetadata.READ_TABLES: ["lake.u"], EventMetadata.UNNAMED_READS: ["a stream"]}, "s"),
     ]
 
 
@@ -62,7 +63,7 @@ def test_a_merge_of_ones_own_reads_its_target_and_the_io_managers_does_not() -> 
         reads.note(Scanned(merged=frozenset({T})))
     assert log == []
     reads.note(Scanned(merged=frozenset({T})))
-    assert log == [({READ_TABLES: ["lake.t"]}, "s")]
+    assert log == [({EventMetadata.READ_TABLES: ["lake.t"]}, "s")]
 
 
 @pytest.mark.parametrize(("strict", "told"), [(False, 0), (None, 1)])
@@ -74,7 +75,7 @@ def test_a_classic_session_is_refused_to_a_serializable_asset(strict: bool | Non
     spark._spark_session = classic
     spark.lakehouse._reads = read_set(log, RunningStep("s", strict))
     assert spark.spark_session is classic
-    assert log == [({READ_UNTOLD: ["a classic Spark session"]}, "s")] * told
+    assert log == [({EventMetadata.UNNAMED_READS: ["a classic Spark session"]}, "s")] * told
     spark.lakehouse._reads = read_set(log, RunningStep("s", True))
     with raising(ReadsUnknown, "session_kind=connect"):
         assert spark.spark_session

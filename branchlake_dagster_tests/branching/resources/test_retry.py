@@ -10,13 +10,12 @@ import pyarrow as pa
 import pytest
 
 from branchlake_dagster.internals.dagster import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
-from branchlake_dagster.io_manager.earlier_attempts import UNDOES
 from branchlake_dagster.io_manager.table_writer import TableWriter
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.claims import claim
 from branchlake_dagster.runs.discarding import discard, discarded_name
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import BASE_TAG, BRANCH_TAG, CONTINUES_TAG, OPENED_TAG, VERDICT_TAG
+from branchlake_dagster.stored_names import LakeProperty, RunTag
 from branchlake_dagster.tables.errors import RetryNeedsFullRun
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project, retry
@@ -71,7 +70,7 @@ def test_a_retry_from_failure_sees_what_its_parent_wrote(
     lakehouse: Lakehouse, namespace: str, p: Project, flaky: Flaky, discarded: bool
 ) -> None:
     parent = p.run(ok=False)
-    base = tags(p, parent)[BASE_TAG]
+    base = tags(p, parent)[RunTag.BASE_HASH]
     head = lakehouse.nessie.reference(branch_name(parent), fetch_metadata=True)
     if discarded:
         discard(lakehouse.nessie, head)
@@ -80,10 +79,10 @@ def test_a_retry_from_failure_sees_what_its_parent_wrote(
     assert flaky.first_runs == 1
     assert p.rows(namespace, "second", ref=branch_name(child)) == [{"n": 1, "twice": 2}]
     mine = tags(p, child)
-    assert mine[BRANCH_TAG] == branch_name(child)
-    assert mine[OPENED_TAG] == child
-    assert mine[CONTINUES_TAG] == branch_name(parent)
-    assert (mine[BASE_TAG], mine[VERDICT_TAG]) == (base, "pending")
+    assert mine[RunTag.BRANCH] == branch_name(child)
+    assert mine[RunTag.OPENED_BY] == child
+    assert mine[RunTag.CONTINUES] == branch_name(parent)
+    assert (mine[RunTag.BASE_HASH], mine[RunTag.VERDICT]) == (base, "pending")
     # The parent's own name is gone: what is left of the parent cannot write any more.
     assert {branch_name(parent), discarded_name(branch_name(parent))}.isdisjoint(p.branches())
 
@@ -93,7 +92,7 @@ def test_a_retry_of_a_retry_goes_on(namespace: str, p: Project, flaky: Flaky) ->
     first = retry(p, parent, ok=False)
     flaky.broken = False
     second = retry(p, first)
-    assert tags(p, second)[CONTINUES_TAG] == branch_name(first)
+    assert tags(p, second)[RunTag.CONTINUES] == branch_name(first)
     assert p.rows(namespace, "second", ref=branch_name(second)) == [{"n": 1, "twice": 2}]
     # The first parent's work is with the second retry now.
     retry(p, parent, ok=False)
@@ -178,8 +177,8 @@ def test_a_full_re_execution_starts_fresh(lakehouse: Lakehouse, p: Project, flak
     flaky.broken = False
     again = p.run(tags=tags(p, parent))
     assert flaky.first_runs == 2
-    assert tags(p, again)[BRANCH_TAG] == branch_name(again)
-    assert tags(p, again)[BASE_TAG] == lakehouse.nessie.reference("main").hash
+    assert tags(p, again)[RunTag.BRANCH] == branch_name(again)
+    assert tags(p, again)[RunTag.BASE_HASH] == lakehouse.nessie.reference("main").hash
     assert branch_name(parent) in p.branches()
 
 
@@ -197,8 +196,8 @@ def test_a_retry_of_a_run_that_used_no_table_starts_fresh(lakehouse: Lakehouse, 
         assert branch_name(parent) not in p.branches()
         broken.clear()
         child = retry(p, parent)
-        assert tags(p, child)[BRANCH_TAG] == branch_name(child)
-        assert CONTINUES_TAG not in tags(p, child)
+        assert tags(p, child)[RunTag.BRANCH] == branch_name(child)
+        assert RunTag.CONTINUES not in tags(p, child)
         assert p.rows(namespace, "only", ref=branch_name(child)) == [{"n": 1}]
 
 
@@ -237,7 +236,7 @@ def test_a_retry_without_tables_of_a_run_without_tables_gets_no_branch(
         parent = p.run(ok=False)
         broken.clear()
         child = retry(p, parent)
-        assert BRANCH_TAG not in tags(p, child)
+        assert RunTag.BRANCH not in tags(p, child)
         assert branch_name(child) not in p.branches()
 
 
@@ -307,7 +306,7 @@ def test_an_append_is_undone_under_what_others_wrote_since(lakehouse: Lakehouse,
         run_id = p.run()
         assert sorted(row["n"] for row in p.rows(namespace, "t", ref=branch_name(run_id))) == [2, 100]
         told = history(lakehouse, namespace, branch_name(run_id))
-        assert [UNDOES in summary for summary in told] == [False, True, False, False]
+        assert [LakeProperty.UNDOES in summary for summary in told] == [False, True, False, False]
 
 
 def test_rows_that_others_rewrote_since_cannot_be_undone(lakehouse: Lakehouse, namespace: str) -> None:

@@ -24,7 +24,6 @@ from branchlake_dagster.cleanup.main_history import MainHistory
 from branchlake_dagster.cleanup.reaper_rules import Owner, RunState
 from branchlake_dagster.cleanup.sweeper import Sweeper, Sweeping
 from branchlake_dagster.history.capture import capture, position_of
-from branchlake_dagster.history.summary import RUN_ID
 from branchlake_dagster.incremental.change_tables import ChangeTables
 from branchlake_dagster.incremental.consumer import Input
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -32,9 +31,9 @@ from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.nessie.model import ContentKey, Put, Reference, ReferenceType
 from branchlake_dagster.runs.discarding import discard, discarded_name, take_over
-from branchlake_dagster.runs.origin import INSTANCE
 from branchlake_dagster.runs.run_branch import branch_name, main_with_history, run_id_of
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.table_files import TableFiles, plain, within
 from branchlake_dagster_tests.publication.rebase.test_foreign_hands import assign_main
 from branchlake_dagster_tests.suite import memory
@@ -43,7 +42,7 @@ lakehouse = memory.lakehouse
 
 HOUR = timedelta(hours=1)
 ROWS = pa.table({"n": [1, 2, 3]})
-_NAMES_RUN = f"{COMMIT_PROPERTY}{RUN_ID}"
+_NAMES_RUN = f"{COMMIT_PROPERTY}{LakeProperty.RUN_ID}"
 
 
 class Lake:
@@ -201,7 +200,7 @@ def test_a_tag_waits_for_its_grace_and_for_a_retry(lake: Lake) -> None:
 @pytest.mark.parametrize(("maker", "goes"), [("here", True), ("there", False), (None, False)])
 def test_what_another_instance_discarded_is_left_to_it(lake: Lake, maker: str | None, goes: bool) -> None:
     branch = lake.branch("whose")
-    told = {f"{COMMIT_PROPERTY}{INSTANCE}": maker} if maker else {}
+    told = {f"{COMMIT_PROPERTY}{LakeProperty.INSTANCE}": maker} if maker else {}
     properties = {_NAMES_RUN: run_id_of(branch), **told}
     table = lake.lake.catalog(branch, properties=properties).load_table((lake.namespace, "t"))
     table.append(pa.table({"n": [10]}))

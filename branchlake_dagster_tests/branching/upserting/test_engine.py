@@ -9,6 +9,7 @@ import pytest
 from pyiceberg import types as ice
 from pyiceberg.transforms import BucketTransform, DayTransform, IdentityTransform, VoidTransform
 
+from branchlake_dagster.stored_names import EventMetadata
 from branchlake_dagster.tables import upsert_engine as engine
 from branchlake_dagster.tables.upsert_engine import (
     CandidateFacts,
@@ -105,8 +106,8 @@ def test_parts_of_columns_that_must_not_be_null(kind: ice.IcebergType, required:
 
 
 def test_a_materialization_reports_the_engine_and_why_it_is_spark() -> None:
-    assert engine.engine_metadata(None) == {engine.UPSERT_ENGINE: "PyIceberg"}
+    assert engine.engine_metadata(None) == {EventMetadata.UPSERT_ENGINE: "PyIceberg"}
     assert engine.engine_metadata(SparkReason.SORT_ORDER) == {
-        engine.UPSERT_ENGINE: "Spark",
-        engine.UPSERT_BY_SPARK_BECAUSE: "the table has a sort order",
+        EventMetadata.UPSERT_ENGINE: "Spark",
+        EventMetadata.UPSERT_BY_SPARK_BECAUSE: "the table has a sort order",
     }

@@ -13,7 +13,8 @@ from branchlake_dagster.automation.backfill_progress import Progress
 from branchlake_dagster.cli import backfill
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.internals.dagster import fail_backfill
-from branchlake_dagster.runs.run_tags import APPROVAL_TAG, FOLLOWS_TAG, GIVEN, HELD_TAG, REQUIRED
+from branchlake_dagster.runs.run_tags import GIVEN, REQUIRED
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.errors import NotApproved
 from branchlake_dagster_tests.harness import Project, retry
 from branchlake_dagster_tests.incremental.backfill.stages import Pipeline, place, requested
@@ -35,7 +36,7 @@ def wanted(requests: Sequence[dg.RunRequest]) -> list[tuple[str, str | None]]:
 def approval_of(p: Project, run_id: str) -> str | None:
     run = p.instance.get_run_by_id(run_id)
     assert run is not None
-    return run.tags.get(APPROVAL_TAG)
+    return run.tags.get(RunTag.APPROVAL)
 
 
 def status_of(p: Project, number: str, asset: dg.AssetsDefinition) -> Progress:
@@ -78,7 +79,7 @@ def test_each_stage_waits_until_the_one_before_it_is_approved(p: Project, pipeli
     for run_id in runs:
         run = p.instance.get_run_by_id(run_id)
         assert run is not None
-        assert (run.tags[APPROVAL_TAG], run.tags[FOLLOWS_TAG]) == (REQUIRED, number)
+        assert (run.tags[RunTag.APPROVAL], run.tags[RunTag.FOLLOWS]) == (REQUIRED, number)
     assert ticks.tick() == []
     assert status_of(p, number, pipeline.daily).left == 0
     assert status_of(p, number, pipeline.total).held_partitions == (None,)
@@ -106,7 +107,7 @@ def test_other_partitions_go_on_while_one_waits(p: Project, pipeline: Pipeline) 
     # What was published since the last approval has been seen by nobody.
     approve(p.instance, number)
     (request,) = ticks.tick()
-    tags = {"dagster/backfill": number, APPROVAL_TAG: REQUIRED}
+    tags = {"dagster/backfill": number, RunTag.APPROVAL: REQUIRED}
     p.settle(p.run(pipeline.events.key, partition=DAYS[0], tags=tags))
     assert ticks.tick() == []
     # A run that was launched before that does not take it along either.
@@ -124,7 +125,7 @@ def test_a_re_execution_of_a_run_that_the_sensor_launched_does_not_wait(
     p: Project, pipeline: Pipeline
 ) -> None:
     backfilled(p, pipeline, DAYS[0])
-    failed = p.run(pipeline.daily.key, partition=DAYS[0], tags={HELD_TAG: "true"}, ok=False)
+    failed = p.run(pipeline.daily.key, partition=DAYS[0], tags={RunTag.HELD_UNTIL_APPROVED: "true"}, ok=False)
     p.failed_with(NotApproved)
     again = retry(p, failed)
     p.settle(again)
@@ -155,4 +156,4 @@ def test_what_is_launched_again_of_such_a_backfill_waits_too(p: Project, pipelin
     (launched,) = backfill.retry(place(p), number, time.time(), rebuild_lost=False).launches
     again = p.instance.get_backfill(launched.backfill or "")
     assert again is not None
-    assert (again.tags[APPROVAL_TAG], again.tags[FOLLOWS_TAG]) == (REQUIRED, number)
+    assert (again.tags[RunTag.APPROVAL], again.tags[RunTag.FOLLOWS]) == (REQUIRED, number)

@@ -14,35 +14,24 @@ from branchlake_dagster.internals.dagster import (
     RETRY_NUMBER_TAG,
 )
 from branchlake_dagster.runs.approval import approval_names, inherited_tags, requires_approval
-from branchlake_dagster.runs.run_tags import (
-    APPROVAL_TAG,
-    BRANCH_TAG,
-    FOLLOWS_TAG,
-    GIVEN,
-    HELD_TAG,
-    OPENED_TAG,
-    PUBLICATION_TAG,
-    REQUIRED,
-    UNBRANCHED_TAG,
-    Place,
-    opened,
-)
+from branchlake_dagster.runs.run_tags import GIVEN, REQUIRED, Place, opened
+from branchlake_dagster.stored_names import RunTag
 
-WAITS = {APPROVAL_TAG: REQUIRED}
+WAITS = {RunTag.APPROVAL: REQUIRED}
 DAILY = dg.AssetKey("daily")
 
 
 def run(run_id: str, *, published: bool = True, **options: Any) -> dg.DagsterRun:
-    tags = {BRANCH_TAG: f"run-{run_id}", OPENED_TAG: run_id, **WAITS, **options.pop("tags", {})}
+    tags = {RunTag.BRANCH: f"run-{run_id}", RunTag.OPENED_BY: run_id, **WAITS, **options.pop("tags", {})}
     if published:
-        tags[PUBLICATION_TAG] = "abc"
+        tags[RunTag.PUBLICATION] = "abc"
     return dg.DagsterRun("job", run_id, tags=tags, **options)
 
 
 def test_a_result_is_approved_as_its_backfills_or_as_its_run() -> None:
     assert approval_names("r", WAITS) == ("r",)
     assert approval_names("r", {**WAITS, BACKFILL_ID_TAG: "b"}) == ("b",)
-    assert approval_names("r", {**WAITS, BACKFILL_ID_TAG: "b", FOLLOWS_TAG: "first,second"}) == (
+    assert approval_names("r", {**WAITS, BACKFILL_ID_TAG: "b", RunTag.FOLLOWS: "first,second"}) == (
         "first",
         "second",
     )
@@ -51,27 +40,27 @@ def test_a_result_is_approved_as_its_backfills_or_as_its_run() -> None:
 def test_the_result_of_what_consumes_it_waits_too() -> None:
     assert inherited_tags({}, []) == {}
     assert inherited_tags({}, [("r", {BACKFILL_ID_TAG: "b"})]) == {}
-    approved = {APPROVAL_TAG: GIVEN, BACKFILL_ID_TAG: "b"}
-    new = {APPROVAL_TAG: REQUIRED, FOLLOWS_TAG: "b"}
+    approved = {RunTag.APPROVAL: GIVEN, BACKFILL_ID_TAG: "b"}
+    new = {RunTag.APPROVAL: REQUIRED, RunTag.FOLLOWS: "b"}
     assert inherited_tags({}, [("r", approved), ("s", approved)]) == new
     assert inherited_tags(new, [("r", approved)]) == {}  # a second step of the same run
     both = [("r", approved), ("s", {**WAITS, BACKFILL_ID_TAG: "c"})]
-    assert inherited_tags({}, both)[FOLLOWS_TAG] == "b,c"
+    assert inherited_tags({}, both)[RunTag.FOLLOWS] == "b,c"
 
 
 def test_a_run_of_two_backfills_belongs_to_both() -> None:
     own = {**WAITS, BACKFILL_ID_TAG: "c"}
-    assert inherited_tags(own, [("r", {**WAITS, BACKFILL_ID_TAG: "b"})]) == {FOLLOWS_TAG: "c,b"}
+    assert inherited_tags(own, [("r", {**WAITS, BACKFILL_ID_TAG: "b"})]) == {RunTag.FOLLOWS: "c,b"}
 
 
 def test_an_approval_is_not_inherited_by_a_re_execution() -> None:
-    again = opened("two", Place("run-two", "0"), {APPROVAL_TAG: GIVEN, OPENED_TAG: "one"})
-    assert again[APPROVAL_TAG] == REQUIRED
-    assert APPROVAL_TAG not in opened("two", Place("run-two", "0"), {})
+    again = opened("two", Place("run-two", "0"), {RunTag.APPROVAL: GIVEN, RunTag.OPENED_BY: "one"})
+    assert again[RunTag.APPROVAL] == REQUIRED
+    assert RunTag.APPROVAL not in opened("two", Place("run-two", "0"), {})
 
 
 def test_a_run_of_the_sensor_requires_approval_and_its_re_execution_by_a_person_does_not() -> None:
-    held = {HELD_TAG: "true"}
+    held = {RunTag.HELD_UNTIL_APPROVED: "true"}
     assert requires_approval(run("one", tags=held))
     assert not requires_approval(run("two"))
     assert not requires_approval(run("three", tags=held, root_run_id="one", parent_run_id="one"))
@@ -85,9 +74,9 @@ def test_only_what_is_on_main_is_approved() -> None:
     there = run("one", tags=of_backfill)
     started = run("two", tags=of_backfill, published=False)
     failed = run("three", tags=of_backfill, published=False, status=dg.DagsterRunStatus.FAILURE)
-    follower = run("four", tags={FOLLOWS_TAG: "a,b"})
-    unbranched = run("five", tags={**of_backfill, UNBRANCHED_TAG: "true"}, published=False)
-    inherited = run("six", tags={**of_backfill, OPENED_TAG: "another"})
+    follower = run("four", tags={RunTag.FOLLOWS: "a,b"})
+    unbranched = run("five", tags={**of_backfill, RunTag.UNBRANCHED: "true"}, published=False)
+    inherited = run("six", tags={**of_backfill, RunTag.OPENED_BY: "another"})
     other = run("seven", tags={BACKFILL_ID_TAG: "c"})
     found = waiting_runs([there, started, failed, follower, unbranched, inherited, other], "b")
     assert found.approved == (there, follower, unbranched)
@@ -98,8 +87,8 @@ def test_only_what_is_on_main_is_approved() -> None:
 
 
 def test_an_approval_may_be_about_some_assets_alone() -> None:
-    daily = run("one", tags={FOLLOWS_TAG: "b", PARTITION_TAG: "2026-08-01"}, asset_selection={DAILY})
-    total = run("two", tags={FOLLOWS_TAG: "b"}, asset_selection={dg.AssetKey("total")})
+    daily = run("one", tags={RunTag.FOLLOWS: "b", PARTITION_TAG: "2026-08-01"}, asset_selection={DAILY})
+    total = run("two", tags={RunTag.FOLLOWS: "b"}, asset_selection={dg.AssetKey("total")})
     found = waiting_runs([daily, total], "b", [DAILY])
     assert found.approved == (daily,)
     assert "daily 2026-08-01" in found.text()

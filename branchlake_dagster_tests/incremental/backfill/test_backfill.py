@@ -11,7 +11,6 @@ import dagster as dg
 import pytest
 from click.testing import CliRunner
 
-from branchlake_dagster.automation.backfill_launch import RETRY_OF_TAG
 from branchlake_dagster.automation.backfill_progress import Progress, follower
 from branchlake_dagster.automation.backfill_retry import RetryPlan
 from branchlake_dagster.automation.backlog import Standing
@@ -20,10 +19,10 @@ from branchlake_dagster.automation.in_flight import InFlight
 from branchlake_dagster.cli import backfill
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.incremental.step_consumption import REBUILD_TAG
 from branchlake_dagster.internals.dagster import fail_backfill
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.dagster_internals import BulkActionStatus
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.backfill.stages import Pipeline, follow, place
@@ -227,7 +226,7 @@ def test_failed_partitions_are_launched_again_once(p: Project, pipeline: Pipelin
     assert (status[pipeline.daily.key].running, status[pipeline.daily.key].failed) == (2, 0)
     pipeline.broken = False
     tags = closed(p, launched.backfill)
-    assert (tags[RETRY_OF_TAG], REBUILD_TAG in tags) == (number, False)
+    assert (tags[RunTag.RETRY_OF], RunTag.REBUILD in tags) == (number, False)
     for day in DAYS:
         p.settle(p.run(pipeline.daily.key, partition=day, tags=dict(tags)))
     closed(p, number)
@@ -261,7 +260,7 @@ def test_failed_partitions_of_the_first_stage_are_computed_anew(p: Project, pipe
     (launched,) = retried(p, number).launches
     assert (launched.number, launched.partitions, launched.rebuild) == (0, (DAYS[1],), True)
     tags = p.instance.get_backfill(launched.backfill or "").tags  # type: ignore[union-attr]
-    assert tags[REBUILD_TAG] == "true"
+    assert tags[RunTag.REBUILD] == "true"
     (first, *_) = backfill.status(place(p), number)
     assert (first.failed, first.running) == (0, 1)
 

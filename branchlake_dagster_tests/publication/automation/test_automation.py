@@ -28,7 +28,8 @@ from branchlake_dagster.publication.conditions import (
     publication_automation_sensor,
     published,
 )
-from branchlake_dagster.runs.run_tags import PENDING, VERDICT_TAG, Place, opened
+from branchlake_dagster.runs.run_tags import PENDING, Place, opened
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.dagster_internals import AssetDaemonCursor
 
 UP, DOWN = dg.AssetKey("up"), dg.AssetKey("down")
@@ -284,7 +285,7 @@ def test_it_waits_for_the_verdict_on_its_own_partition(daily: World) -> None:
     daily.tell("2026-08-03")
     assert daily.tick() == {"2026-08-03"}
     assert daily.tick() == set()
-    daily.instance.add_run_tags(run, {VERDICT_TAG: "passed"})
+    daily.instance.add_run_tags(run, {RunTag.VERDICT: "passed"})
     assert daily.tick() == {"2026-08-02"}
     assert daily.tick() == set()
 
@@ -295,7 +296,7 @@ def test_it_waits_for_every_unjudged_run_of_the_partition(daily: World) -> None:
     daily.materialise(DOWN, partition="2026-08-03")
     daily.tell("2026-08-02")
     assert daily.tick() == set()
-    daily.instance.add_run_tags(first, {VERDICT_TAG: "passed"})
+    daily.instance.add_run_tags(first, {RunTag.VERDICT: "passed"})
     assert daily.tick() == {"2026-08-02"}
 
 

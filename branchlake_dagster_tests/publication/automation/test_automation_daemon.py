@@ -9,7 +9,7 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.runs.run_tags import VERDICT_TAG
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.daemon import daemon_of, launch, wait_for
 from branchlake_dagster_tests.dagster_internals import InstigatorState
 
@@ -51,7 +51,7 @@ def test_the_daemon_requests_the_downstream_of_what_it_published(
         wait_for(lambda: lakehouse.catalog().table_exists((namespace, "report")))
         rows = lakehouse.catalog().load_table((namespace, "report")).scan().to_arrow().to_pylist()
         assert rows == [{"n": 3}]
-        wait_for(lambda: instance.get_run_by_id(blocked).tags.get(VERDICT_TAG) == "blocked")
+        wait_for(lambda: instance.get_run_by_id(blocked).tags.get(RunTag.VERDICT) == "blocked")
         (run,) = runs_of("report")
         assert run.tags["dagster/sensor_name"] == SENSOR
         before = ticks()

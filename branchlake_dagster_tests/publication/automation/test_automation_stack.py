@@ -11,7 +11,8 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.conditions import on_publication
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.published_sensor import published_sensor
-from branchlake_dagster.tables.specification import CHECK_SCOPE, table_metadata
+from branchlake_dagster.stored_names import AssetMetadata
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.dagster_internals import AssetDaemonCursor
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
@@ -47,7 +48,7 @@ def graph(
     def down(context) -> pl.DataFrame:  # type: ignore[no-untyped-def]
         return frame(context).with_columns(pl.col("day").str.to_date(strict=False))
 
-    @dg.asset_check(asset=up, metadata={CHECK_SCOPE: "rows"})
+    @dg.asset_check(asset=up, metadata={AssetMetadata.CHECK_SCOPE: "rows"})
     def good() -> dg.AssetCheckResult:
         return dg.AssetCheckResult(passed=answers.pop(0) if answers else True)
 

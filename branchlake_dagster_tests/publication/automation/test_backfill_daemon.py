@@ -10,7 +10,7 @@ import pytest
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import CHECKS_FOR_TAG, PUBLICATION_TAG, REASON_TAG
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.daemon import daemon_of, graphql, launch, wait_for
 from branchlake_dagster_tests.harness import published
 
@@ -63,9 +63,9 @@ def test_a_backfill_into_a_new_table_publishes_every_partition_unaided(
 
         def all_published() -> bool:
             now = runs()
-            told = [run.tags.get(REASON_TAG) for run in now]
+            told = [run.tags.get(RunTag.REASON) for run in now]
             assert not any(told), told
-            return sum(PUBLICATION_TAG in run.tags for run in now) == PARTITIONS
+            return sum(RunTag.PUBLICATION in run.tags for run in now) == PARTITIONS
 
         wait_for(all_published, seconds=600)
         assert all(run.is_success for run in runs())
@@ -88,12 +88,12 @@ def test_two_runs_meet_and_the_daemon_repeats_the_check(
 
         def both_published() -> bool:
             now = [run for run in instance.get_runs() if run.run_id in launched]
-            told = [run.tags.get(REASON_TAG) for run in now]
+            told = [run.tags.get(RunTag.REASON) for run in now]
             assert not any(told), told
-            return sum(PUBLICATION_TAG in run.tags for run in now) == 2
+            return sum(RunTag.PUBLICATION in run.tags for run in now) == 2
 
         wait_for(both_published, seconds=600)
         assert len(lakehouse.catalog().load_table((namespace, "sums")).scan().to_arrow()) == 2
-        (again,) = [run for run in instance.get_runs() if CHECKS_FOR_TAG in run.tags]
-        assert again.tags[CHECKS_FOR_TAG] in launched
+        (again,) = [run for run in instance.get_runs() if RunTag.CHECKS_FOR in run.tags]
+        assert again.tags[RunTag.CHECKS_FOR] in launched
         assert again.is_success

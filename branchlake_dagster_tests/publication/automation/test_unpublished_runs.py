@@ -20,14 +20,8 @@ from branchlake_dagster.publication.unpublished_runs import (
     on_blocked,
     webhook_alert,
 )
-from branchlake_dagster.runs.run_tags import (
-    BRANCH_TAG,
-    NEXT_ATTEMPT_TAG,
-    OPENED_TAG,
-    REASON_TAG,
-    SET_ASIDE,
-    STATUS_TAG,
-)
+from branchlake_dagster.runs.run_tags import SET_ASIDE
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.suite import memory
 
@@ -62,12 +56,12 @@ class Watch:
     def ended(self, **tags: str) -> str:
         """A run that ended with these of the publisher's tags; its id."""
         run_id = dg.materialize([prices], instance=self.instance).run_id
-        mine = {OPENED_TAG: run_id, BRANCH_TAG: f"run-{run_id}", REASON_TAG: "check c failed"}
+        mine = {RunTag.OPENED_BY: run_id, RunTag.BRANCH: f"run-{run_id}", RunTag.REASON: "check c failed"}
         self.instance.add_run_tags(run_id, mine | tags)
         return run_id
 
     def blocked(self) -> str:
-        return self.ended(**{STATUS_TAG: "blocked"})
+        return self.ended(**{RunTag.STATUS: "blocked"})
 
     def alerted(self) -> Sequence[str]:
         ids = [run.run_id for run in self.alerts]
@@ -85,9 +79,9 @@ def test_each_run_is_alerted_once(watch: Watch) -> None:
     watch.blocked()
     watch.tick()
     assert watch.alerted() == []  # it starts at the present
-    first, second = watch.blocked(), watch.ended(**{STATUS_TAG: "refused"})
+    first, second = watch.blocked(), watch.ended(**{RunTag.STATUS: "refused"})
     for state in ("published", "discarded", "pending"):
-        watch.ended(**{STATUS_TAG: state})
+        watch.ended(**{RunTag.STATUS: state})
     watch.tick()
     assert watch.alerted() == [first, second]
     watch.tick()
@@ -98,7 +92,7 @@ def test_each_run_is_alerted_once(watch: Watch) -> None:
 
 def test_a_run_that_is_set_aside_is_alerted_with_its_command(watch: Watch) -> None:
     watch.tick()
-    run_id = watch.ended(**{STATUS_TAG: "pending", NEXT_ATTEMPT_TAG: SET_ASIDE})
+    run_id = watch.ended(**{RunTag.STATUS: "pending", RunTag.NEXT_ATTEMPT: SET_ASIDE})
     watch.tick()
     (run,) = watch.alerts
     assert (run.run_id, run.state, run.reasons) == (run_id, SET_ASIDE, ("check c failed",))
@@ -108,7 +102,7 @@ def test_a_run_that_is_set_aside_is_alerted_with_its_command(watch: Watch) -> No
 def test_only_the_wanted_states(watch: Watch) -> None:
     watch.tick()
     watch.blocked()
-    refused = watch.ended(**{STATUS_TAG: "refused"})
+    refused = watch.ended(**{RunTag.STATUS: "refused"})
     watch.tick(states=["refused"])
     assert watch.alerted() == [refused]
     with pytest.raises(ConfigurationError):
@@ -124,7 +118,7 @@ def test_a_re_execution_with_inherited_tags_is_no_blocked_run(watch: Watch) -> N
     again = dg.materialize([prices], instance=watch.instance, tags=dict(tags)).run_id
     watch.tick()
     assert watch.alerted() == []  # its tags are its parent's
-    watch.instance.add_run_tags(again, {OPENED_TAG: again})
+    watch.instance.add_run_tags(again, {RunTag.OPENED_BY: again})
     watch.tick()
     assert watch.alerted() == [again]  # the parent's alert is not its own
 

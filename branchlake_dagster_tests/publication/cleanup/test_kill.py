@@ -25,7 +25,8 @@ from branchlake_dagster.publication.ledger import Publication, publications
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.discarding import FAILS
 from branchlake_dagster.runs.run_branch import main_with_history
-from branchlake_dagster.runs.run_tags import PUBLICATION_TAG, STATUS_TAG, VERDICT_TAG, Status
+from branchlake_dagster.runs.run_tags import Status
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
 from branchlake_dagster_tests.publication.cleanup import kill_project as project
 from branchlake_dagster_tests.publication.cleanup.kill_crew import Crew
@@ -180,8 +181,8 @@ def test_every_published_row_is_there_once_and_no_other(
 
     published = {one.run_id: one.hash for one in ledger}
     for run in runs:
-        assert run.tags.get(PUBLICATION_TAG) == published.get(run.run_id), run.tags
-        status = run.tags.get(STATUS_TAG)
+        assert run.tags.get(RunTag.PUBLICATION) == published.get(run.run_id), run.tags
+        status = run.tags.get(RunTag.STATUS)
         assert status not in FAILS or not run.is_success, run.tags
         good = (run.is_success or status == Status.REFUSED) and project.SPOILT not in run.tags
         if run.run_id in published:
@@ -189,7 +190,7 @@ def test_every_published_row_is_there_once_and_no_other(
         else:
             # Appends never stand in each other's way.
             assert not good or run.tags["kill/role"] == "replacer", run.tags
-            assert run.tags.get(VERDICT_TAG) != "passed" or run.tags["kill/role"] == "replacer"
+            assert run.tags.get(RunTag.VERDICT) != "passed" or run.tags["kill/role"] == "replacer"
     assert all(met.values()), met
     roles = {run.tags["kill/role"] for run in runs if run.run_id in published}
     assert roles == {ROLES[name] for name in WRITERS}

@@ -19,7 +19,8 @@ from branchlake_dagster.cli.dagster_home import dagster_dev, dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.heartbeats import Heartbeat, HeartbeatStore
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import PENDING, VERDICT_TAG
+from branchlake_dagster.runs.run_tags import PENDING
+from branchlake_dagster.stored_names import RunTag
 
 pytestmark = [pytest.mark.daemon, pytest.mark.timeout(1200)]
 
@@ -94,6 +95,6 @@ def test_a_run_that_died_with_its_code_server_ends_by_itself(
         records = here.get_records_for_run(dead.run_id).records
         told = [record.event_log_entry.message for record in records]
         assert any(f"no heartbeat of process {dead.pid} on " in message for message in told)
-        wait_for(lambda: here.get_run_by_id(dead.run_id).tags[VERDICT_TAG] != PENDING, 300)  # type: ignore[union-attr]
+        wait_for(lambda: here.get_run_by_id(dead.run_id).tags[RunTag.VERDICT] != PENDING, 300)  # type: ignore[union-attr]
     names = {ref.name for ref in lakehouse.nessie.references()}
     assert branch_name(dead.run_id) not in names

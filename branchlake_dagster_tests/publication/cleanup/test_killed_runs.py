@@ -18,8 +18,8 @@ from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import branch_name, main_with_history
-from branchlake_dagster.runs.run_tags import REASON_TAG, VERDICT_TAG
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import RunTag
 
 pytestmark = pytest.mark.chaos
 
@@ -128,8 +128,8 @@ def test_a_killed_run_is_found_dead_and_leaves_nothing(own_lake: Lakehouse, run:
         # Dagster alone would take it for running for ever.
         assert run.status(instance) is dg.DagsterRunStatus.FAILURE
         tags = run.tags(instance)
-        assert tags[VERDICT_TAG] == "fenced"
-        assert "its branch was ended: Its writer is dead" in tags[REASON_TAG]
+        assert tags[RunTag.VERDICT] == "fenced"
+        assert "its branch was ended: Its writer is dead" in tags[RunTag.REASON]
         records = instance.get_records_for_run(run.run_id).records
         told = [record.event_log_entry.message for record in records]
         assert any(f"no heartbeat of process {run.process.pid} on " in message for message in told)
@@ -188,8 +188,8 @@ def test_a_killed_run_is_continued_by_a_retry(own_lake: Lakehouse, run: Run) -> 
             timeout=600,
         )
         tags = run.tags(instance)
-        assert tags[VERDICT_TAG] == "continued"
-        assert done.stdout.split()[-1] in tags[REASON_TAG]
+        assert tags[RunTag.VERDICT] == "continued"
+        assert done.stdout.split()[-1] in tags[RunTag.REASON]
         own = branch_name(done.stdout.split()[-1])
         namespace = environment["TEST_NAMESPACE"]
         for name in ("first", "second"):
@@ -225,7 +225,7 @@ def test_a_killed_run_ends_by_itself_while_a_healthy_one_works_on(own_lake: Lake
         assert f"1 dead: process {run.process.pid} on " in told
         assert f"{run.branch}: discarded, its writer is dead" in told
         assert run.status(instance) is dg.DagsterRunStatus.FAILURE
-        assert run.tags(instance)[VERDICT_TAG] == "fenced"
+        assert run.tags(instance)[RunTag.VERDICT] == "fenced"
         assert next(watching) == "Every writer sends heartbeats, or is being observed."
         list(sweep_discarded(own_lake, instance))
 

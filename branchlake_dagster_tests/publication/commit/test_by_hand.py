@@ -9,7 +9,7 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.ledger import Published, Refused
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import REASON_TAG
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench
@@ -195,7 +195,7 @@ def test_a_run_whose_base_was_rolled_back_is_told(lakehouse: Lakehouse, namespac
         assert outcome.codes == ("base_not_on_main",)
         run = p.instance.get_run_by_id(run_id)
         assert run is not None
-        assert "rolled back" in run.tags[REASON_TAG]
+        assert "rolled back" in run.tags[RunTag.REASON]
         assert branch_name(run_id) not in p.branches()
 
 

@@ -11,7 +11,7 @@ from branchlake_dagster.publication.cleanup_jobs import reap_branches
 from branchlake_dagster.publication.ledger import publications
 from branchlake_dagster.publication.outcome import PublicationAction, other_location
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import BASE_TAG, BRANCH_TAG, PUBLICATION_TAG, REASON_TAG, VERDICT_TAG
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.dagster_internals import (
     RegisteredCodeLocationOrigin,
@@ -65,10 +65,10 @@ def test_a_passing_run_is_published_in_one_commit_with_its_story(
         assert entry.tables == (f"{namespace}.one", f"{namespace}.two")
         assert entry.base_hash == before
         tags = p.instance.get_run_by_id(run_id).tags
-        assert tags[PUBLICATION_TAG] == outcome.publication
-        assert tags[VERDICT_TAG] == "passed"
-        assert tags[BRANCH_TAG] == branch_name(run_id)
-        assert tags[BASE_TAG] == before
+        assert tags[RunTag.PUBLICATION] == outcome.publication
+        assert tags[RunTag.VERDICT] == "passed"
+        assert tags[RunTag.BRANCH] == branch_name(run_id)
+        assert tags[RunTag.BASE_HASH] == before
         told = p.observations([namespace, "one"])
         assert [o.metadata["branchlake/publication"].value for o in told] == [outcome.publication]
         assert told[0].metadata["dagster/row_count"].value == 3
@@ -93,8 +93,8 @@ def test_severity_decides(
         assert lakehouse.catalog().table_exists((namespace, "t")) is (action is PublicationAction.PUBLISHED)
         assert branch_name(run_id) not in p.branches()
         tags = p.instance.get_run_by_id(run_id).tags
-        assert tags[VERDICT_TAG] == verdict
-        assert (REASON_TAG in tags) is (action is PublicationAction.BLOCKED)
+        assert tags[RunTag.VERDICT] == verdict
+        assert (RunTag.REASON in tags) is (action is PublicationAction.BLOCKED)
 
 
 def test_a_crashed_check_blocks(lakehouse: Lakehouse, namespace: str) -> None:
@@ -149,7 +149,7 @@ def test_a_conflict_is_refused_and_names_the_other_run(lakehouse: Lakehouse, nam
         assert outcome.codes == ("run_replaced_table",)
         assert [name for name in (f"{namespace}.t", first) if name not in outcome.detail] == []
         assert branch_name(second) not in p.branches()
-        assert p.instance.get_run_by_id(second).tags[REASON_TAG] == outcome.detail
+        assert p.instance.get_run_by_id(second).tags[RunTag.REASON] == outcome.detail
 
 
 def test_publishing_again_after_a_lost_tick_tells_the_same_publication_once(
@@ -201,12 +201,12 @@ def test_a_full_reexecution_opens_a_branch_of_its_own(lakehouse: Lakehouse, name
         inherited = dict(p.instance.get_run_by_id(parent).tags)
         again = p.run(tags=inherited)
         tags = p.instance.get_run_by_id(again).tags
-        assert tags[BRANCH_TAG] == branch_name(again)
-        assert tags[VERDICT_TAG] == "pending"
-        assert tags[PUBLICATION_TAG] == "none"
+        assert tags[RunTag.BRANCH] == branch_name(again)
+        assert tags[RunTag.VERDICT] == "pending"
+        assert tags[RunTag.PUBLICATION] == "none"
         outcome = p.settle(again)
         assert outcome.action is PublicationAction.PUBLISHED
-        assert p.instance.get_run_by_id(again).tags[PUBLICATION_TAG] == outcome.publication
+        assert p.instance.get_run_by_id(again).tags[RunTag.PUBLICATION] == outcome.publication
         assert len(p.observations([namespace, "t"])) == 2
 
 

@@ -25,7 +25,7 @@ from branchlake_dagster.publication.publisher import Publisher
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.publication.replay import IcebergTables
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import PUBLICATION_TAG
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.workbench import Workbench
@@ -130,7 +130,7 @@ def test_1_a_lost_reply_at_any_step_ends_in_one_publication(
             assert len(rows) == expected, f"fault at change {lose}"
             told = [one for one in publications(lakehouse.nessie, limit=20) if one.run_id == mine]
             assert len(told) == 1
-            assert p.instance.get_run_by_id(mine).tags[PUBLICATION_TAG] == told[0].hash
+            assert p.instance.get_run_by_id(mine).tags[RunTag.PUBLICATION] == told[0].hash
             lose += 1
 
 

@@ -31,8 +31,9 @@ from branchlake_dagster.publication.ledger import Candidate, Published, Refused,
 from branchlake_dagster.publication.publisher import Publisher
 from branchlake_dagster.publication.table_change import Mode, SnapshotChange
 from branchlake_dagster.publication.verdict import judge
-from branchlake_dagster.runs.discarding import DISCARDED_PREFIX, discard
+from branchlake_dagster.runs.discarding import discard
 from branchlake_dagster.runs.run_branch import branch_name, main_with_history, run_id_of
+from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
 from branchlake_dagster_tests.simulation.tables import (
     SimulatedTables,
@@ -262,8 +263,10 @@ class Lake(RuleBasedStateMachine):
 
     @invariant()
     def nothing_published_is_a_discarded_tag(self) -> None:
-        tags = {ref.name for ref in self.client.references() if ref.name.startswith(DISCARDED_PREFIX)}
-        assert tags.isdisjoint(f"{DISCARDED_PREFIX}{run.run_id}" for run in self.model.published)
+        tags = {
+            ref.name for ref in self.client.references() if ref.name.startswith(ReferencePrefix.DISCARDED)
+        }
+        assert tags.isdisjoint(f"{ReferencePrefix.DISCARDED}{run.run_id}" for run in self.model.published)
 
 
 def _evidence(run: Run) -> RunEvidence:

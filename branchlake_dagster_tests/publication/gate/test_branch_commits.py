@@ -12,14 +12,14 @@ from pyiceberg.table.metadata import TableMetadata, new_table_metadata
 from pyiceberg.table.snapshots import Operation, Snapshot, Summary
 from pyiceberg.table.sorting import UNSORTED_SORT_ORDER
 
-from branchlake_dagster.history.summary import RUN_ID
 from branchlake_dagster.nessie.model import CommitMeta, ContentKey, IcebergTable, LogEntry, Put
 from branchlake_dagster.publication.branch_commits import BranchCommits
+from branchlake_dagster.stored_names import LakeProperty
 
 KEY = ContentKey(["lake", "t"])
 BASE = "base"
 SPARK = {"application-type": "iceberg", "app-id": "local-1"}
-OWN = {RUN_ID: "r"}
+OWN = {LakeProperty.RUN_ID: "r"}
 
 
 def commit(hash_: str, properties: Mapping[str, str], snapshot_id: int | None = None) -> LogEntry:
@@ -57,14 +57,14 @@ def objection(
 
 
 def test_own_commits_up_to_a_recorded_head_are_accepted() -> None:
-    both = commit("b", OWN), commit("a", {RUN_ID: "parent"})
+    both = commit("b", OWN), commit("a", {LakeProperty.RUN_ID: "parent"})
     assert objection(*both, heads={"b"}) is None
     assert objection(*both, heads={"a", "b", BASE}) is None
     assert objection(heads=set()) is None
     assert objection(heads={BASE}) is None
 
 
-@pytest.mark.parametrize("foreign", [{}, {RUN_ID: "other"}, {"application-type": "trino"}])
+@pytest.mark.parametrize("foreign", [{}, {LakeProperty.RUN_ID: "other"}, {"application-type": "trino"}])
 def test_a_commit_without_the_run_s_id_is_refused(foreign: dict[str, str]) -> None:
     assert objection(commit("b", foreign), commit("a", OWN), heads={"a"}) is not None
     assert objection(commit("b", OWN), commit("a", foreign), heads={"b"}) is not None
@@ -82,7 +82,7 @@ def test_a_missing_and_a_late_commit_are_refused() -> None:
     [
         ([(2, 1, OWN, Operation.APPEND)], True),
         ([(2, 1, {}, Operation.APPEND)], False),
-        ([(2, 1, {RUN_ID: "other"}, Operation.OVERWRITE)], False),
+        ([(2, 1, {LakeProperty.RUN_ID: "other"}, Operation.OVERWRITE)], False),
         ([(2, 1, {}, Operation.REPLACE)], True),  # a compaction by Spark's procedure
         ([(2, 1, {}, Operation.APPEND), (3, 2, OWN, Operation.APPEND)], False),  # both in one commit
     ],
@@ -90,7 +90,7 @@ def test_a_missing_and_a_late_commit_are_refused() -> None:
 def test_a_commit_of_spark_is_judged_by_the_snapshots_that_it_added(
     snapshots: list[tuple[int, int, Mapping[str, str], Operation]], accepted: bool
 ) -> None:
-    main = (1, None, {RUN_ID: "earlier"}, Operation.APPEND)
+    main = (1, None, {LakeProperty.RUN_ID: "earlier"}, Operation.APPEND)
     found = objection(
         commit("a", SPARK, snapshots[-1][0]),
         heads={"a"},

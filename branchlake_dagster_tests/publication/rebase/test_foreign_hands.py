@@ -18,12 +18,12 @@ from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
 
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication import report_metadata
 from branchlake_dagster.publication.committer import TableFilesUnreadable
 from branchlake_dagster.publication.ledger import Published, Refused
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.run_branch import main_with_history
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import EventMetadata
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import assign_main, project
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench
@@ -396,5 +396,5 @@ def test_dagsters_database_is_locked_while_a_pass_works(
         assert p.settle(run_id).action is PublicationAction.PUBLISHED
         assert p.rows(namespace, "t") == [{"n": 1}]
         # The first pass could not note that it had told it; whoever follows publications knows them by name.
-        told = {one.metadata[report_metadata.PUBLICATION].value for one in p.observations([namespace, "t"])}
+        told = {one.metadata[EventMetadata.PUBLICATION].value for one in p.observations([namespace, "t"])}
         assert len(told) == 1

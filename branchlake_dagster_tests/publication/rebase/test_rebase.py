@@ -13,7 +13,7 @@ from pyiceberg.types import IntegerType, LongType, NestedField, StringType
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.committer import TableFilesMissing
 from branchlake_dagster.publication.ledger import NeedsChecks, Published, Refused, publications
-from branchlake_dagster.publication.table_history import REPLAYED_FROM
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.harness import published
 from branchlake_dagster_tests.internals.plain_pyiceberg import plain_pyiceberg
 from branchlake_dagster_tests.publication.workbench import FLAT, Run, Workbench, frame
@@ -51,7 +51,7 @@ def test_two_appends_are_both_published_once(bench: Workbench) -> None:
     original = two.table().current_snapshot()
     assert original is not None
     assert replayed.summary is not None
-    assert replayed.summary[REPLAYED_FROM] == str(original.snapshot_id)
+    assert replayed.summary[LakeProperty.REPLAYED_FROM] == str(original.snapshot_id)
     assert replayed.summary["branchlake.write_mode"] == "append"
     assert (replayed.summary["added-records"], replayed.summary["total-records"]) == ("2", "4")
     assert replayed.parent_snapshot_id == snapshots[one.run_id].snapshot_id

@@ -35,10 +35,11 @@ from branchlake_dagster.runs.claims import claim
 from branchlake_dagster.runs.discarding import discard
 from branchlake_dagster.runs.heartbeats import Heartbeat, HeartbeatStore, HeartbeatsUnreadable
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.origin import INSTANCE, Maker, Makers, Origin, instance_id
+from branchlake_dagster.runs.origin import Maker, Makers, Origin, instance_id
 from branchlake_dagster.runs.run_branch import branch_name, main_with_history, run_id_of
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster.tables.table_files import TableFiles
 from branchlake_dagster_tests.harness import project
@@ -136,7 +137,7 @@ def branches(lakehouse: Lakehouse, namespace: str) -> Iterator[Callable[..., str
         branch = f"run-{namespace}-{name}"
         nessie.create_branch(branch, from_ref="main", from_hash=nessie.reference("main").hash)
         if written:
-            told = {f"commit.property.{INSTANCE}": instance} if instance else None
+            told = {f"commit.property.{LakeProperty.INSTANCE}": instance} if instance else None
             lakehouse.catalog(branch, properties=told).create_namespace(f"{namespace}_{name}")
         return branch
 

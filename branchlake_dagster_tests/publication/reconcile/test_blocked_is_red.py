@@ -12,12 +12,12 @@ from dagster import EventLogEntry
 from branchlake_dagster.cli import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication import finishing as finish
-from branchlake_dagster.publication import report_metadata as names
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.verdict import LAUNCH_AGAIN
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import STATUS_TAG, VERDICT_TAG, Status
-from branchlake_dagster.tables.specification import CHECK_SCOPE, table_metadata
+from branchlake_dagster.runs.run_tags import Status
+from branchlake_dagster.stored_names import AssetMetadata, EventMetadata, RunTag
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.dagster_internals import get_and_update_asset_status_cache_value
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
@@ -39,7 +39,7 @@ def daily(namespace: str, values: Values) -> tuple[dg.AssetsDefinition, dg.Asset
     def t(context: dg.AssetExecutionContext) -> pl.DataFrame:
         return pl.DataFrame({"day": [context.partition_key] * len(values.rows), "n": list(values.rows)})
 
-    @dg.asset_check(asset=t.key, metadata={CHECK_SCOPE: "rows"})
+    @dg.asset_check(asset=t.key, metadata={AssetMetadata.CHECK_SCOPE: "rows"})
     def positive() -> dg.AssetCheckResult:
         bad = sum(n < 0 for n in values.rows)
         return dg.AssetCheckResult(passed=not bad, description="n > 0", metadata={"failing_rows": bad})
@@ -83,7 +83,7 @@ def launch(p: Project, values: Values, rows: Sequence[int], day: str | None = No
 def status_of(p: Project, run_id: str) -> tuple[dg.DagsterRunStatus, str]:
     run = p.instance.get_run_by_id(run_id)
     assert run is not None
-    return run.status, run.tags[STATUS_TAG]
+    return run.status, run.tags[RunTag.STATUS]
 
 
 def test_a_blocked_partition_counts_as_failed_until_it_is_published(
@@ -98,15 +98,15 @@ def test_a_blocked_partition_counts_as_failed_until_it_is_published(
         assert states(p, namespace) == {"mon": "filled", "tue": "failed", "wed": "missing"}
         told = p.observations([namespace, "t"])[0]
         assert told.partition == "tue"
-        assert told.metadata[names.ROWS].value == 2
-        assert told.metadata[names.FAILING_ROWS].value == 2
-        assert names.PARTITION_ROWS not in told.metadata
+        assert told.metadata[EventMetadata.TABLE_ROWS].value == 2
+        assert told.metadata[EventMetadata.FAILING_ROWS].value == 2
+        assert EventMetadata.PARTITION_ROWS not in told.metadata
         assert launch(p, values, [3], "tue")[1] == PublicationAction.PUBLISHED
         assert states(p, namespace) == {"mon": "filled", "tue": "filled", "wed": "missing"}
         told = p.observations([namespace, "t"])[0]
-        assert told.metadata[names.ROWS].value == 3
-        assert told.metadata[names.PARTITION_ROWS].value == 1
-        assert told.metadata[names.DELAY_S].value >= 0
+        assert told.metadata[EventMetadata.TABLE_ROWS].value == 3
+        assert told.metadata[EventMetadata.PARTITION_ROWS].value == 1
+        assert told.metadata[EventMetadata.PUBLICATION_DELAY_S].value >= 0
         assert "| tue | 3 |" in told.metadata["branchlake/preview"].value
 
 
@@ -152,15 +152,15 @@ def test_the_newest_event_says_whether_main_has_what_was_materialized(
         launch(p, values, [-1], day)
         blocked = newest_event(p, key, day)
         assert blocked is not None
-        assert blocked.metadata[names.ON_MAIN].value is False
-        assert blocked.metadata[names.VERDICT].value == "blocked"
+        assert blocked.metadata[EventMetadata.ON_MAIN].value is False
+        assert blocked.metadata[EventMetadata.VERDICT].value == "blocked"
         assert "positive" in str(blocked.description)
         launch(p, values, [1], day)
         published = newest_event(p, key, day)
         assert published is not None
-        assert published.metadata[names.ON_MAIN].value is True
-        assert published.metadata[names.VERDICT].value == "passed"
-        assert published.metadata[names.PUBLICATION].value in str(published.description)
+        assert published.metadata[EventMetadata.ON_MAIN].value is True
+        assert published.metadata[EventMetadata.VERDICT].value == "passed"
+        assert published.metadata[EventMetadata.PUBLICATION].value in str(published.description)
 
 
 def test_a_published_partition_that_is_blocked_anew_counts_as_failed(
@@ -171,7 +171,7 @@ def test_a_published_partition_that_is_blocked_anew_counts_as_failed(
         launch(p, values, [1, 2], "mon")
         launch(p, values, [1, -2, 3], "mon")
         assert states(p, namespace)["mon"] == "failed"
-        assert p.observations([namespace, "t"])[0].metadata[names.ROWS].value == 2
+        assert p.observations([namespace, "t"])[0].metadata[EventMetadata.TABLE_ROWS].value == 2
 
 
 def test_what_another_run_has_published_since_stays_filled(lakehouse: Lakehouse, namespace: str) -> None:
@@ -195,10 +195,10 @@ def test_a_refused_run_fails_and_is_told_apart(lakehouse: Lakehouse, namespace: 
         assert status_of(p, late) == (dg.DagsterRunStatus.FAILURE, Status.REFUSED)
         run = p.instance.get_run_by_id(late)
         assert run is not None
-        assert run.tags[VERDICT_TAG] == "refused"
+        assert run.tags[RunTag.VERDICT] == "refused"
         failure = run_failure(p, late)
         assert LAUNCH_AGAIN in failure.message
-        assert p.observations([namespace, "t"])[0].metadata[names.ROWS].value == 3
+        assert p.observations([namespace, "t"])[0].metadata[EventMetadata.TABLE_ROWS].value == 3
 
 
 def test_a_run_whose_other_step_failed_has_filled_nothing(lakehouse: Lakehouse, namespace: str) -> None:

@@ -13,8 +13,9 @@ from branchlake_dagster.publication.cleanup_jobs import reap_branches
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import BASE_TAG, PUBLICATION_TAG, STATUS_TAG, Status
+from branchlake_dagster.runs.run_tags import Status
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, assign_main, project
 from branchlake_dagster_tests.suite import memory
@@ -54,13 +55,13 @@ def set_back(lakehouse: Lakehouse, branch: str, to: str) -> None:
 def base_of(p: Project, run_id: str) -> str:
     run = p.instance.get_run_by_id(run_id)
     assert run is not None
-    return run.tags[BASE_TAG]
+    return run.tags[RunTag.BASE_HASH]
 
 
 def status(p: Project, run_id: str) -> tuple[str, bool]:
     run = p.instance.get_run_by_id(run_id)
     assert run is not None
-    return run.tags[STATUS_TAG], run.is_success
+    return run.tags[RunTag.STATUS], run.is_success
 
 
 def refused(p: Project, run_id: str) -> None:
@@ -99,7 +100,7 @@ def two_assets(lakehouse: Lakehouse, namespace: str, between: list[str]) -> Iter
         if "set back" in between:
             run = context.instance.get_run_by_id(context.run.run_id)
             assert run is not None
-            set_back(lakehouse, branch, run.tags[BASE_TAG])
+            set_back(lakehouse, branch, run.tags[RunTag.BASE_HASH])
         return pl.DataFrame({"n": [2]})
 
     with project(lakehouse, first, second) as found:
@@ -152,7 +153,7 @@ def test_a_published_run_whose_publication_main_lost_is_published_again(
     assert p.rows(namespace, "t") == [{"n": 1}]
     run = p.instance.get_run_by_id(restored)
     assert run is not None
-    assert run.tags[PUBLICATION_TAG] == outcome.publication
+    assert run.tags[RunTag.PUBLICATION] == outcome.publication
     assert branch_name(restored) not in p.branches()
 
 

@@ -22,15 +22,8 @@ from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.parked_runs import ATTEMPTS, give_up, set_aside
 from branchlake_dagster.publication.publisher import publication_branch
 from branchlake_dagster.publication.unbranched import settle_unbranched
-from branchlake_dagster.runs.run_tags import (
-    ATTEMPTS_TAG,
-    CHECK_HASH_TAG,
-    NEXT_ATTEMPT_TAG,
-    PUBLICATION_TAG,
-    REASON_TAG,
-    SET_ASIDE,
-    VERDICT_TAG,
-)
+from branchlake_dagster.runs.run_tags import SET_ASIDE
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.commit.test_by_hand import merge
@@ -83,7 +76,7 @@ def test_without_time_left_a_failed_run_is_told_before_its_branch_goes(
         late = p.reconciler()
         late._clock, late._finisher._clock = (lambda: 0.0), (lambda: 100.0)
         ours(p, late.run(budget_s=30))
-        assert tags(p, run_id)[VERDICT_TAG] == "failed"
+        assert tags(p, run_id)[RunTag.VERDICT] == "failed"
         assert not [name for name in p.branches() if name == f"run-{run_id}"]
 
 
@@ -114,7 +107,7 @@ def test_an_unbranched_run_in_trouble_is_set_aside_and_given_up_without_touching
         assert settle() == [PublicationAction.TRY_AGAIN]
         assert settle() == [PublicationAction.WAITING]
         for attempts in (ATTEMPTS - 1, 60):
-            p.instance.add_run_tags(run_id, {ATTEMPTS_TAG: str(attempts), NEXT_ATTEMPT_TAG: "none"})
+            p.instance.add_run_tags(run_id, {RunTag.ATTEMPTS: str(attempts), RunTag.NEXT_ATTEMPT: "none"})
             assert settle() == [PublicationAction.TRY_AGAIN]
             assert settle() == [PublicationAction.SET_ASIDE]
         (one,) = set_aside(p.instance)
@@ -144,9 +137,9 @@ def test_a_store_that_refuses_old_runs_leaves_time_for_young_ones(
             reconciler._clock = Ticking()
             ours(p, reconciler.run(budget_s=2.5))
             clock.now += timedelta(seconds=5)
-        assert PUBLICATION_TAG in tags(p, third)
-        assert "AccessDenied" in tags(p, first)[REASON_TAG]
-        assert ATTEMPTS_TAG not in tags(p, first)  # a store that refuses may be mended: it is not counted
+        assert RunTag.PUBLICATION in tags(p, third)
+        assert "AccessDenied" in tags(p, first)[RunTag.REASON]
+        assert RunTag.ATTEMPTS not in tags(p, first)  # a store that refuses may be mended: it is not counted
         monkeypatch.setattr(assess, "collect", real)
         clock.now += timedelta(minutes=2)
         assert {one.action for one in ours(p, p.reconciler(now=clock).run())} == {PublicationAction.PUBLISHED}
@@ -164,7 +157,7 @@ def test_a_run_given_up_that_is_on_main_is_told_by_the_next_pass(
         with monkeypatch.context() as patch:
             patch.setattr(report, "report_observations", refuse)
             ours(p, p.reconciler().run())
-        p.instance.add_run_tags(run_id, {NEXT_ATTEMPT_TAG: SET_ASIDE})
+        p.instance.add_run_tags(run_id, {RunTag.NEXT_ATTEMPT: SET_ASIDE})
         (one,) = set_aside(p.instance)
         assert "is on main" in give_up(lakehouse.nessie, p.instance, one)
         (outcome,) = ours(p, p.reconciler().run())
@@ -197,7 +190,7 @@ def test_one_run_that_spoils_a_shared_state_is_not_the_others_fault(
                 if outcome.action is PublicationAction.PUBLISHED:
                     done.add(outcome.run_id)
         assert done == set(ids) - {bad}
-        assert ATTEMPTS_TAG in tags(p, bad)
+        assert RunTag.ATTEMPTS in tags(p, bad)
 
 
 def test_a_failed_run_that_is_set_aside_and_reaped_is_listed_no_more(
@@ -205,7 +198,7 @@ def test_a_failed_run_that_is_set_aside_and_reaped_is_listed_no_more(
 ) -> None:
     with project(lakehouse, plain(namespace, "a"), plain(namespace, "b"), failing(namespace)) as p:
         run_id = p.run(ok=False)
-        p.instance.add_run_tags(run_id, {NEXT_ATTEMPT_TAG: SET_ASIDE, ATTEMPTS_TAG: str(ATTEMPTS)})
+        p.instance.add_run_tags(run_id, {RunTag.NEXT_ATTEMPT: SET_ASIDE, RunTag.ATTEMPTS: str(ATTEMPTS)})
         assert [one.run_id for one in set_aside(p.instance)] == [run_id]
         list(reap_branches(lakehouse, p.instance))
         assert list(set_aside(p.instance)) == []
@@ -265,14 +258,14 @@ def test_a_database_that_is_away_for_one_state_holds_up_nobody_else(
         real = type(p.instance).get_run_records
 
         def locked(self: Any, filters: Any = None, *more: Any, **options: Any) -> Any:
-            if filters is not None and CHECK_HASH_TAG in (filters.tags or {}):
+            if filters is not None and RunTag.CHECK_HASH in (filters.tags or {}):
                 raise OperationalError("SELECT", {}, Exception("database is locked"))
             return real(self, filters, *more, **options)
 
         with monkeypatch.context() as patch:
             patch.setattr(type(p.instance), "get_run_records", locked)
             ours(p, p.reconciler().run())
-        assert PUBLICATION_TAG in tags(p, other)
+        assert RunTag.PUBLICATION in tags(p, other)
         p.settle(second)
 
 

@@ -17,8 +17,8 @@ from branchlake_dagster.publication.pass_lock import one_pass
 from branchlake_dagster.publication.tick_report import Tick
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import PUBLICATION_TAG, REPORTED_TAG
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.reconcile.test_recheck import (
@@ -166,9 +166,9 @@ def test_the_telling_of_many_partitions_goes_on_where_it_stopped(
             told = p.instance.get_run_by_id(run_id)
             assert told is not None
             seen.append(len(p.observations([namespace, "t"])))
-            if PUBLICATION_TAG in told.tags:
+            if RunTag.PUBLICATION in told.tags:
                 break
-            assert told.tags[REPORTED_TAG] == str(seen[-1])
+            assert told.tags[RunTag.REPORTED] == str(seen[-1])
             assert branch_name(run_id) in p.branches()
         assert seen == sorted(set(seen)), "every tick tells some more"
         assert len(seen) > 1

@@ -12,8 +12,8 @@ from branchlake_dagster.publication.publisher import publication_branch
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import CHECKS_FOR_TAG
-from branchlake_dagster.tables.specification import CHECK_SCOPE, table_metadata
+from branchlake_dagster.stored_names import AssetMetadata, RunTag
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
 
@@ -33,7 +33,7 @@ def appending(namespace: str) -> dg.AssetsDefinition:
 def at_most(asset: dg.AssetsDefinition, most: int, scope: str | None = "table") -> dg.AssetChecksDefinition:
     """A check that only the whole table can answer."""
 
-    @dg.asset_check(asset=asset, metadata={CHECK_SCOPE: scope} if scope else None)
+    @dg.asset_check(asset=asset, metadata={AssetMetadata.CHECK_SCOPE: scope} if scope else None)
     def total(appended: pl.DataFrame) -> dg.AssetCheckResult:
         found = int(appended["n"].sum())
         return dg.AssetCheckResult(passed=found <= most, description=f"sum is {found}, at most {most}")
@@ -176,7 +176,7 @@ def test_the_sensor_asks_for_the_checks_and_nothing_else(lakehouse: Lakehouse, n
         ) as context:
             data = repository.get_sensor_def("publication_sensor").evaluate_tick(context)
         (request,) = data.run_requests or []
-        assert request.tags[CHECKS_FOR_TAG] == second
+        assert request.tags[RunTag.CHECKS_FOR] == second
         assert list(request.asset_selection or []) == []
         assert [key.name for key in request.asset_check_keys or []] == ["total"]
 

@@ -23,14 +23,8 @@ from branchlake_dagster.publication import assessment as assess
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.parked_runs import ATTEMPTS
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import (
-    ATTEMPTS_TAG,
-    NEXT_ATTEMPT_TAG,
-    PUBLICATION_TAG,
-    REASON_TAG,
-    SET_ASIDE,
-    VERDICT_TAG,
-)
+from branchlake_dagster.runs.run_tags import SET_ASIDE
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
@@ -114,11 +108,11 @@ def test_it_is_tried_later_and_later_and_then_set_aside(
     for attempt in range(1, ATTEMPTS + 1):
         assert one_pass(p, clock)[broken].action is PublicationAction.TRY_AGAIN
         tags = run_of(p, broken).tags
-        assert tags[ATTEMPTS_TAG] == str(attempt)
-        assert tags[REASON_TAG]
+        assert tags[RunTag.ATTEMPTS] == str(attempt)
+        assert tags[RunTag.REASON]
         if attempt < ATTEMPTS:
             assert one_pass(p, clock)[broken].action is PublicationAction.WAITING
-            due = datetime.fromisoformat(tags[NEXT_ATTEMPT_TAG])
+            due = datetime.fromisoformat(tags[RunTag.NEXT_ATTEMPT])
             pauses.append(round((due - clock.now).total_seconds() / 5))
             clock.now = due
     assert pauses == [2**n for n in range(ATTEMPTS - 1)]
@@ -152,7 +146,7 @@ def command(p: Project, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
 def aside(three: tuple[Project, str, str, str], clock: Clock) -> tuple[Project, str]:
     p, _, broken, _ = three
     one_pass(p, clock)
-    p.instance.add_run_tags(broken, {NEXT_ATTEMPT_TAG: SET_ASIDE})
+    p.instance.add_run_tags(broken, {RunTag.NEXT_ATTEMPT: SET_ASIDE})
     return p, broken
 
 
@@ -174,7 +168,7 @@ def test_the_command_lists_and_retries(
     kept(location).rename(location)  # somebody has put the file back meanwhile
     assert one_pass(p, clock)[broken].action is PublicationAction.PUBLISHED
     assert len(p.rows(namespace, "t")) == 4
-    assert run_of(p, broken).tags[REASON_TAG] == "none"
+    assert run_of(p, broken).tags[RunTag.REASON] == "none"
 
 
 @pytest.mark.nessie
@@ -186,9 +180,9 @@ def test_the_command_ends_it(aside: tuple[Project, str], monkeypatch: pytest.Mon
         assert json.loads(branchlake("set-aside", "--json").output) == []
     assert branch_name(broken) not in p.branches()
     tags = run_of(p, broken).tags
-    assert tags[VERDICT_TAG] == "blocked"
-    assert tags[REASON_TAG].startswith("Given up by hand")
-    assert PUBLICATION_TAG not in tags
+    assert tags[RunTag.VERDICT] == "blocked"
+    assert tags[RunTag.REASON].startswith("Given up by hand")
+    assert RunTag.PUBLICATION not in tags
     assert broken not in one_pass(p)
 
 
@@ -250,7 +244,7 @@ def test_an_error_of_the_whole_group_is_divided(
 def test_a_tag_that_somebody_wrote_holds_up_nobody(lakehouse: Lakehouse, namespace: str, due: str) -> None:
     with project(lakehouse, appending(namespace)) as p:
         run_id = p.run()
-        p.instance.add_run_tags(run_id, {NEXT_ATTEMPT_TAG: due})
+        p.instance.add_run_tags(run_id, {RunTag.NEXT_ATTEMPT: due})
         assert one_pass(p)[run_id].action is PublicationAction.PUBLISHED
 
 

@@ -10,7 +10,8 @@ from branchlake_dagster.internals.dagster import BACKFILL_ID_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication import tick_report as backfills
 from branchlake_dagster.publication.tick_report import BackfillWatch
-from branchlake_dagster.tables.specification import CHECK_SCOPE, table_metadata
+from branchlake_dagster.stored_names import AssetMetadata
+from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.dagster_internals import (
     AssetBackfillData,
     AssetGraphSubset,
@@ -49,7 +50,7 @@ def test_what_was_blocked_is_among_what_failed(lakehouse: Lakehouse, namespace: 
     def t(context: dg.AssetExecutionContext) -> pl.DataFrame:
         return pl.DataFrame({"day": [context.partition_key], "n": [1]})
 
-    @dg.asset_check(asset=t.key, metadata={CHECK_SCOPE: "rows"})
+    @dg.asset_check(asset=t.key, metadata={AssetMetadata.CHECK_SCOPE: "rows"})
     def monday_only(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
         return dg.AssetCheckResult(passed=context.partition_key == "mon")
 

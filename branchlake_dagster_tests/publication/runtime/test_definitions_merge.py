@@ -22,7 +22,7 @@ from branchlake_dagster import (
 )
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.publication.validation import DefinitionsWarning
-from branchlake_dagster.tables.specification import CHECK_SCOPE
+from branchlake_dagster.stored_names import AssetMetadata
 from branchlake_dagster_tests.suite.raised import raising
 
 DAYS = dg.DailyPartitionsDefinition("2026-08-01")
@@ -251,7 +251,9 @@ def test_an_argument_of_table_metadata_as_a_bare_key_is_reported(settings: Setti
     assert "table_metadata(write_mode=…)" in str(warned.pop(DefinitionsWarning).message)
 
 
-@pytest.mark.parametrize("options", [{"partitions_def": DAYS}, {"metadata": {CHECK_SCOPE: "table"}}])
+@pytest.mark.parametrize(
+    "options", [{"partitions_def": DAYS}, {"metadata": {AssetMetadata.CHECK_SCOPE: "table"}}]
+)
 def test_a_check_with_partitions_or_a_scope_is_as_it_should_be(
     settings: Settings, options: dict[str, Any]
 ) -> None:

@@ -20,7 +20,7 @@ from branchlake_dagster.publication.publish_at_end import LEFT_TO_SENSOR
 from branchlake_dagster.publication.publisher import Publisher
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import PUBLICATION_TAG, REASON_TAG
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
 from branchlake_dagster_tests.publication.runtime import publish_at_end_project
 from branchlake_dagster_tests.publication.runtime.publish_at_end_project import TOKEN_VARIABLE
@@ -94,14 +94,14 @@ def test_a_run_publishes_itself(
         found = store.get_run_by_id(result.run_id)
         assert found is not None
         (entry,) = [p for p in publications(lakehouse.nessie, limit=5) if p.run_id == result.run_id]
-        assert found.tags[PUBLICATION_TAG] == entry.hash
+        assert found.tags[RunTag.PUBLICATION] == entry.hash
         assert reconciler(lakehouse, store).run_one(result.run_id) is None
 
 
 def outcome_of(store: dg.DagsterInstance, run_id: str) -> Outcome:
     found = store.get_run_by_id(run_id)
     assert found is not None
-    action, publication = PublicationAction.PUBLISHED, found.tags[PUBLICATION_TAG]
+    action, publication = PublicationAction.PUBLISHED, found.tags[RunTag.PUBLICATION]
     return Outcome(branch_name(run_id), run_id, action, "", None, publication)
 
 
@@ -128,7 +128,7 @@ def test_a_blocked_run_fails_and_says_why(
         assert "check positive on" in str(failure.event_specific_data)
         found = store.get_run_by_id(result.run_id)
         assert found is not None
-        assert "check positive on" in found.tags[REASON_TAG]
+        assert "check positive on" in found.tags[RunTag.REASON]
         assert times(lakehouse, -token) == 0
 
 

@@ -14,8 +14,8 @@ from pyspark.sql.functions import expr as pyspark_expr
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.read_set import READ_TABLES, READ_UNTOLD
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.stored_names import EventMetadata
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 
@@ -46,7 +46,7 @@ def settled(p: Project, run_id: str) -> PublicationAction:
     return p.settle(run_id).action
 
 
-def noted(p: Project, run_id: str, name: str = READ_TABLES) -> list[str]:
+def noted(p: Project, run_id: str, name: str = EventMetadata.READ_TABLES) -> list[str]:
     """What the run's engine events list, sorted."""
     found: list[str] = []
     for record in p.instance.all_logs(run_id, of_type=dg.DagsterEventType.ENGINE_EVENT):
@@ -192,11 +192,13 @@ def test_whatever_the_form_what_is_read_is_noted(lakehouse: Lakehouse, namespace
         by_step: dict[str, set[str]] = {}
         for record in p.instance.all_logs(run_id, of_type=dg.DagsterEventType.ENGINE_EVENT):
             data: Any = record.dagster_event.event_specific_data
-            if READ_TABLES in data.metadata:
+            if EventMetadata.READ_TABLES in data.metadata:
                 step = (record.step_key or "").removeprefix(f"{namespace}__")
-                by_step.setdefault(step, set()).update(json.loads(data.metadata[READ_TABLES].value))
+                by_step.setdefault(step, set()).update(
+                    json.loads(data.metadata[EventMetadata.READ_TABLES].value)
+                )
         assert by_step == {name: {f"{namespace}.a", f"{namespace}.b"} for name in assets}
-        assert noted(p, run_id, READ_UNTOLD) == []
+        assert noted(p, run_id, EventMetadata.UNNAMED_READS) == []
 
 
 def test_what_cannot_be_known_blocks_a_serializable_asset(lakehouse: Lakehouse, namespace: str) -> None:

@@ -10,7 +10,7 @@ from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.unbranched import settle_unbranched
 from branchlake_dagster.runs.run_branch import FALLING_BACK
-from branchlake_dagster.runs.run_tags import BRANCH_TAG, REASON_TAG, UNBRANCHED_TAG, VERDICT_TAG
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
 
@@ -52,12 +52,12 @@ def test_a_run_without_a_branch_writes_to_main_and_says_so(
         assert p.rows(namespace, "t") == [{"n": 1}]
         assert FALLING_BACK in capfd.readouterr().err
         run = p.instance.get_run_by_id(run_id)
-        assert (run.tags[BRANCH_TAG], run.tags[UNBRANCHED_TAG]) == ("main", "true")
+        assert (run.tags[RunTag.BRANCH], run.tags[RunTag.UNBRANCHED]) == ("main", "true")
         (outcome,) = settle(p)
         assert (outcome.action, outcome.run_id) == (PublicationAction.UNBRANCHED, run_id)
         assert "its checks passed" in outcome.detail
         assert outcome.publication == lake.nessie.reference("main").hash
-        assert p.instance.get_run_by_id(run_id).tags[VERDICT_TAG] == "passed"
+        assert p.instance.get_run_by_id(run_id).tags[RunTag.VERDICT] == "passed"
         assert p.instance.get_run_by_id(run_id).is_success
         assert settle(p) == []
 
@@ -71,7 +71,7 @@ def test_a_failing_check_on_main_is_loud(lake: Lakehouse, namespace: str) -> Non
         assert outcome.publication is None
         run = p.instance.get_run_by_id(run_id)
         assert run.is_failure
-        assert run.tags[REASON_TAG].startswith("Manual validation needed")
+        assert run.tags[RunTag.REASON].startswith("Manual validation needed")
         (told,) = p.observations([namespace, "t"])
         assert "Manual validation needed" in (told.description or "")
         assert settle(p) == []
