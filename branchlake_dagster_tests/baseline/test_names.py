@@ -40,8 +40,7 @@ NOT_STORED = {
 }
 """Names that the stored lake does not have, with the reason."""
 IN_PARTS = {
-    "branchlake.lease-": "put together by branching.lease.token",
-    "branchlake.unbranched": "put together by branching.table.provenance.snapshot_properties",
+    "branchlake.lease-": "put together by runs.leases",
 }
 """Stored names that the code has in parts that are not constants."""
 
